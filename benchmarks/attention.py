@@ -1,0 +1,178 @@
+"""How long the student attentions take, as ratios to timm's standard attention.
+
+    python benchmarks/attention.py layer                      one attention layer, forward and forward + backward
+    python benchmarks/attention.py model                      whole models, forward + backward
+    python benchmarks/attention.py layer --compile --only belief,xsa --shapes atto --rounds 50
+
+Everything is timed in one process. A round runs every contender once, in random order; a ratio is taken within a round,
+and the table shows the median over the rounds with the quartiles in brackets, so that a machine that slows down for a
+while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast, on a CPU float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import timm
+import torch
+from timm.layers import Attention
+from torch import nn
+
+import gaupipe.models  # noqa: F401  (registers the models)
+from gaupipe.attention import ATTENTION
+
+BASELINE = "timm"
+STUDENTS = {  # name in the table: (key, options)
+    "standard": ("standard", {}),
+    "belief": ("belief", {}),
+    "xsa": ("xsa", {}),
+    "attentionx": ("attentionx", {}),
+    "belief_star": ("belief_star", {}),
+    "belief2": ("belief2", {}),
+    "belief2 zz=False": ("belief2", {"zz": False}),
+}
+LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens in TOKENS
+    "atto": (384, 12),
+    "tiny": (768, 12),
+    "deit_s": (384, 6),
+}
+TOKENS = (64, 196, 197)
+MODELS = {  # name: (entrypoint, arguments, image size)
+    "atto": ("gauvit_atto_patch4_32", {}, 32),
+    "tiny": ("gauvit_tiny_patch16_224", {}, 224),
+    "deit_s": ("gauvit_tiny_patch16_224", dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4, class_token=True,
+                                               global_pool="token", fc_norm=False), 224),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["layer", "model"])
+    parser.add_argument("--shapes", default="atto,tiny,deit_s", help="of " + ", ".join(LAYERS))
+    parser.add_argument("--only", default="", help="contenders, of " + ", ".join(STUDENTS))
+    parser.add_argument("--match-params", action="store_true", help="models only: the FFN shrinks to equal parameters")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens in a batch")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--compile", action="store_true", help="torch.compile every contender")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads on a CPU")
+    parser.add_argument("--json", help="write the ratios to this file as well")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.set_float32_matmul_precision("high")
+    names = arguments.only.split(",") if arguments.only else list(STUDENTS)
+    measure = layer_ratios if arguments.what == "layer" else model_ratios
+    tables = {}
+    print_header(names)
+    for shape in arguments.shapes.split(","):
+        for row, ratios in measure(shape, names, arguments):
+            print_row(row, ratios, names)
+            tables[row] = ratios
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(tables, file, indent=1)
+
+
+def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
+    """Yields (row, ratios) of one layer for every number of tokens, forward and forward + backward."""
+    width, heads = LAYERS[shape]
+    layers = {BASELINE: Attention(width, heads, qkv_bias=True)}
+    for name in names:
+        key, options = STUDENTS[name]
+        layers[name] = ATTENTION[key](width, heads, qkv_bias=True, **options)
+    for tokens in TOKENS:
+        x = torch.randn(max(1, arguments.tokens // tokens), tokens, width, device=arguments.device)
+        steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
+        for i, kind in enumerate(("forward", "forward + backward")):
+            yield f"{shape} {width}/{heads}, T={tokens}, {kind}", interleaved(
+                {name: pair[i] for name, pair in steps.items()}, arguments.rounds)
+
+
+def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
+    """Yields (row, ratios) of a whole model, forward + backward."""
+    entrypoint, sizes, image_size = MODELS[shape]
+    models = {BASELINE: timm.create_model(entrypoint, **sizes)}
+    for block in models[BASELINE].blocks:
+        block.attn = Attention(block.attn.qkv.in_features, block.attn.num_heads, qkv_bias=True)
+    for name in names:
+        key, options = STUDENTS[name]
+        models[name] = timm.create_model(entrypoint, attention=key, attention_options=options,
+                                         match_params=arguments.match_params, **sizes)
+    tokens = models[BASELINE].patch_embed.num_patches
+    x = torch.randn(max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device)
+    steps = {name: steps_of(model, x, arguments)[1] for name, model in models.items()}
+    yield f"{shape}, T={models[BASELINE].pos_embed.shape[1]}", interleaved(steps, arguments.rounds)
+
+
+def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) -> tuple[Callable, Callable]:
+    """(forward, forward + backward) of a module as functions that take no argument."""
+    module = module.to(x.device)
+    run = torch.compile(module) if arguments.compile else module
+    half = torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda")
+    needs_grad = x.clone().requires_grad_(x.ndim == 3)  # a layer hands a gradient on, a model does not
+    gradient = None
+
+    def forward() -> None:
+        with torch.no_grad(), half:
+            run(x)
+
+    def forward_backward() -> None:
+        nonlocal gradient
+        with half:
+            out = run(needs_grad)
+        if gradient is None:
+            gradient = torch.randn_like(out)
+        out.backward(gradient)
+        for tensor in (needs_grad, *module.parameters()):
+            tensor.grad = None
+
+    return forward, forward_backward
+
+
+def interleaved(steps: dict[str, Callable], rounds: int) -> dict[str, dict[str, float]]:
+    """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, and its median
+    time in milliseconds."""
+    order = list(steps)
+    for name in order:
+        for _ in range(3):
+            seconds(steps[name])
+    times = {name: [] for name in order}
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            times[name].append(seconds(steps[name]))
+    summary = {}
+    for name in steps:
+        ratios = [mine / base for mine, base in zip(times[name], times[BASELINE])]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        summary[name] = dict(median=median, low=low, high=high, ms=1e3 * statistics.median(times[name]))
+    return summary
+
+
+def seconds(step: Callable) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def print_header(names: list[str]) -> None:
+    print("| | timm, ms | " + " | ".join(names) + " |")
+    print("|---" * (2 + len(names)) + "|")
+
+
+def print_row(row: str, ratios: dict, names: list[str]) -> None:
+    cells = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in (ratios[name] for name in names)]
+    print(f"| {row} | {ratios[BASELINE]['ms']:.1f} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Belief-attention: a token takes from the others only what is perpendicular to its own value."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gaupipe.attention.functional import StudentAttention, choice, perpendicular
+
+SIGNALS = {
+    "perpendicular": perpendicular,
+    "projected": lambda mh, v: mh - perpendicular(mh, v),
+    "value": lambda mh, v: v,
+}
+
+
+class BeliefAttention(StudentAttention):
+    """Update D W, D the part of MH perpendicular to V per token, over all heads together (*BeliefFormer, eqs. 10-14*).
+
+    ``signal``: "perpendicular" (D) or, as ablations, "projected" (MH - D) and "value" (V) (*Belief2, figure 3*).
+    """
+
+    def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.signal = choice("signal", signal, SIGNALS)
+
+    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        return self.proj(SIGNALS[self.signal](mh, v))

@@ -1,0 +1,45 @@
+"""Belief2-attention: the projected component gets a projection of its own, and scores a symmetric part."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gaupipe.attention.functional import StudentAttention, choice, perpendicular
+
+ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
+
+
+class Belief2Attention(StudentAttention):
+    """Update D W + phi(a V) W_p, with scores (Q K' + Z Z') / sqrt(d_m) (*Belief2, eqs. 11-17*). Adds ``proj_parallel``
+    (W_p, d x d) and, with ``zz``, ``z`` (W_Z, d x d).
+
+    ``activation`` is phi: "gelu" or "silu" from scratch, "identity" for pretrained weights, where W_p = W and Z = 0 is
+    standard attention (*Belief2, proposition 1*). The paper advises ``zz=False`` for pretrained weights.
+    """
+
+    def __init__(self, *args, activation: str = "gelu", zz: bool = True, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        dd = dict(device=self.proj.weight.device, dtype=self.proj.weight.dtype)
+        self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
+        self.proj_parallel = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False, **dd)
+        self.z = nn.Linear(self.qkv.in_features, self.attn_dim, bias=False, **dd) if zz else None
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q K' + Z Z'."""
+        q, k, v = super().project(x)
+        if self.z is None:
+            return q, k, v
+        z = self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, d_m]
+        return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        if self.z is None:
+            return super().attend(q, k, v, attn_mask, is_causal)
+        wide = F.pad(v, (0, self.head_dim))  # some fused kernels need one width for queries, keys and values
+        return super().attend(q, k, wide, attn_mask, is_causal)[..., :self.head_dim]
+
+    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        d = perpendicular(mh, v)
+        return self.proj(d) + self.proj_parallel(self.activation(mh - d))

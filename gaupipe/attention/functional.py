@@ -1,0 +1,167 @@
+"""What the student attentions share: timm's ``Attention`` taken apart into steps, and the orthogonal projection.
+
+Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from gaupipe.errors import UserError
+
+
+class StudentAttention(Attention):
+    """Base of the student attentions: project, attend, combine. Arguments and parameters are those of timm's
+    ``Attention``, so that its weights load.
+
+    A variant overrides :meth:`combine`, which turns what standard attention would hand to its output projection into
+    the update that the block adds to its tokens; if it compares other things than Q and K also :meth:`project`.
+    """
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))        # [B, T, 3, H, d_m]
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        return self.q_norm(q), self.k_norm(k), v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel. A query without a key gets zeros."""
+        if attn_mask is not None and is_causal:
+            attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale,
+            dropout_p=self.attn_drop.p if self.training else 0.0)
+
+    def log_rows(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+        """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32. A masked key has
+        log-probability -inf, also in the row of a query without any key."""
+        with torch.autocast(q.device.type, enabled=False):
+            scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT   # [B, H, T, T]
+        if is_causal:
+            attn_mask = causal_mask(attn_mask, q.shape[-2], q.device)
+        return masked_log_softmax(scores, attn_mask)
+
+    def merge(self, heads: Tensor, x: Tensor) -> Tensor:
+        """MH [B, T, d]: heads [B, H, T, d_m] concatenated, with timm's optional normalisation and gate (from x)."""
+        mh = self.norm(merge_heads(heads))
+        gate = getattr(self, "gate", None)
+        return mh if gate is None else mh * gate(x).sigmoid()
+
+    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """The update [B, T, d] that a block adds to its tokens x [B, T, d].
+
+        ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the scores;
+        ``is_causal`` hides the future. Given both, both hold.
+        """
+        q, k, v = self.project(x)
+        heads = self.attend(q, k, v, attn_mask, is_causal)
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
+
+    def forward_with_rows(
+            self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H, T, T]), rows being
+        log-probabilities in float32, -inf where a key is masked. The update is computed from these rows."""
+        q, k, v = self.project(x)
+        rows = self.log_rows(q, k, attn_mask, is_causal)
+        heads = self.attn_drop(rows.exp()).to(v.dtype) @ v
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), rows
+
+
+def merge_heads(heads: Tensor) -> Tensor:
+    """[B, H, T, d_m] to [B, T, H * d_m]; a view for what a fused kernel returns and for Q, K and V."""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def causal_mask(attn_mask: Tensor | None, tokens: int, device: torch.device | None = None) -> Tensor:
+    """``attn_mask`` (boolean or additive, or None) with the future hidden as well."""
+    if attn_mask is None:
+        return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    past = torch.ones(tokens, tokens, dtype=torch.bool, device=attn_mask.device).tril()
+    return attn_mask & past if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~past, -torch.inf)
+
+
+def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Log-softmax of scores [B, H, T, T] over the keys, under a boolean or additive mask. A query without a key has
+    a row of -inf, whose exponential is what a fused kernel uses: zeros."""
+    if attn_mask is None:
+        return scores.log_softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    else:
+        scores = scores + attn_mask
+    keyless = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
+
+
+def choice(option: str, given: str, known: Iterable[str]) -> str:
+    """``given`` if it is one of ``known``; else raises UserError naming the nearest."""
+    if given not in known:
+        raise UserError(f"unknown {option} {given!r}{nearest(given, known)}")
+    return given
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: what would have been right."""
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+
+
+def per_head(combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int) -> Tensor:
+    """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come back as [B, T, d]."""
+    return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)
+
+
+def perpendicular(m: Tensor, v: Tensor) -> Tensor:
+    """The part of m perpendicular to v over the last axis: m - a v, a = <m, v> / <v, v>, and a = 0 where v = 0
+    (*BeliefFormer, eqs. 10-12*). Shapes [..., d] alike; computed in float32 or wider, returned in the type of m.
+    """
+    if torch.compiler.is_compiling():
+        return _perpendicular(m, v)[0]
+    return _Perpendicular.apply(m, v)
+
+
+def _perpendicular(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+    squared = (wide_v * wide_v).sum(-1, keepdim=True)
+    squared = squared.masked_fill(squared == 0, torch.inf)
+    a = (wide_m * wide_v).sum(-1, keepdim=True) / squared
+    return torch.addcmul(wide_m, a, wide_v, value=-1).to(m.dtype), a, squared
+
+
+class _Perpendicular(torch.autograd.Function):
+    """:func:`perpendicular` with its gradient by hand: half the passes over memory that autograd would make.
+
+    With G the gradient of D = m - a v and c = <G, v> / <v, v>: dm = G - c v (the projection is self-adjoint) and
+    dv = -(a dm + c D).
+    """
+
+    @staticmethod
+    def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
+        d, a, squared = _perpendicular(m, v)
+        ctx.save_for_backward(v, d, a, squared)
+        return d
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        v, d, a, squared = ctx.saved_tensors
+        wide_grad, wide_v = at_least_float32(grad), at_least_float32(v)
+        c = (wide_grad * wide_v).sum(-1, keepdim=True) / squared
+        grad_m = torch.addcmul(wide_grad, c, wide_v, value=-1)
+        grad_v = torch.addcmul(grad_m * -a, c, at_least_float32(d), value=-1)
+        return grad_m.to(grad.dtype), grad_v.to(v.dtype)

@@ -1,0 +1,15 @@
+"""Exclusive self-attention: belief-attention head by head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gaupipe.attention.functional import StudentAttention, per_head, perpendicular
+
+
+class ExclusiveAttention(StudentAttention):
+    """Update D_s W, D_s the part of MH perpendicular to V in each head (*BeliefFormer, eqs. 15-16*, alone: the case
+    W = 0 of *Belief2, eq. 7*)."""
+
+    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        return self.proj(per_head(perpendicular, mh, v, self.num_heads))

@@ -1,0 +1,199 @@
+"""The command line: parses, loads the settings and calls one function of ``stages``. Heavy imports wait for a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gaupipe import STUDENTS, __version__
+from gaupipe.errors import UserError
+
+UsageError = typer.BadParameter.__base__  # typer brings its own copy of click or uses the installed one
+
+app = typer.Typer(name="gaupipe", pretty_exceptions_enable=False, add_completion=False,
+                  context_settings={"help_option_names": ["-h", "--help"]},
+                  help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.")
+
+Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
+
+
+class Kind(str, Enum):
+    gaussian = "gaussian"
+    dense = "dense"
+
+
+ConfigArgument = Annotated[Optional[str], typer.Argument(
+    metavar="[CONFIG]", help="A YAML file, or the name of a shipped configuration.", show_default="digits")]
+RunDir = Annotated[Path, typer.Option("--run-dir", help="Folder of the run.")]
+NewRunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the run.",
+                                                   show_default="runs/NAME of the configuration")]
+Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
+                                                        show_default="none")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context,
+         version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        print(f"gaupipe {__version__}")
+    elif context.invoked_subcommand is None:
+        context.get_help()
+
+
+@app.command()
+def run(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
+        student: Annotated[Optional[Student], typer.Option(help="Attention of the student.",
+                                                           show_default="phase_b.student of the settings")] = None
+        ) -> None:
+    """All stages, then a table of what was gained. Stages that have finished are not run again."""
+    settings, folder = _settings(config, overrides, run_dir)
+    from stages import run as stage
+    rows = stage.run(settings, folder, student and student.value)
+    table = Table(title=f"{settings.data.name}: {folder}", title_justify="left")
+    for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
+        table.add_column(column, justify="left" if not column else "right")
+    for row in rows:
+        table.add_row(row["model"], str(row["epochs"]), _percent(row["train_acc"]), _percent(row["val_acc"]),
+                      f"{row['seconds']:.1f}")
+    Console().print(table)
+
+
+@app.command("phase-a")
+def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
+            resume: Resume = False) -> None:
+    """Train the teacher: find, for each training image, where every token looks."""
+    settings, folder = _settings(config, overrides, run_dir)
+    from stages import phase_a as stage
+    stage.run(settings, folder, resume)
+    print(folder)
+
+
+@app.command("export-maps")
+def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What is stored per image.")] = Kind.gaussian,
+                out: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
+                                                           show_default="maps.zarr in the run directory")] = None,
+                overwrite: Annotated[bool, typer.Option(help="Replace a store that is there.")] = False) -> None:
+    """Write the teacher's attention maps, predictions and the labels to a zarr store."""
+    from stages import export_maps as stage
+    print(stage.run(run_dir, kind.value, out, overwrite))
+
+
+@app.command("phase-b")
+def phase_b(run_dir: RunDir, student: Annotated[Optional[Student], typer.Option(
+                help="Attention of the student.", show_default="phase_b.student of the settings")] = None,
+            maps: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="The attention-map store.",
+                                                        show_default="maps.zarr in the run directory")] = None,
+            distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
+            resume: Resume = False) -> None:
+    """Distil the stored maps into an ordinary ViT, saved as a folder that timm loads."""
+    from stages import phase_b as stage
+    from stages.run_directory import RunDirectory
+    key = student.value if student else RunDirectory(run_dir).settings().phase_b.student
+    stage.run(run_dir, key, maps, resume, distill)
+    print(RunDirectory(run_dir).student(key, distill) / "student")
+
+
+@app.command()
+def evaluate(run_dir: RunDir, student: Annotated[Student, typer.Option(help="Attention of the student.")],
+             test: Annotated[bool, typer.Option("--test", help="The test split in place of the validation split.")] = False,
+             plain: Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")] = False,
+             as_json: AsJson = False) -> None:
+    """Accuracy and loss of a trained student."""
+    from stages import evaluate as stage
+    _report(stage.run(run_dir, student.value, "test" if test else "val", not plain), as_json)
+
+
+@app.command()
+def inspect(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")],
+            image: Annotated[Optional[int], typer.Option(help="Image id; without it a summary of the store.")] = None,
+            layer: Annotated[int, typer.Option(help="Encoder block, from 0.")] = 0,
+            head: Annotated[str, typer.Option(metavar="H|mean", help="Head, from 0, or their mean.")] = "mean",
+            query: Annotated[str, typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, or "
+                                                                      "their mean.")] = "mean",
+            png: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Draw the image with the map over it.")] = None,
+            as_json: AsJson = False) -> None:
+    """What a store holds: a summary, or where one image's queries look."""
+    from stages import inspect_maps as stage
+    if image is None:
+        if png:
+            raise UserError("--png draws one image's map: name it with --image ID")
+        _report(stage.summary(maps), as_json)
+        return
+    seen = stage.attention(maps, image, layer, head, query)
+    if png:
+        stage.draw(maps, seen, png)
+    if as_json:
+        print(json.dumps(seen))
+    else:
+        Console().print(stage.heat_map(seen))
+
+
+@app.command()
+def verify(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")]) -> None:
+    """Check that every chunk of a store is present and intact; exit code 0 only then."""
+    import store
+    problems = store.verify(maps)
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"gaupipe: {maps}: {len(problems)} problems", file=sys.stderr)
+        raise typer.Exit(1)
+    print(f"{maps}: complete and intact")
+
+
+def main() -> None:
+    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything else."""
+    try:
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        _fail(f"{error.format_message().replace('Value error, ', '')} ({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)")
+    except UserError as error:
+        _fail(error)
+    except ValueError as error:
+        store = sys.modules.get("store")
+        if store and isinstance(error, store.StoreError):
+            _fail(error)
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        print("gaupipe: interrupted; --resume continues", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+def _fail(error: Exception | str) -> None:
+    print(f"gaupipe: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _settings(config: str | None, overrides: list[str] | None, run_dir: Path | None) -> tuple[Any, Path]:
+    from gaupipe.config import load
+    config = config or "digits"
+    return load(config, overrides or []), run_dir or Path("runs") / Path(config).stem
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"
+
+
+def _report(values: dict[str, Any], as_json: bool) -> None:
+    """Prints named values as JSON or as a line each."""
+    if as_json:
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        print(f"{name:<12}{value:.4f}" if isinstance(value, float) else f"{name:<12}{value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Typed settings: one pydantic model a section, YAML files, ``--set a.b=c``, unknown keys refused with a suggestion."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gaupipe import STUDENTS
+from gaupipe.errors import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+
+StudentKey = Literal[STUDENTS]
+
+
+class Section(BaseModel):
+    """A group of settings that refuses keys it does not know and cannot be changed once made."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataSettings(Section):
+    """The data set and how its images become tensors."""
+
+    name: str = "digits"
+    """``digits``, ``debian/fashion-mnist``, or any name of timm's ``create_dataset`` (``torch/cifar10``, ``hfds/...``,
+    ``folder``)."""
+    root: Path | None = None
+    """Folder of the files (timm data sets; for ``debian/fashion-mnist`` only when it is not the package's own)."""
+    download: bool = False
+    """Let torchvision fetch a data set that is not there."""
+    train_images: Positive | None = None
+    """Use only this many training images, the same number of each class as far as possible; null takes all."""
+    val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Share of the training images held out, class by class, for validation (``digits`` always holds out 20 %)."""
+    image_size: Positive | None = None
+    """Height and width given to the model, in pixels; null keeps the images' own size."""
+    batch_size: Positive = 128
+    eval_batch_size: Positive = 512
+    workers: Count = 0
+    """Processes that decode images; 0 is right for data sets held in memory."""
+
+
+class ModelSettings(Section):
+    """The ViT that phase A teaches and that the student copies."""
+
+    name: str = "gauvit_pico_patch2_8"
+    args: dict[str, Any] = {}
+    """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96, depth: 6}``."""
+    init_std: Rate | None = None
+    """Standard deviation of every linear layer's start; null keeps timm's 0.02."""
+    pos_embed_std: Rate | None = None
+    """Standard deviation of the position embedding's start; null keeps timm's 0.02."""
+
+
+class OptimSettings(Section):
+    """The optimizer of network weights: any name of timm's ``create_optimizer_v2``, cosine rate with linear warm-up."""
+
+    name: str = "adamw"
+    lr: Rate = 1e-3
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    weight_decay: Weight = 0.03
+    warmup_epochs: Count = 1
+    min_lr: Weight = 1e-5
+    clip_grad: Rate | None = 1.0
+    """Largest norm of the gradient; null does not clip."""
+
+
+class RowSettings(Section):
+    """The per-image Gaussian parameters and their row-wise Adam."""
+
+    lr: Rate = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Rate = 1e-8
+
+
+class PhaseASettings(Section):
+    """Phase A: the teacher finds, per image, where each token looks."""
+
+    mode: Literal["stochastic", "expected"] = "expected"
+    """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact expectation."""
+    parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
+    prior: bool = True
+    """Add a Gaussian per block, head and query that all images share."""
+    residual: bool = True
+    """Give every image its own Gaussians; without them the shared prior is the whole teacher."""
+    prior_lr: Rate = 2e-2
+    """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch, see ``rows``)."""
+    max_epochs: Positive = 12
+    stop_accuracy: Fraction = 0.92
+    """Stop after the first epoch whose training accuracy reaches this."""
+    upper_accuracy: Fraction = 0.98
+    """Above this the teacher has overfitted: the run says so."""
+    label_passes: Positive = 8
+    """Sampled passes averaged for the teacher's predictions in ``stochastic`` mode."""
+    optim: OptimSettings = OptimSettings()
+    rows: RowSettings = RowSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PhaseASettings:
+        if not (self.prior or self.residual):
+            raise ValueError("prior and residual are both off: nothing is left to learn where to look")
+        return self
+
+
+class PhaseBSettings(Section):
+    """Phase B: an ordinary ViT learns from labels, the teacher's predictions and the stored maps."""
+
+    student: StudentKey = "standard"
+    attention_options: dict[str, Any] = {}
+    epochs: Positive = 12
+    alpha: Weight = 0.2
+    """Weight of L_soft."""
+    beta: Weight = 0.1
+    """Weight of L_hard."""
+    gamma: Weight = 0.7
+    """Weight of L_feat at the start of its schedule."""
+    gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
+    gamma_epochs: Positive | None = None
+    """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all epochs."""
+    temperature: Rate = 1.0
+    direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
+    optim: OptimSettings = OptimSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PhaseBSettings:
+        if self.alpha + self.beta + self.gamma == 0:
+            raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
+        return self
+
+
+class BaselineSettings(Section):
+    """The same ViT trained on the labels alone, for as many epochs as phase B."""
+
+    enabled: bool = True
+    optim: OptimSettings | None = None
+    """Null takes phase B's."""
+
+
+class Settings(Section):
+    """Everything that determines a run."""
+
+    seed: Count = 0
+    device: str = "auto"
+    """``auto`` takes a GPU where there is one; else any torch device, e.g. ``cpu``, ``cuda:1``."""
+    threads: Positive | None = None
+    """Processor threads for torch; null leaves torch's choice."""
+    data: DataSettings = DataSettings()
+    model: ModelSettings = ModelSettings()
+    phase_a: PhaseASettings = PhaseASettings()
+    phase_b: PhaseBSettings = PhaseBSettings()
+    baseline: BaselineSettings = BaselineSettings()
+
+
+def load(source: str | Path, overrides: list[str] = ()) -> Settings:
+    """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its bare name.
+
+    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for whatever is wrong.
+    """
+    path = _find(source)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    return parse(tree, str(source))
+
+
+def parse(tree: dict, where: str) -> Settings:
+    """Validates a nested dict of settings; ``where`` names it in messages. Raises UserError."""
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{where}: {_first_problem(error)}") from None
+
+
+def dump(settings: Settings) -> str:
+    """The resolved settings as YAML; ``load`` of it gives the same settings."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def shipped() -> list[str]:
+    """Names of the configurations inside the package."""
+    return sorted(path.name.removesuffix(".yaml") for path in resources.files("gaupipe.configs").iterdir()
+                  if path.name.endswith(".yaml"))
+
+
+def _find(source: str | Path) -> Any:
+    path = Path(source)
+    if path.is_file():
+        return path
+    if str(source) in shipped():
+        return resources.files("gaupipe.configs") / f"{source}.yaml"
+    raise UserError(f"no settings file {str(source)!r}: give the path of a YAML file or one of "
+                    f"{', '.join(shipped())} (shipped with gaupipe)")
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from None
+    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        try:
+            value = float(value)
+        except ValueError:
+            pass
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"--set {override!r}: {parent!r} is a value, not a section")
+    tree[leaf] = value
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors()[0]
+    location = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        *parents, unknown = problem["loc"]
+        section = _section(parents)
+        near = difflib.get_close_matches(str(unknown), section, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?" if near else f"known: {', '.join(section)}"
+        return f"unknown setting {location!r}; {hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{location or 'settings'}: {message[0].lower() + message[1:]}, got {problem['input']!r}" \
+        if not isinstance(problem["input"], dict) else f"{location or 'settings'}: {message}"
+
+
+def _section(parents: list) -> list[str]:
+    """The setting names of the section that ``parents`` leads to."""
+    model: Any = Settings
+    for parent in parents:
+        annotation = model.model_fields[parent].annotation
+        model = next(kind for kind in (annotation, *get_args(annotation))
+                     if isinstance(kind, type) and issubclass(kind, Section))
+    return list(model.model_fields)

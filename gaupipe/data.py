@@ -1,0 +1,292 @@
+"""Data sets whose samples have a stable image id, and the batches made from them.
+
+An image id is the position of a training image in its split's canonical order: the order of the source with the
+held-out images left out. Splits do not depend on the seed of a run.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from gaupipe.config import DataSettings
+from gaupipe.errors import UserError
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+class ArrayImages(Dataset):
+    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N]."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self.images = torch.from_numpy(np.ascontiguousarray(images))
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def resized(self, size: int) -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
+        if tuple(self.images.shape[-2:]) == (size, size):
+            return self
+        from torchvision.transforms.v2.functional import resize
+        return ArrayImages(resize(self.images, [size, size], antialias=True).numpy(), self.labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(positions)
+        return self.images[where], torch.from_numpy(self.labels[where])
+
+    def fingerprint(self) -> bytes:
+        return hashlib.sha256(self.images.numpy().tobytes()).digest()
+
+
+class DecodedImages(Dataset):
+    """A timm or torchvision data set of PIL images, decoded when asked for, resized and centre-cropped to a square."""
+
+    def __init__(self, source: Any, labels: np.ndarray, size: int) -> None:
+        from torchvision.transforms import v2
+        source.transform = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
+        self.source = source
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([self.source[position][0].as_subclass(Tensor) for position in positions])
+        return images, torch.from_numpy(self.labels[np.asarray(positions)])
+
+    def fingerprint(self) -> bytes:
+        names = self.source.filenames(basename=True) if hasattr(self.source, "filenames") else len(self.source)
+        return hashlib.sha256(repr(names).encode()).digest()
+
+
+@dataclass
+class Split:
+    """Some images of a source; image id i is the source's image ``positions[i]``."""
+
+    source: ArrayImages | DecodedImages
+    positions: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels [N] int64 in the order of the image ids."""
+        return self.source.labels[self.positions]
+
+    def image(self, image_id: int) -> np.ndarray:
+        """One image as the model sees it before normalisation: uint8 [height, width, C]."""
+        images, _ = self.source.__getitems__([int(self.positions[image_id])])
+        return images[0].permute(1, 2, 0).numpy()
+
+
+class _Batches(Dataset):
+    """Makes a DataLoader fetch whole batches: images uint8 [B, C, height, width], labels [B], image ids [B]."""
+
+    def __init__(self, split: Split) -> None:
+        self.split = split
+
+    def __getitems__(self, image_ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        images, labels = self.split.source.__getitems__(self.split.positions[image_ids].tolist())
+        return images, labels, torch.tensor(image_ids)
+
+
+class _Order:
+    """A batch sampler whose order can be changed between epochs while the loader's workers live on."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.image_ids = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return -(-len(self.image_ids) // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.image_ids), self.batch_size):
+            yield self.image_ids[start:start + self.batch_size].tolist()
+
+
+class Batches:
+    """Normalised batches of one split, in canonical or shuffled order."""
+
+    def __init__(self, split: Split, data: ImageData, batch_size: int, workers: int) -> None:
+        self.split = split
+        self.order = _Order(batch_size)
+        # tensorstore must not be in use before a fork, so workers start from a clean process
+        context = {"multiprocessing_context": "forkserver", "persistent_workers": True} if workers else {}
+        self.loader = DataLoader(_Batches(split), batch_sampler=self.order, collate_fn=_as_is, num_workers=workers,
+                                 **context)
+        self.mean = torch.tensor(data.mean).view(-1, 1, 1) * 255
+        self.std = torch.tensor(data.std).view(-1, 1, 1) * 255
+
+    def steps(self) -> int:
+        """Batches in an epoch."""
+        return -(-len(self.split) // self.order.batch_size)
+
+    def shuffled(self, seed: tuple[int, int]) -> list[np.ndarray]:
+        """The image ids of an epoch's batches in an order that (seed, epoch) alone determines."""
+        image_ids = np.random.default_rng(seed).permutation(len(self.split))
+        return [image_ids[start:start + self.order.batch_size]
+                for start in range(0, len(image_ids), self.order.batch_size)]
+
+    def epoch(self, device: torch.device, shuffle_seed: tuple[int, int] | None = None,
+              image_ids: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """One pass over the split: images float32 [B, C, height, width], labels [B] (both on ``device``), image ids [B].
+
+        In the order of :meth:`shuffled` for a ``shuffle_seed``, else over ``image_ids``, else in canonical order.
+        """
+        if shuffle_seed is not None:
+            image_ids = np.concatenate(self.shuffled(shuffle_seed))
+        self.order.image_ids = np.arange(len(self.split)) if image_ids is None else image_ids
+        for images, labels, ids in self.loader:
+            images = images.to(device).float()
+            yield (images - self.mean.to(device)) / self.std.to(device), labels.to(device), ids
+
+
+def _as_is(batch: Any) -> Any:
+    return batch
+
+
+@dataclass
+class ImageData:
+    """A data set split into training, validation and (where the source has one) test images."""
+
+    name: str
+    train: Split
+    val: Split
+    test: Split | None
+    num_classes: int
+    channels: int
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    sha256: str
+    """Names the training images, their order and labels: what stored maps belong to."""
+
+    def write_split(self, path: Path) -> None:
+        """Writes which images of the source are in each split."""
+        splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
+        path.write_text(json.dumps({"dataset": self.name, "sha256": self.sha256} |
+                                   {name: split.positions.tolist() for name, split in splits.items()}) + "\n")
+
+
+def load(settings: DataSettings) -> ImageData:
+    """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is not there."""
+    train, test = _sources(settings)
+    labels = train.labels
+    val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
+    kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
+    if settings.train_images is not None:
+        if settings.train_images > len(kept):
+            raise UserError(f"data.train_images: {settings.train_images} asked, {settings.name} has {len(kept)} "
+                            "training images")
+        if settings.train_images < len(kept):
+            _, kept = _stratified(kept, labels[kept], settings.train_images)
+    split = Split(train, kept)
+    if isinstance(train, ArrayImages):
+        images = train.images[torch.from_numpy(kept)]
+        channels = tuple(range(images.shape[1]))
+        scaled = [images[:, channel].double() / 255 for channel in channels]
+        mean, std = tuple(c.mean().item() for c in scaled), tuple(c.std().item() for c in scaled)
+    else:
+        from timm.data import IMAGENET_DEFAULT_MEAN as mean, IMAGENET_DEFAULT_STD as std
+    image_size = settings.image_size or (train.images.shape[-1] if isinstance(train, ArrayImages) else 224)
+    digest = hashlib.sha256(train.fingerprint())
+    for array in (kept, split.labels):
+        digest.update(np.asarray(array, dtype="<i8").tobytes())
+    return ImageData(
+        name=settings.name, train=split, val=Split(train, held_out),
+        test=Split(test, np.arange(len(test))) if test is not None else None,
+        num_classes=int(labels.max()) + 1, channels=len(mean), image_size=image_size, mean=tuple(mean), std=tuple(std),
+        sha256=digest.hexdigest())
+
+
+def _stratified(positions: np.ndarray, labels: np.ndarray, share: float | int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits positions class by class into (rest, share), each sorted; always the same way."""
+    from sklearn.model_selection import train_test_split
+    try:
+        rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
+    except ValueError as error:
+        raise UserError(f"cannot take {share} of {len(positions)} images class by class: {error}") from None
+    return np.sort(rest), np.sort(taken)
+
+
+def _sources(settings: DataSettings) -> tuple[ArrayImages | DecodedImages, ArrayImages | DecodedImages | None]:
+    """The training source and the test source."""
+    if settings.name == "digits":
+        train, test = _digits(), None
+    elif settings.name == "fashion_mnist":
+        root = settings.root or DEBIAN_FASHION_MNIST
+        train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
+    else:
+        return _timm_source(settings, "train"), _timm_source(settings, "validation")
+    if settings.image_size:
+        train, test = train.resized(settings.image_size), test and test.resized(settings.image_size)
+    return train, test
+
+
+def _digits() -> ArrayImages:
+    from sklearn.datasets import load_digits
+    digits = load_digits()
+    return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
+
+
+def _idx_images(root: Path, prefix: str) -> ArrayImages:
+    arrays = []
+    for kind, ending, header in (("images", "idx3", 16), ("labels", "idx1", 8)):
+        path = root / f"{prefix}-{kind}-{ending}-ubyte.gz"
+        if not path.is_file():
+            raise UserError(f"data set fashion_mnist: {path} is not there; 'apt-get install dataset-fashion-mnist' "
+                            "provides it on Debian, data.name=torch/fashion_mnist with data.download=true elsewhere")
+        with gzip.open(path) as file:
+            arrays.append(np.frombuffer(file.read(), dtype=np.uint8, offset=header))
+    pixels, labels = arrays
+    return ArrayImages(pixels.reshape(len(labels), 1, 28, 28), labels)
+
+
+def _timm_source(settings: DataSettings, split: str) -> ArrayImages | DecodedImages:
+    from timm.data import create_dataset
+    name, root = settings.name, settings.root or Path("data")
+    if "/" not in name and name != "folder":
+        raise UserError(f"data.name: unknown data set {name!r}; known: digits, fashion_mnist, folder (with data.root), "
+                        "torch/NAME and hfds/NAME as timm's create_dataset names them")
+    if name == "folder" and not root.is_dir():
+        raise UserError(f"data.root: no folder {str(root)!r}; it should hold train/CLASS/*.png and val/CLASS/*.png")
+    try:
+        source = create_dataset("" if name == "folder" else name, root=str(root), split=split,
+                                download=settings.download, is_training=False)
+    except (RuntimeError, FileNotFoundError, AssertionError, ImportError, ValueError, OSError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"data set {name} not found under {str(root)!r} ({reason}); put its files there, name their "
+                        "folder with data.root, or set data.download=true") from None
+    labels = _labels(source)
+    pixels = getattr(source, "data", None)
+    if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
+        pixels = np.asarray(pixels)
+        images = ArrayImages(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2), labels)
+        return images.resized(settings.image_size or images.images.shape[-1])
+    return DecodedImages(source, labels, settings.image_size or 224)
+
+
+def _labels(source: Any) -> np.ndarray:
+    """Labels of every sample without decoding images where the data set allows it."""
+    if hasattr(source, "targets"):
+        return np.asarray(source.targets, dtype=np.int64)
+    reader = getattr(source, "reader", None)
+    if hasattr(reader, "samples"):
+        return np.asarray([target for _, target in reader.samples], dtype=np.int64)
+    if hasattr(reader, "dataset") and hasattr(reader, "label_key"):
+        return np.asarray(reader.dataset[reader.label_key], dtype=np.int64)
+    return np.asarray([target for _, target in source], dtype=np.int64)

@@ -1,0 +1,121 @@
+"""Two-dimensional axis-aligned Gaussians over the token grid: where a query looks.
+
+A *Gaussian* is four float32 numbers on the last axis, (mean_x, mean_y, std_x, std_y), in normalised coordinates: -1 and
++1 are the centres of the first and last token of an axis, so that the pixel coordinate is u = (s + 1) / 2 * (n - 1).
+Points outside the grid read the border. x runs along the width w of a grid (h, w), y along its height h; tokens are in
+row-major order, j = j_y * w + j_x.
+
+Axis letters: B images, L blocks, H heads, T tokens (T = h * w), P raw numbers per Gaussian.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+RAW_SIZE = {"loc_scale": 4, "paper": 8}
+"""Raw numbers per Gaussian of each parametrisation."""
+
+MIN_STD_PIXELS, MAX_STD_PIXELS = 1e-3, 2e3
+"""Narrower than the first a Gaussian is a point to float32; wider than the second, all its mass is on the borders."""
+
+
+def initial_raw(parametrisation: str) -> Tensor:
+    """The raw numbers [P] of a Gaussian with mean 0 and std 1 (*GauTransformer, section 3.2*: mu 0, sigma 1)."""
+    if parametrisation == "loc_scale":
+        return torch.zeros(4)
+    return torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+
+
+def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
+    """Turns raw learned numbers [..., P] into Gaussians [..., 4], float32.
+
+    ``loc_scale``: (mean_x, mean_y, log std_x, log std_y).
+    ``paper``: (mu_s, sigma_s, mu_l, sigma_l), each for x and y, with mean = (mu_s + mu_l) / sigma_l^2 and
+    std = |sigma_s| / sigma_l^2 (*GauTransformer, eq. 5*; the sign of sigma_s does not change the distribution).
+    """
+    raw = raw.float()
+    if parametrisation == "loc_scale":
+        return torch.cat([raw[..., :2], raw[..., 2:].exp()], dim=-1)
+    mu_s, sigma_s, mu_l, sigma_l = raw.split(2, dim=-1)
+    shrink = sigma_l.square().clamp_min(1e-6)
+    return torch.cat([(mu_s + mu_l) / shrink, sigma_s.abs() / shrink], dim=-1)
+
+
+def sample(gaussians: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq. 5*)."""
+    mean, std = gaussians.split(2, dim=-1)
+    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
+    return mean + std * noise
+
+
+def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Bilinear weights of points [..., 2] along each axis: ([..., h], [..., w]), every row summing to 1.
+
+    The weight of key j is max(0, 1 - |u_y - j_y|) * max(0, 1 - |u_x - j_x|), the product of the two returned rows, with
+    u clamped to the grid (*GauTransformer, eq. 6*, read as ordinary bilinear interpolation).
+    """
+    h, w = grid
+    return _hat(points[..., 1], h), _hat(points[..., 0], w)
+
+
+def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Expectation of :func:`point_axes` over each Gaussian [..., 4]: ([..., h], [..., w]), exact, rows sum to 1.
+
+    The bilinear weight is separable and the Gaussian axis-aligned, so the expected row of the attention map is the
+    outer product of the two.
+    """
+    h, w = grid
+    return (_expected_hat(gaussians[..., 1], gaussians[..., 3], h),
+            _expected_hat(gaussians[..., 0], gaussians[..., 2], w))
+
+
+def outer(rows_y: Tensor, rows_x: Tensor) -> Tensor:
+    """Rows of the map [..., h * w] from their two axes [..., h] and [..., w]."""
+    return (rows_y.unsqueeze(-1) * rows_x.unsqueeze(-2)).flatten(-2)
+
+
+def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
+    """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, rows sum to 1."""
+    return outer(*expected_axes(gaussians, grid))
+
+
+def query_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
+    """Normalised (x, y) of every token, [T, 2], row-major. An axis of one token sits at 0."""
+    y, x = (torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device) for n in grid)
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
+
+
+def _pixels(s: Tensor, n: int) -> Tensor:
+    return (s + 1) * ((n - 1) / 2)
+
+
+def _hat(s: Tensor, n: int) -> Tensor:
+    """Weights [..., n] of linear interpolation at the normalised coordinate s [...], clamped to the border."""
+    u = _pixels(s, n).clamp(0, n - 1).unsqueeze(-1)
+    keys = torch.arange(n, device=s.device, dtype=s.dtype)
+    return (1 - (u - keys).abs()).clamp_min(0)
+
+
+def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
+    """E[_hat(u)] for u ~ N(mean, std^2): [..., n].
+
+    With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an inner key is the
+    second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what lies beyond them. Large terms would
+    cancel there, so R(a) is split into its kink max(0, m - a), whose differences are exact, and a small even rest.
+    """
+    if n == 1:
+        return torch.ones_like(mean).unsqueeze(-1)
+    m, s = _pixels(mean, n), (std * ((n - 1) / 2)).clamp_min(MIN_STD_PIXELS)
+    shrink = (MAX_STD_PIXELS / s).clamp_max(1)
+    m, s = (m * shrink).unsqueeze(-1), (s * shrink).unsqueeze(-1)
+    distance = m - torch.arange(n, device=mean.device, dtype=mean.dtype)
+    far = distance.abs()
+    z = far / s
+    density = torch.exp(-0.5 * z.square()) * (1 / math.sqrt(2 * math.pi))
+    rest = s * density - far * torch.special.ndtr(-z)
+    # R(j) - R(j+1) for j = 0 ... n-2: 1 far left of the mean, 0 far right of it
+    slope = distance[..., :-1].clamp(0, 1) + rest[..., :-1] - rest[..., 1:]
+    return torch.cat([1 - slope[..., :1], slope[..., :-1] - slope[..., 1:], slope[..., -1:]], dim=-1).clamp_min(0)

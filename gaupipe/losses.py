@@ -1,0 +1,72 @@
+"""The three losses of phase B and the schedule of gamma (*GauTransformer, eqs 9-11*)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+FLOOR = 1e-8
+"""Less attention than this is rounding error of a float32 map, not something a student can learn from."""
+
+
+def hard_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*)."""
+    return F.cross_entropy(logits, labels)
+
+
+def soft_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Cross-entropy of the student's logits [B, C] with the teacher's probabilities (*eq. 10*).
+
+    ``teacher_logits`` [B, C] may be logits or log-probabilities.
+    """
+    return F.cross_entropy(logits, teacher_logits.float().softmax(-1))
+
+
+def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float = 1.0,
+                 direction: str = "teacher_student") -> Tensor:
+    """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and queries.
+
+    student_rows  [B, H, T, T] log-probabilities over keys
+    teacher_map   [B, H, T, T] probabilities over keys
+    temperature   both rows become softmax(log p / temperature) before they are compared
+    direction     ``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's map;
+                  ``student_teacher`` is KL(student || teacher), eq. 9's order
+
+    A key that the teacher gives less than ``FLOOR`` counts as having that much, so both directions are finite.
+    """
+    teacher_rows = teacher_map.clamp_min(FLOOR).log()
+    if temperature != 1.0:
+        student_rows = (student_rows / temperature).log_softmax(-1)
+        teacher_rows = (teacher_rows / temperature).log_softmax(-1)
+    target, given = (teacher_rows, student_rows) if direction == "teacher_student" else (student_rows, teacher_rows)
+    divergence = F.kl_div(given, target, log_target=True, reduction="sum")
+    return divergence / student_rows[..., 0].numel()
+
+
+def feature_losses(student_rows: Iterable[Tensor], teacher_maps: Iterable[Tensor], temperature: float = 1.0,
+                   direction: str = "teacher_student") -> Tensor:
+    """Sum over blocks of :func:`feature_loss`; both arguments hold one tensor per block."""
+    return sum(feature_loss(student, teacher, temperature, direction)
+               for student, teacher in zip(student_rows, teacher_maps, strict=True))
+
+
+def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
+    """gamma during an epoch counted from 0.
+
+    ``constant`` (the paper); ``linear`` and ``cosine`` fall from gamma to 0 over ``epochs``; ``stop_after`` is gamma
+    for ``epochs`` epochs, then 0.
+    """
+    progress = min(epoch / epochs, 1.0)
+    match schedule:
+        case "constant":
+            return gamma
+        case "linear":
+            return gamma * (1 - progress)
+        case "cosine":
+            return gamma * 0.5 * (1 + math.cos(math.pi * progress))
+        case "stop_after":
+            return gamma if epoch < epochs else 0.0
+    raise ValueError(f"unknown gamma schedule {schedule!r}")

@@ -1,0 +1,61 @@
+"""How a job shows its progress: a bar on a terminal, one plain line per epoch elsewhere, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+class EpochProgress:
+    """Progress of a job: a bar with speed and time left on a terminal, one plain line per epoch elsewhere."""
+
+    def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
+        self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
+        self.console = Console(stderr=True, highlight=False)
+        self._bar = self._task = None
+        self._done = done * images_per_epoch
+
+    def __enter__(self) -> EpochProgress:
+        if self.console.is_terminal:
+            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f}%"),
+                                 TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=self.console,
+                                 transient=True)
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self._done, speed="")
+            self._bar.start()
+            self._started, self._first = time.monotonic(), self._done
+        return self
+
+    def __exit__(self, *_exception: Any) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def advance(self, images: int) -> None:
+        """Counts images that are done."""
+        self._done += images
+        if self._bar:
+            speed = (self._done - self._first) / max(time.monotonic() - self._started, 1e-6)
+            self._bar.update(self._task, completed=self._done, speed=f"{speed:,.0f} images/s")
+
+    def line(self, text: str) -> None:
+        """Prints a line above the bar."""
+        (self._bar.console if self._bar else self.console).print(text, soft_wrap=True)
+
+
+class MetricsLog:
+    """metrics.jsonl: one JSON object per finished epoch. The lines also live in the checkpoint, which is what counts:
+    starting from a checkpoint rewrites the file with the lines the checkpoint knows."""
+
+    def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
+        self.path, self.rows = path, rows
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")

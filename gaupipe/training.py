@@ -1,0 +1,185 @@
+"""What both phases share: device and seeds, models, the optimizer and its schedule, one pass over the data, scores,
+and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaupipe.config import ModelSettings, OptimSettings, Settings
+from gaupipe.data import Batches, ImageData
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+from gaupipe.progress import EpochProgress
+
+
+def select_device(settings: Settings) -> torch.device:
+    """The device the settings name; ``auto`` is a GPU where there is one. Raises UserError for one that is not there."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    name = settings.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", **options: Any) -> nn.Module:
+    """The timm model that the settings name, sized for the data, its weights started as the settings say."""
+    import timm
+    if not timm.is_model(model.name):
+        import difflib
+        near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
+        raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
+    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    try:
+        vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options)
+    except UserError:
+        raise
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
+                        f"{model.args}: {error}") from None
+    if model.init_std is not None:
+        for name, module in vit.named_modules():
+            if isinstance(module, nn.Linear) and name != "head":
+                nn.init.trunc_normal_(module.weight, std=model.init_std, a=-2 * model.init_std, b=2 * model.init_std)
+    if model.pos_embed_std is not None:
+        nn.init.trunc_normal_(vit.pos_embed, std=model.pos_embed_std, a=-2 * model.pos_embed_std,
+                              b=2 * model.pos_embed_std)
+    return vit
+
+
+def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
+                    extra_groups: list[dict[str, Any]] = ()) -> tuple[torch.optim.Optimizer, Any]:
+    """timm's optimizer for ``vit`` and its cosine schedule with linear warm-up, stepped with the update number.
+
+    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule.
+    """
+    from timm.optim import create_optimizer_v2, param_groups_weight_decay
+    from timm.scheduler import CosineLRScheduler
+    options = {"betas": optim.betas} if "adam" in optim.name.lower() or optim.name == "lamb" else {}
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
+                *extra_groups]
+
+    try:
+        optimizer = create_optimizer_v2(vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
+    warmup = min(optim.warmup_epochs, epochs) * steps_per_epoch
+    schedule = CosineLRScheduler(optimizer, t_initial=max(epochs * steps_per_epoch - warmup, 1), lr_min=optim.min_lr,
+                                 warmup_t=warmup, warmup_lr_init=optim.min_lr, warmup_prefix=True, t_in_epochs=False)
+    return optimizer, schedule
+
+
+def seed_epoch(seed: int, epoch: int, purpose: int = 0) -> None:
+    """Starts torch's generators from (seed, epoch) alone, so that a resumed run draws what an unbroken one draws."""
+    torch.manual_seed((seed * 1_000_003 + epoch) * 7 + purpose)
+
+
+def train_epoch(modules: nn.Module, batches: Batches, device: torch.device, optimizer: torch.optim.Optimizer,
+                schedule: Any, seed: int, epoch: int, clip_grad: float | None, progress: EpochProgress,
+                step: Callable[[Tensor, Tensor, Tensor], tuple[dict[str, Tensor], Callable[[], None] | None]]
+                ) -> dict[str, float]:
+    """One pass over the training images; the means of the losses that ``step`` names.
+
+    ``step(images, labels, image_ids)`` returns ({"loss": ..., ...}, what to do after backward or None). Raises UserError
+    when the loss is not finite.
+    """
+    modules.train()
+    seed_epoch(seed, epoch)
+    totals: dict[str, Tensor] = {}
+    steps = batches.steps()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, (images, labels, image_ids) in enumerate(batches.epoch(device, (seed, epoch))):
+        schedule.step_update(epoch * steps + number)
+        losses, after_backward = step(images, labels, image_ids)
+        if not torch.isfinite(losses["loss"]):
+            rate = optimizer.param_groups[0]["lr"]
+            raise UserError(f"the loss is {losses['loss'].item()} in epoch {epoch + 1}, step {number + 1} of {steps}, "
+                            f"at lr {rate:.3g}: lower optim.lr or raise optim.warmup_epochs")
+        optimizer.zero_grad()
+        losses["loss"].backward()
+        if after_backward:
+            after_backward()
+        if clip_grad is not None:
+            nn.utils.clip_grad_norm_(parameters, clip_grad)
+        optimizer.step()
+        for name, value in losses.items():
+            totals[name] = totals.get(name, 0) + value.detach() * len(images)
+        progress.advance(len(images))
+    return {name: (total / len(batches.split)).item() for name, total in totals.items()}
+
+
+@torch.no_grad()
+def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    """Accuracy, top-5 accuracy and cross-entropy of batches of (log-probabilities or logits [B, C], labels [B])."""
+    right = right5 = count = 0
+    loss = 0.0
+    for logits, labels in log_probabilities:
+        logits = logits.float()
+        loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
+        right += best[:, 0].sum().item()
+        right5 += best.any(-1).sum().item()
+        count += len(labels)
+    return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
+
+
+def score_model(model: nn.Module, batches: Batches, device: torch.device) -> dict[str, float]:
+    """:func:`score` of a model in eval mode over a split."""
+    model.eval()
+    with torch.inference_mode():
+        return score((model(images), labels) for images, labels, _ in batches.epoch(device))
+
+
+@dataclass
+class TrainingState:
+    """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random numbers from (seed, epoch)
+    and the schedule from the update number."""
+
+    modules: nn.Module
+    optimizer: torch.optim.Optimizer
+    rows: ImageState | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+    def save(self, folder: Path) -> None:
+        """Writes ``folder/state.pt`` so that a reader finds the old one or the new one, never a part."""
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "state.pt.partial"
+        with partial.open("wb") as file:
+            torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
+                        "rows": self.rows.state_dict() if self.rows else None, "metrics": self.metrics,
+                        "finished": self.finished}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / "state.pt")
+
+    def load(self, folder: Path) -> bool:
+        """Continues from what :meth:`save` wrote last; False where there is nothing."""
+        state = read_checkpoint(folder)
+        if state is None:
+            return False
+        self.modules.load_state_dict(state["modules"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.rows:
+            self.rows.load_state_dict(state["rows"])
+        self.metrics, self.finished = state["metrics"], state["finished"]
+        return True
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any] | None:
+    """The contents of ``folder/state.pt`` on the CPU; None where there is none."""
+    path = folder / "state.pt"
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path.is_file() else None

@@ -1,0 +1,31 @@
+"""The whole method: phase A, export, phase B, and the same ViT trained plainly beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gaupipe.config import Settings
+from stages import export_maps, phase_a, phase_b
+
+
+def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
+    """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
+    key = key or settings.phase_b.student
+    teacher = phase_a.run(settings, run_dir, resume=True)
+    export_maps.ensure(run_dir)
+    student = phase_b.run(run_dir, key, resume=True)
+    last = teacher[-1]
+    rows = [{"model": "teacher (phase A)", "epochs": last["epoch"], "train_acc": last["train_acc"],
+             "val_acc": last["val_acc"], "seconds": _seconds(teacher)},
+            {"model": f"{key}, distilled", "epochs": len(student), "train_acc": student[-1]["train_acc"],
+             "val_acc": student[-1]["val_acc"], "seconds": _seconds(student)}]
+    if settings.baseline.enabled:
+        plain = phase_b.run(run_dir, key, resume=True, distilled=False)
+        rows.append({"model": f"{key}, plain", "epochs": len(plain), "train_acc": plain[-1]["train_acc"],
+                     "val_acc": plain[-1]["val_acc"], "seconds": _seconds(plain)})
+    return rows
+
+
+def _seconds(metrics: list[dict[str, Any]]) -> float:
+    return round(sum(row["seconds"] for row in metrics), 1)

@@ -1,0 +1,74 @@
+"""The folder a run lives in: where each stage keeps its files, and what guards it against being mixed with another run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from gaupipe import config
+from gaupipe.config import Settings
+from gaupipe.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def phase_a(self) -> Path:
+        return self.path / "phase_a"
+
+    @property
+    def maps(self) -> Path:
+        return self.path / "maps.zarr"
+
+    def student(self, student: str, distilled: bool = True) -> Path:
+        """Folder of one student; a plain one learned from the labels alone."""
+        return self.path / ("phase_b" if distilled else "plain") / student
+
+    def settings(self) -> Settings:
+        """The settings that the run was started with. Raises UserError where there is no run."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run directory (it has no config.yaml): "
+                            f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one")
+        return config.load(self.config)
+
+    def check(self, settings: Settings) -> None:
+        """Raises UserError if the folder holds something else than a run with these settings."""
+        if self.config.is_file():
+            difference = first_difference(self.settings(), settings)
+            if difference:
+                raise UserError(f"{self.path} holds a run with other settings ({difference}); "
+                                "choose another --run-dir or remove it")
+        elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+            raise UserError(f"{self.path} exists and is not a run directory: choose another --run-dir")
+
+    def start(self, settings: Settings) -> None:
+        """Makes the folder and writes the resolved settings, in one step."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.config.is_file():
+            partial = self.config.with_suffix(".partial")
+            partial.write_text(config.dump(settings))
+            partial.replace(self.config)
+
+
+def first_difference(old: Settings, new: Settings) -> str | None:
+    """The first setting on which two settings differ, as 'a.b is 1, asked 2'; the student's key does not count."""
+    flat_old, flat_new = (_flatten(yaml.safe_load(config.dump(settings))) for settings in (old, new))
+    for key in flat_old | flat_new:
+        if key != "phase_b.student" and flat_old.get(key) != flat_new.get(key):
+            return f"{key} is {flat_old.get(key)}, asked {flat_new.get(key)}"
+    return None
+
+
+def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
+    if not isinstance(tree, dict) or not tree:
+        return {prefix: tree}
+    return {key: value for name, branch in tree.items()
+            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else name).items()}

@@ -1,0 +1,51 @@
+"""Settings: what is read, what is refused and how it is said."""
+
+import pytest
+
+from gaupipe import config
+from gaupipe.errors import UserError
+
+
+def test_dumped_settings_load_to_the_same(tmp_path):
+    settings = config.load("digits", ["phase_b.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(settings))
+    assert config.load(path) == settings
+    assert (settings.phase_b.epochs, settings.model.args["embed_dim"]) == (7, 32)
+
+
+@pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
+def test_numbers_in_scientific_notation_are_numbers(text):
+    assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize("override,message", [
+    ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
+    ("phase_bb.epochs=3", "did you mean 'phase_b'"),
+    ("baseline.optim.rl=1", "baseline.optim.lr"),
+    ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'random'"),
+    ("phase_b.alpha=-1", "phase_b.alpha"),
+    ("phase_b.epochs=many", "phase_b.epochs"),
+    ("phase_b.epochs", "should look like"),
+    ("seed.x=1", "'seed' is a value, not a section"),
+    ("phase_b={alpha: 0, beta: 0, gamma: 0}", "nothing is left to learn"),
+    ("phase_a={prior: false, residual: false}", "nothing is left to learn"),
+])
+def test_bad_settings_are_refused_in_one_line(override, message):
+    with pytest.raises(UserError) as error:
+        config.load("digits", [override])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_that_are_no_settings(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    for name in ("list.yaml", "broken.yaml", "absent.yaml"):
+        with pytest.raises(UserError) as error:
+            config.load(tmp_path / name)
+        assert name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", config.shipped())
+def test_shipped_settings_are_valid(name):
+    assert config.load(name).phase_b.epochs > 0

@@ -1,0 +1,108 @@
+"""Gaussians: the closed form against quadrature, Monte Carlo and torch's own sampler of images."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings, strategies as st
+
+from gaupipe.attention.gaussian import GaussianAttention
+from gaupipe.gaussians import (expected_axes, expected_map, from_raw, initial_raw, outer, point_axes,
+                               query_coordinates, sample)
+
+GRIDS = [(4, 4), (3, 7), (1, 5), (14, 14)]
+
+
+def gaussians_of(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mean = torch.randn(*shape, 2, generator=generator)
+    std = torch.exp(torch.randn(*shape, 2, generator=generator) - 0.5)
+    return torch.cat([mean, std], dim=-1)
+
+
+def quadrature_axis(mean: float, std: float, n: int) -> np.ndarray:
+    """Expected hat weights of one axis by brute-force summation over the density, float64."""
+    if n == 1:
+        return np.ones(1)
+    m, s = (mean + 1) / 2 * (n - 1), std * (n - 1) / 2
+    u = np.linspace(m - 9 * s, m + 9 * s, 200_001)
+    density = np.exp(-0.5 * ((u - m) / s) ** 2)
+    density /= density.sum()
+    clamped = np.clip(u, 0, n - 1)
+    return np.array([(density * np.maximum(0, 1 - np.abs(clamped - j))).sum() for j in range(n)])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_expected_map_equals_quadrature(grid):
+    gaussians = gaussians_of(0, 12)
+    rows = expected_map(gaussians, grid).numpy()
+    for row, (mean_x, mean_y, std_x, std_y) in zip(rows, gaussians.double().tolist(), strict=True):
+        oracle = np.outer(quadrature_axis(mean_y, std_y, grid[0]), quadrature_axis(mean_x, std_x, grid[1])).ravel()
+        np.testing.assert_allclose(row, oracle, atol=5e-6)
+
+
+def test_expected_map_equals_the_mean_of_many_sampled_points():
+    gaussians = gaussians_of(1, 6)
+    points = sample(gaussians.expand(400_000, 6, 4), torch.Generator().manual_seed(0))
+    sampled = outer(*point_axes(points, (3, 5))).mean(0)
+    assert (sampled - expected_map(gaussians, (3, 5))).abs().max() < 3e-3  # 4e5 samples: 1 / sqrt(4e5) = 1.6e-3
+
+
+@pytest.mark.parametrize("mean,std", [(0.0, 1e-9), (50.0, 1e-3), (-1e6, 1.0), (0.3, 1e6), (1e6, 1e6)])
+def test_extreme_gaussians_stay_finite_and_normalised(mean, std):
+    rows = expected_map(torch.tensor([[mean, -mean, std, std]]), (14, 14))
+    assert rows.isfinite().all() and (rows >= 0).all()
+    torch.testing.assert_close(rows.sum(-1), torch.ones(1), atol=2e-3, rtol=0)
+
+
+def test_a_narrow_gaussian_on_a_token_attends_to_that_token_alone():
+    grid = (3, 4)
+    centres = torch.cat([query_coordinates(grid), torch.full((12, 2), 1e-6)], dim=-1)
+    torch.testing.assert_close(expected_map(centres, grid), torch.eye(12), atol=2e-3, rtol=0)  # a std of 1e-3 pixels
+
+
+@settings(max_examples=25, deadline=None)
+@given(h=st.integers(1, 9), w=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_rows_are_distributions(h, w, seed):
+    gaussians = gaussians_of(seed, 4)
+    for rows in (expected_map(gaussians, (h, w)), outer(*point_axes(gaussians[:, :2] * 2, (h, w)))):
+        assert rows.shape == (4, h * w) and (rows >= 0).all()
+        torch.testing.assert_close(rows.sum(-1), torch.ones(4), atol=1e-4, rtol=0)
+
+
+def test_gradient_of_the_expected_map_is_exact():
+    gaussians = gaussians_of(2, 3).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda g: torch.cat(expected_axes(g, (3, 5)), -1), gaussians)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 7)])
+def test_sampled_attention_equals_grid_sample(grid):
+    """W V with W the bilinear weights is torch's grid_sample of V with aligned corners and border padding."""
+    torch.manual_seed(0)
+    B, H, d_m, (h, w) = 2, 3, 5, grid
+    T = h * w
+    attention = GaussianAttention(H * d_m, num_heads=H, qkv_bias=True)
+    tokens = torch.randn(B, T, H * d_m)
+    points = torch.randn(B, H, T, 2)
+    v = attention.v(tokens).view(B, h, w, H, d_m).permute(0, 3, 4, 1, 2).reshape(B * H, d_m, h, w)
+    read = F.grid_sample(v, points.view(B * H, T, 1, 2), mode="bilinear", padding_mode="border", align_corners=True)
+    heads = read.view(B, H, d_m, T).permute(0, 3, 1, 2).reshape(B, T, H * d_m)
+    torch.testing.assert_close(attention(tokens, point_axes(points, grid)), attention.proj(heads), atol=1e-5, rtol=1e-5)
+
+
+def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():
+    for parametrisation in ("loc_scale", "paper"):
+        torch.testing.assert_close(from_raw(initial_raw(parametrisation), parametrisation), torch.tensor([0., 0, 1, 1]))
+    mu_s, sigma_s, mu_l, sigma_l = (0.3, -0.2), (0.5, -2.0), (0.1, 0.4), (1.5, 0.7)
+    raw = torch.tensor([*mu_s, *sigma_s, *mu_l, *sigma_l])
+    expected = [(mu_s[0] + mu_l[0]) / sigma_l[0] ** 2, (mu_s[1] + mu_l[1]) / sigma_l[1] ** 2,
+                abs(sigma_s[0]) / sigma_l[0] ** 2, abs(sigma_s[1]) / sigma_l[1] ** 2]
+    torch.testing.assert_close(from_raw(raw, "paper"), torch.tensor(expected))
+    torch.testing.assert_close(from_raw(torch.tensor([0.5, -1, 0, math.log(2)]), "loc_scale"), torch.tensor([.5, -1, 1, 2]))
+
+
+def test_query_coordinates_are_row_major():
+    assert query_coordinates((2, 3)).tolist() == [[-1, -1], [0, -1], [1, -1], [-1, 1], [0, 1], [1, 1]]
+    assert query_coordinates((1, 2)).tolist() == [[-1, 0], [1, 0]]
