@@ -29,7 +29,7 @@ class ArrayImages(Dataset):
     """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N]."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        self.images = torch.from_numpy(np.ascontiguousarray(images))
+        self.images = torch.from_numpy(np.array(images, order="C"))
         self.labels = np.asarray(labels, dtype=np.int64)
 
     def resized(self, size: int) -> ArrayImages:

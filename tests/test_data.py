@@ -1,0 +1,117 @@
+"""Data sets: stable image ids, fixed splits, and what is said when one is not there."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from gaupipe import data as datasets
+from gaupipe.config import DataSettings
+from gaupipe.data import Batches
+from gaupipe.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def digits(**settings) -> datasets.ImageData:
+    return datasets.load(DataSettings(name="digits", **settings))
+
+
+def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
+    data, again = digits(), digits()
+    assert (len(data.train), len(data.val), data.test) == (1437, 360, None)
+    assert not set(data.train.positions) & set(data.val.positions)
+    assert np.array_equal(data.train.positions, again.train.positions) and data.sha256 == again.sha256
+    share = np.bincount(data.val.labels) / np.bincount(load_digits().target)
+    assert np.all(np.abs(share - 0.2) < 0.01)
+    data.write_split(tmp_path / "split.json")
+    written = json.loads((tmp_path / "split.json").read_text())
+    assert written["train"] == data.train.positions.tolist() and written["val"] == data.val.positions.tolist()
+
+
+def test_batches_hold_the_image_that_their_id_names_in_any_order():
+    data = digits()
+    batches = Batches(data.train, data, batch_size=100, workers=0)
+    source = load_digits()
+    seen = []
+    for images, labels, image_ids in batches.epoch(CPU, shuffle_seed=(0, 3)):
+        pixels = (images * data.std[0] + data.mean[0]) * 16
+        positions = data.train.positions[image_ids.numpy()]
+        np.testing.assert_allclose(pixels[:, 0].numpy(), source.images[positions], atol=0.05)  # stored as uint8
+        assert np.array_equal(labels.numpy(), source.target[positions])
+        seen.append(image_ids)
+    assert sorted(torch.cat(seen).tolist()) == list(range(1437))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    data = digits()
+    small, large = (Batches(data.train, data, batch_size, 0) for batch_size in (10, 300))
+    order = np.concatenate(small.shuffled((1, 2)))
+    assert np.array_equal(order, np.concatenate(large.shuffled((1, 2))))
+    assert not np.array_equal(order, np.concatenate(small.shuffled((1, 3))))
+    assert not np.array_equal(order, np.concatenate(small.shuffled((2, 2))))
+
+
+def test_training_images_are_normalised():
+    data = digits()
+    images = torch.cat([images for images, _, _ in Batches(data.train, data, 500, 0).epoch(CPU)])
+    assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3
+
+
+def test_a_smaller_training_set_keeps_the_validation_set_and_the_classes():
+    data, full = digits(train_images=100), digits()
+    assert len(data.train) == 100 and np.array_equal(data.val.positions, full.val.positions)
+    assert np.all(np.bincount(data.train.labels) >= 9) and data.sha256 != full.sha256
+
+
+def test_images_are_resized():
+    data = digits(image_size=12)
+    images, _, _ = next(iter(Batches(data.val, data, 5, 0).epoch(CPU)))
+    assert images.shape == (5, 1, 12, 12) and data.image_size == 12
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """Two classes of 10 RGB images each: red ones and blue ones, larger than the model wants them."""
+    for split in ("train", "val"):
+        for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for number in range(10):
+                Image.new("RGB", (20 + number, 20), colour).save(folder / f"{number}.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_folder_of_images(image_folder, workers):
+    data = datasets.load(DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2))
+    assert (len(data.train), len(data.val), len(data.test), data.num_classes, data.channels) == (16, 4, 20, 2, 3)
+    for _ in range(2):  # workers survive an epoch
+        for images, labels, _ in Batches(data.train, data, 8, workers).epoch(CPU, (0, 0)):
+            assert images.shape == (8, 3, 16, 16)
+            assert torch.equal(images[:, 0].mean((1, 2)) > 0, labels == 1)  # red is class 1
+
+
+@pytest.mark.parametrize("settings,message", [
+    (dict(name="digitz"), "unknown data set 'digitz'"),
+    (dict(name="torch/cifar10", root="/nonexistent"), "data.download=true"),
+    (dict(name="folder", root="/nonexistent"), "train/CLASS"),
+    (dict(name="fashion_mnist", root="/nonexistent"), "apt-get install dataset-fashion-mnist"),
+    (dict(name="digits", train_images=5000), "has 1437 training images"),
+    (dict(name="digits", train_images=3), "class by class"),
+])
+def test_a_data_set_that_is_not_there_gives_one_line(settings, message):
+    with pytest.raises(UserError) as error:
+        datasets.load(DataSettings(**settings))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not datasets.DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist not installed")
+def test_debians_fashion_mnist():
+    data = datasets.load(DataSettings(name="fashion_mnist"))
+    assert (len(data.train), len(data.val), len(data.test)) == (54_000, 6_000, 10_000)
+    assert np.bincount(data.test.labels).tolist() == [1000] * 10
+    assert data.mean[0] == pytest.approx(0.286, abs=0.002)  # the data set's known mean
