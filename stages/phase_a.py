@@ -74,10 +74,10 @@ def run(settings: Settings, run_dir: Path, resume: bool = False) -> list[dict[st
     if not resume and run.phase_a.exists():
         raise UserError(f"{run_dir} already holds a phase A: --resume continues it, another --run-dir starts afresh")
     job = build(settings)
-    run.start(settings)
-    job.data.write_split(run_dir / "split.json")
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     state, schedule = _state(job, batches.steps())
+    run.start(settings)
+    job.data.write_split(run_dir / "split.json")
     state.load(run.phase_a / "checkpoint")
     train(job, batches, state, schedule, run.phase_a)
     return state.metrics

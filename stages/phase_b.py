@@ -41,13 +41,18 @@ def build(settings: Settings, key: str, maps_url: str | None) -> PhaseB:
     """Everything phase B needs, freshly started; plain training where ``maps_url`` is None. Writes nothing."""
     device = select_device(settings)
     data = datasets.load(settings.data)
-    torch.manual_seed(settings.seed)
-    student = build_vit(settings.model, data, key, attention_options=settings.phase_b.attention_options).to(device)
+    student = build_student(settings, key, data).to(device)
     if maps_url is None:
         return PhaseB(settings, data, device, student, settings.baseline.optim or settings.phase_b.optim, None)
     maps = store.open(maps_url, dataset_sha256=data.sha256)
     check_fit(student, maps)
     return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+
+
+def build_student(settings: Settings, key: str, data: ImageData) -> nn.Module:
+    """The student with the weights that the seed starts it with, on the CPU."""
+    torch.manual_seed(settings.seed)
+    return build_vit(settings.model, data, key, attention_options=settings.phase_b.attention_options)
 
 
 def check_fit(student: nn.Module, maps: store.Store) -> None:

@@ -136,10 +136,11 @@ def perpendicular(m: Tensor, v: Tensor) -> Tensor:
 
 
 def _perpendicular(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(m - a v, a, <v, v>), the last two in float32 with a last axis of 1; <v, v> is infinite where v = 0."""
     wide_m, wide_v = at_least_float32(m), at_least_float32(v)
-    squared = (wide_v * wide_v).sum(-1, keepdim=True)
+    squared = torch.linalg.vector_norm(wide_v, dim=-1, keepdim=True).square()
     squared = squared.masked_fill(squared == 0, torch.inf)
-    a = (wide_m * wide_v).sum(-1, keepdim=True) / squared
+    a = torch.linalg.vecdot(wide_m, wide_v).unsqueeze(-1) / squared
     return torch.addcmul(wide_m, a, wide_v, value=-1).to(m.dtype), a, squared
 
 
@@ -161,7 +162,7 @@ class _Perpendicular(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         v, d, a, squared = ctx.saved_tensors
         wide_grad, wide_v = at_least_float32(grad), at_least_float32(v)
-        c = (wide_grad * wide_v).sum(-1, keepdim=True) / squared
+        c = torch.linalg.vecdot(wide_grad, wide_v).unsqueeze(-1) / squared
         grad_m = torch.addcmul(wide_grad, c, wide_v, value=-1)
-        grad_v = torch.addcmul(grad_m * -a, c, at_least_float32(d), value=-1)
+        grad_v = (grad_m * -a).addcmul_(c, at_least_float32(d), value=-1)
         return grad_m.to(grad.dtype), grad_v.to(v.dtype)

@@ -17,6 +17,7 @@ class GaussianAttention(nn.Module):
     def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
                  proj_drop: float = 0.0, device=None, dtype=None, **_unused) -> None:
         super().__init__()
+        assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
         self.num_heads = num_heads
         self.v = nn.Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)

@@ -1,0 +1,219 @@
+"""The command line as a user meets it: in a process of its own, with good and bad input."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import zarr
+from PIL import Image
+
+from gaupipe import data as datasets
+from gaupipe.cli import main
+from gaupipe.config import DataSettings
+
+TINY = ["data.train_images=200", "data.batch_size=50", "phase_a.max_epochs=2", "phase_a.stop_accuracy=1.0",
+        "phase_b.epochs=2", "phase_b.alpha=0.2", "phase_b.beta=0.1", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=2"]
+
+
+def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "gaupipe.cli", *map(str, arguments)], cwd=cwd, text=True,
+                          capture_output=True, timeout=300, **options)
+
+
+@pytest.fixture
+def in_process(capfd, monkeypatch):
+    """Runs the command in this process, which saves importing torch: (exit code, stdout, stderr)."""
+    def call(*arguments, cwd) -> tuple[int, str, str]:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return (exit_.value.code or 0, *capfd.readouterr())
+    return call
+
+
+def sets(*overrides: str) -> list[str]:
+    return [argument for override in overrides for argument in ("--set", override)]
+
+
+def metrics(path: Path) -> list[dict]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in row.items() if name not in ("seconds", "images_per_s")} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it printed."""
+    folder = tmp_path_factory.mktemp("cli")
+    return folder, gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
+
+
+def test_run_prints_one_line_per_epoch_and_the_table(finished):
+    folder, result = finished
+    assert result.returncode == 0, result.stderr
+    for label in ("teacher (phase A)", "standard, distilled", "standard, plain"):
+        assert label in result.stdout
+    lines = result.stderr.splitlines()
+    for label in ("phase A epoch", "standard epoch", "standard (plain) epoch"):
+        assert [line for line in lines if line.startswith(label)][1].startswith(f"{label} 2/2")
+
+
+def test_run_leaves_the_contracted_files(finished):
+    run = finished[0] / "run"
+    phase_a = metrics(run / "phase_a" / "metrics.jsonl")
+    phase_b = metrics(run / "phase_b" / "standard" / "metrics.jsonl")
+    assert [row["epoch"] for row in phase_a] == [row["epoch"] for row in phase_b] == [1, 2]
+    assert phase_a[0].keys() == {"epoch", "train_loss", "train_acc", "val_acc"}
+    assert phase_b[0].keys() == phase_a[0].keys() | {"val_loss", "loss_soft", "loss_hard", "loss_feat", "gamma"}
+    row = phase_b[0]
+    weighted = 0.2 * row["loss_soft"] + 0.1 * row["loss_hard"] + row["gamma"] * row["loss_feat"]
+    assert row["train_loss"] == pytest.approx(weighted, rel=1e-4)
+    assert all((run / name).exists() for name in ("config.yaml", "split.json", "phase_a/checkpoint/state.pt",
+                                                   "phase_b/standard/checkpoint/state.pt", "maps.zarr/zarr.json"))
+
+
+def test_the_store_opens_with_zarr_alone(finished):
+    group = zarr.open_group(str(finished[0] / "run" / "maps.zarr"), mode="r")
+    assert group.attrs["format"] == "gaupipe-maps" and group.attrs["complete"] is True
+    data = datasets.load(DataSettings(name="digits", train_images=200))
+    assert np.array_equal(group["labels"][:], data.train.labels)
+    gaussians, logits = group["gaussians"][:], group["logits"][:]
+    assert gaussians.shape == (200, 2, 2, 16, 4) and gaussians.dtype == np.float16
+    assert np.isfinite(gaussians).all() and (gaussians[..., 2:] > 0).all()
+    np.testing.assert_allclose(np.exp(logits.astype(np.float64)).sum(1), 1, atol=5e-3)
+
+
+def test_the_student_loads_in_timm_without_gaupipe(finished):
+    folder = finished[0] / "run" / "phase_b" / "standard"
+    script = (f"import sys, timm, torch; m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
+              "assert not any(n.startswith('gaupipe.') for n in sys.modules);"
+              "print(m(torch.zeros(1, 1, 8, 8)).sum().item())")
+    result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, cwd="/")
+    assert result.returncode == 0, result.stderr
+    state = torch.load(folder / "checkpoint" / "state.pt", weights_only=True)["modules"]
+    loaded = timm.create_model(f"local-dir:{folder / 'student'}", pretrained=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in loaded.state_dict().items())
+
+
+def test_running_again_changes_nothing_and_prints_the_same_table(finished):
+    folder, first = finished
+    before = {path: path.stat().st_mtime_ns for path in (folder / "run" / "maps.zarr").rglob("*")}
+    second = gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
+    assert second.returncode == 0 and second.stdout == first.stdout
+    assert before == {path: path.stat().st_mtime_ns for path in (folder / "run" / "maps.zarr").rglob("*")}
+
+
+def test_a_run_repeated_from_its_resolved_settings_gives_the_same_metrics(finished):
+    folder, _ = finished
+    result = gaupipe("run", "run/config.yaml", "--run-dir", "again", cwd=folder)
+    assert result.returncode == 0, result.stderr
+    for part in ("phase_a", "phase_b/standard", "plain/standard"):
+        assert metrics(folder / "run" / part / "metrics.jsonl") == metrics(folder / "again" / part / "metrics.jsonl")
+
+
+def test_evaluate_agrees_with_the_metrics(finished, in_process):
+    folder, _ = finished
+    _, out, _ = in_process("evaluate", "--run-dir", "run", "--student", "standard", "--json", cwd=folder)
+    scores = json.loads(out)
+    assert scores["top1"] == metrics(folder / "run/phase_b/standard/metrics.jsonl")[-1]["val_acc"]
+    assert scores["images"] == 360 and scores["top5"] >= scores["top1"]
+
+
+def test_inspect(finished, in_process):
+    folder, _ = finished
+    summary = json.loads(in_process("inspect", "run/maps.zarr", "--json", cwd=folder)[1])
+    assert (summary["kind"], summary["images"], summary["complete"]) == ("gaussian", 200, True)
+    on_disk = sum(path.stat().st_size for path in (folder / "run" / "maps.zarr").rglob("*") if path.is_file())
+    assert summary["bytes_on_disk"] == on_disk
+    one = ["inspect", "run/maps.zarr", "--image", 7, "--layer", 1, "--head", 0, "--query", 5]
+    seen = json.loads(in_process(*one, "--json", "--png", "map.png", cwd=folder)[1])
+    assert np.sum(seen["map"]) == pytest.approx(1, abs=1e-4) and np.shape(seen["map"]) == (4, 4)
+    stored = zarr.open_group(str(folder / "run" / "maps.zarr"), mode="r")["gaussians"][7, 1, 0, 5]
+    assert seen["gaussian"] == stored.tolist()
+    picture = np.asarray(Image.open(folder / "map.png").convert("RGB"))
+    assert min(picture.shape[:2]) > 300 and len(np.unique(picture.reshape(-1, 3), axis=0)) > 20
+    text = in_process(*one, cwd=folder)[1]
+    assert "image 7" in text and "[]" in text and f"{np.max(seen['map']):.4f}" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+BAD = [
+    (["run", "absent.yaml"], "absent.yaml"),
+    (["run", *sets("phase_b.epoch=1")], "did you mean 'phase_b.epochs'"),
+    (["run", *sets("data.name=torch/cifar10")], "data.download=true"),
+    (["run", *sets("model.name=gauvit_atto")], "did you mean 'gauvit_atto_patch4_32'"),
+    (["run", *sets("model.args={embed_dim: 30}")], "model.args"),
+    (["run", *sets("device=cuda:99")], "device"),
+    (["run", *sets("phase_a.optim.name=adamx")], "optim.name"),
+    (["phase-a", "--nonsense"], "--nonsense"),
+    (["export-maps", "--run-dir", "absent"], "not a run directory"),
+    (["phase-b", "--run-dir", "absent", "--student", "standard"], "not a run directory"),
+    (["phase-b", "--run-dir", "absent", "--student", "beleif"], "belief"),
+    (["inspect", "absent.zarr"], "no attention-map store"),
+    (["verify", "absent.zarr"], "no attention-map store"),
+    (["evaluate", "--run-dir", "absent", "--student", "standard"], "not a run directory"),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize("arguments,message", BAD, ids=[" ".join(arguments)[:40] for arguments, _ in BAD])
+def test_bad_input_gives_one_line_and_writes_nothing(tmp_path, in_process, arguments, message):
+    code, out, err = in_process(*arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    if message is None:
+        assert code == 0 and "phase-b" in out
+        return
+    assert (code, err.count("\n")) == (2, 1) and message in err
+
+
+def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
+    result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "gaupipe: digits: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
+
+
+MISTAKES = [
+    (["phase-a", "--run-dir", "run", *sets(*TINY)], "--resume"),
+    (["run", "--run-dir", "run", *sets(*TINY, "seed=1")], "seed is 0, asked 1"),
+    (["run", "--run-dir", "run", *sets(*TINY, "data.name=fashion_mnist")], "data.name is digits, asked fashion_mnist"),
+    (["phase-b", "--run-dir", "run", "--student", "standard"], "already exists"),
+    (["export-maps", "--run-dir", "run"], "--overwrite"),
+    (["inspect", "run/maps.zarr", "--image", "200"], "0 to 199"),
+    (["inspect", "run/maps.zarr", "--image", "0", "--layer", "2"], "0 to 1"),
+    (["inspect", "run/maps.zarr", "--image", "0", "--head", "x"], "or mean"),
+    (["inspect", "run"], "no attention-map store"),
+    (["evaluate", "--run-dir", "run", "--student", "belief"], "phase-b"),
+    (["evaluate", "--run-dir", "run", "--student", "standard", "--test"], "no test split"),
+]
+
+
+@pytest.mark.parametrize("arguments,message", MISTAKES, ids=[" ".join(arguments)[:40] for arguments, _ in MISTAKES])
+def test_mistakes_about_a_run_give_one_line_and_change_nothing(finished, in_process, arguments, message):
+    folder, _ = finished
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, _, err = in_process(*arguments, cwd=folder)
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("override,message", [
+    ("data.train_images=190", "another data set"),
+    ("model.args={depth: 3, embed_dim: 16, num_heads: 2}", "layers 2"),
+])
+def test_a_store_that_does_not_match_is_refused(finished, in_process, tmp_path, override, message):
+    assert in_process("phase-a", "--run-dir", "run", *sets(*TINY, override, "phase_a.max_epochs=1"), cwd=tmp_path)[0] == 0
+    code, _, err = in_process("phase-b", "--run-dir", "run", "--maps", finished[0] / "run/maps.zarr", cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert not (tmp_path / "run" / "phase_b").exists()
+
+
+def test_help_does_not_import_torch():
+    script = ("import sys; from gaupipe.cli import app\ntry: app(['run', '--help'])\nexcept SystemExit: pass\n"
+              "sys.exit('torch' in sys.modules or 'timm' in sys.modules)")
+    result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert result.returncode == 0 and "--student" in result.stdout and "default" in result.stdout
