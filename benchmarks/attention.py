@@ -5,8 +5,8 @@
     python benchmarks/attention.py layer --compile --only belief,xsa --shapes atto --rounds 50
 
 Everything is timed in one process. A round runs every contender once, in random order; a ratio is taken within a round,
-and the table shows the median over the rounds with the quartiles in brackets, so that a machine that slows down for a
-while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast; on a CPU it is float32, one thread, and
+and the table shows the median over the rounds, the quartiles in brackets and the ratio of the best times, so that a
+machine that slows down for a while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast; on a CPU it is float32, one thread, and
 the time is the processor's, not the wall clock's, so that what else runs on the machine counts less.
 """
 
@@ -135,8 +135,8 @@ def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) 
 
 
 def interleaved(steps: dict[str, Callable], rounds: int) -> dict[str, dict[str, float]]:
-    """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, and its median
-    time in milliseconds."""
+    """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, the ratio of
+    their best times, and its median time in milliseconds."""
     order = list(steps)
     for name in order:
         for _ in range(3):
@@ -150,7 +150,8 @@ def interleaved(steps: dict[str, Callable], rounds: int) -> dict[str, dict[str, 
     for name in steps:
         ratios = [mine / base for mine, base in zip(times[name], times[BASELINE])]
         low, median, high = statistics.quantiles(ratios, n=4)
-        summary[name] = dict(median=median, low=low, high=high, ms=1e3 * statistics.median(times[name]))
+        summary[name] = dict(median=median, low=low, high=high, best=min(times[name]) / min(times[BASELINE]),
+                             ms=1e3 * statistics.median(times[name]))
     return summary
 
 
@@ -172,7 +173,7 @@ def print_header(names: list[str]) -> None:
 
 
 def print_row(row: str, ratios: dict, names: list[str]) -> None:
-    cells = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f})" for r in (ratios[name] for name in names)]
+    cells = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f}) {r['best']:.2f}" for r in (ratios[name] for name in names)]
     print(f"| {row} | {ratios[BASELINE]['ms']:.1f} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -26,6 +26,7 @@ Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
 
 class Kind(str, Enum):
     gaussian = "gaussian"
+    embedding = "embedding"
     dense = "dense"
 
 
@@ -37,6 +38,7 @@ NewRunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of 
 Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
                                                         show_default="none")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
+Force = Annotated[bool, typer.Option("--force", help="Start even if memory or disk look too small.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -69,11 +71,11 @@ def run(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ove
 
 @app.command("phase-a")
 def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
-            resume: Resume = False) -> None:
+            resume: Resume = False, force: Force = False) -> None:
     """Train the teacher: find, for each training image, where every token looks."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import phase_a as stage
-    stage.run(settings, folder, resume)
+    stage.run(settings, folder, resume, force)
     print(folder)
 
 
@@ -81,10 +83,17 @@ def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides:
 def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What is stored per image.")] = Kind.gaussian,
                 out: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
                                                            show_default="maps.zarr in the run directory")] = None,
-                overwrite: Annotated[bool, typer.Option(help="Replace a store that is there.")] = False) -> None:
-    """Write the teacher's attention maps, predictions and the labels to a zarr store."""
+                overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
+                repair: Annotated[bool, typer.Option("--repair", help="Rewrite what 'gaupipe verify' finds damaged, and "
+                                                                      "nothing else.")] = False,
+                shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of a file of the store before "
+                                                                                      "compression.")] = 32) -> None:
+    """Write the teacher's attention maps, predictions and the labels to a zarr store.
+
+    An export that was interrupted goes on where it stopped when the same command is given again.
+    """
     from stages import export_maps as stage
-    print(stage.run(run_dir, kind.value, out, overwrite))
+    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb))
 
 
 @app.command("phase-b")
@@ -110,6 +119,18 @@ def evaluate(run_dir: RunDir, student: Annotated[Student, typer.Option(help="Att
     """Accuracy and loss of a trained student."""
     from stages import evaluate as stage
     _report(stage.run(run_dir, student.value, "test" if test else "val", not plain), as_json)
+
+
+@app.command("export-student")
+def export_student(run_dir: RunDir, student: Annotated[Student, typer.Option(help="Attention of the student.")],
+                   out: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Where the model goes.",
+                                                               show_default="student.onnx beside the student")] = None,
+                   plain: Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")] = False
+                   ) -> None:
+    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe[onnx]')."""
+    from stages import export_student as stage
+    path, difference = stage.run(run_dir, student.value, out, not plain)
+    print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
 @app.command()
@@ -138,16 +159,44 @@ def inspect(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or U
 
 
 @app.command()
-def verify(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")]) -> None:
+def verify(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")],
+           teacher: Annotated[bool, typer.Option("--teacher", help="Also run the teacher again on a sample of the images "
+                                                                   "and compare.")] = False,
+           run_dir: Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the teacher's run.",
+                                                           show_default="the folder the store is in")] = None,
+           sample: Annotated[int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole "
+                                                           "batches.")] = 256) -> None:
     """Check that every chunk of a store is present and intact; exit code 0 only then."""
-    import store
-    problems = store.verify(maps)
+    from stages import verify as stage
+    problems = stage.run(maps)
+    if teacher and not problems:
+        problems = stage.against_teacher(maps, run_dir, sample)
     for problem in problems:
         print(problem)
     if problems:
-        print(f"gaupipe: {maps}: {len(problems)} problems", file=sys.stderr)
+        print(f"gaupipe: {maps}: {len(problems)} problem{'s' if len(problems) > 1 else ''}", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"{maps}: complete and intact")
+    print(f"{maps}: complete and intact" + (", as the teacher says" if teacher else ""))
+
+
+@app.command()
+def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
+         steps: Annotated[int, typer.Option(min=0, help="Training steps to measure; 0 leaves the times out.")] = 4,
+         images: Annotated[Optional[int], typer.Option(min=1, help="Training images of a data set that is not here.",
+                                                       show_default="read from the data set")] = None,
+         classes: Annotated[Optional[int], typer.Option(min=2, help="Its classes.",
+                                                        show_default="read from the data set")] = None,
+         as_json: AsJson = False) -> None:
+    """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""
+    settings, folder = _settings(config, overrides, run_dir)
+    from stages import plan as stage
+    planned = stage.run(settings, folder, steps, images, classes)
+    if as_json:
+        print(json.dumps(planned))
+        return
+    Console().print(stage.table(planned))
+    if planned["problem"]:
+        print(f"does not fit: {planned['problem']}")
 
 
 def main() -> None:
@@ -192,7 +241,7 @@ def _report(values: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(values))
         return
     for name, value in values.items():
-        print(f"{name:<12}{value:.4f}" if isinstance(value, float) else f"{name:<12}{value}")
+        print(f"{name:<18} {value:.4f}" if isinstance(value, float) else f"{name:<18} {value}")
 
 
 if __name__ == "__main__":

@@ -73,14 +73,31 @@ class OptimSettings(Section):
     min_lr: Weight = 1e-5
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient; null does not clip."""
+    accumulate: Positive = 1
+    """Batches whose gradients are added up before a step."""
+    ema: Fraction | None = None
+    """Decay of an exponential moving average of the weights, which is then what is evaluated and kept; null has none."""
 
 
 class RowSettings(Section):
-    """The per-image Gaussian parameters and their row-wise Adam."""
+    """What phase A keeps per image (Gaussian parameters or embeddings) and its row-wise Adam."""
 
     lr: Rate = 0.1
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     eps: Rate = 1e-8
+    initial_std: Weight = 0.0
+    """Standard deviation of a row's start; 0 starts every image alike."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some hundred epochs at most."""
+    memory_budget_gb: Weight = 2.0
+    """Rows and moments beyond this many GB are kept in files in the run directory; 0 always uses files."""
+
+
+class CompressionSettings(Section):
+    """The compression network: an embedding per image and block, decoded into the Gaussian parameters."""
+
+    embedding: Positive = 256
+    hidden: Positive = 768
 
 
 class PhaseASettings(Section):
@@ -93,6 +110,8 @@ class PhaseASettings(Section):
     """Add a Gaussian per block, head and query that all images share."""
     residual: bool = True
     """Give every image its own Gaussians; without them the shared prior is the whole teacher."""
+    compression: CompressionSettings | None = None
+    """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian parameters themselves."""
     prior_lr: Rate = 2e-2
     """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch, see ``rows``)."""
     max_epochs: Positive = 12
@@ -117,6 +136,11 @@ class PhaseBSettings(Section):
 
     student: StudentKey = "standard"
     attention_options: dict[str, Any] = {}
+    """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
+    match_params: bool = False
+    """Shrink the FFN so that the student has as many parameters as with standard attention."""
+    rezero: bool = False
+    """Blocks without normalisation, each branch behind a learned scalar that starts at 0."""
     epochs: Positive = 12
     alpha: Weight = 0.2
     """Weight of L_soft."""
@@ -127,6 +151,21 @@ class PhaseBSettings(Section):
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all epochs."""
+    model_args: dict[str, Any] = {}
+    """Keywords that change the student's size from ``model.args``, e.g. ``{depth: 6}``."""
+    layer_map: list[Count | None] | None = None
+    """For each block of the student the stored block it is compared with, or null for none; null maps block to block."""
+    layer_weights: list[Weight] | None = None
+    """Weight of each of the student's blocks in L_feat; null weighs all the same."""
+    mean_heads: bool = False
+    """Compare each head with the mean over the teacher's heads; the head counts may then differ."""
+    match_grid: bool = False
+    """Let the student have another token grid than the store: the Gaussians are made into maps on its grid."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Smoothing of the labels in L_hard."""
+    warm_start: Literal["none", "teacher"] = "none"
+    """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN, norms and head; Q and K
+    start fresh."""
     temperature: Rate = 1.0
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
     optim: OptimSettings = OptimSettings()
@@ -154,6 +193,10 @@ class Settings(Section):
     """``auto`` takes a GPU where there is one; else any torch device, e.g. ``cpu``, ``cuda:1``."""
     threads: Positive | None = None
     """Processor threads for torch; null leaves torch's choice."""
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Mixed precision of the forward pass; Gaussians, coordinates and losses stay float32."""
+    compile: bool = False
+    """Compile the forward pass with torch.compile."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
@@ -238,8 +281,8 @@ def _first_problem(error: ValidationError) -> str:
         hint = f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?" if near else f"known: {', '.join(section)}"
         return f"unknown setting {location!r}; {hint}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{location or 'settings'}: {message[0].lower() + message[1:]}, got {problem['input']!r}" \
-        if not isinstance(problem["input"], dict) else f"{location or 'settings'}: {message}"
+    given = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
+    return f"{location or 'settings'}: {message[0].lower() + message[1:]}{given}"
 
 
 def _section(parents: list) -> list[str]:

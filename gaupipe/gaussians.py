@@ -11,6 +11,7 @@ Axis letters: B images, L blocks, H heads, T tokens (T = h * w), P raw numbers p
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,10 +45,12 @@ def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
     return torch.cat([(mu_s + mu_l) / shrink, sigma_s.abs() / shrink], dim=-1)
 
 
-def sample(gaussians: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq. 5*)."""
+def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
+    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq. 5*).
+
+    ``noise`` [..., 2] is drawn from the standard normal distribution.
+    """
     mean, std = gaussians.split(2, dim=-1)
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
     return mean + std * noise
 
 
@@ -80,6 +83,15 @@ def outer(rows_y: Tensor, rows_x: Tensor) -> Tensor:
 def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
     """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, rows sum to 1."""
     return outer(*expected_axes(gaussians, grid))
+
+
+def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """Gaussians [..., T, 4] of a grid's queries for the queries of another grid: [..., T', 4], by bilinear interpolation
+    between tokens. In normalised coordinates means and stds fit any grid, so only the queries change."""
+    shape = gaussians.shape
+    planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)                     # [..., 4, h, w]
+    planes = torch.nn.functional.interpolate(planes, size=new_grid, mode="bilinear", align_corners=True)
+    return planes.permute(0, 2, 3, 1).reshape(*shape[:-2], new_grid[0] * new_grid[1], 4)
 
 
 def query_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
@@ -119,3 +131,75 @@ def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
     # R(j) - R(j+1) for j = 0 ... n-2: 1 far left of the mean, 0 far right of it
     slope = distance[..., :-1].clamp(0, 1) + rest[..., :-1] - rest[..., 1:]
     return torch.cat([1 - slope[..., :1], slope[..., :-1] - slope[..., 1:], slope[..., -1:]], dim=-1).clamp_min(0)
+
+
+@dataclass
+class Geometry:
+    """Where each view of a batch lies in its image: per axis, position in image = offset + scale * position in view.
+
+    offset, scale   [B, 2] float32, (x, y), in coordinates in which -1 and +1 are the outer *borders* of the image and of
+                    the view, which have the same size in pixels. So a geometry belongs to no grid: (0, 1) is the image
+                    itself, a scale below 0 mirrors, below 1 in magnitude enlarges.
+    """
+
+    offset: Tensor
+    scale: Tensor
+
+    def on_grid(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """(offset, scale) of the same map in the coordinates of Gaussians, where -1 and +1 are the *centres* of the first
+        and last token: [B, 2] each.
+
+        On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in border coordinates, and
+        s = e * n / (n - 1) in token coordinates, as the outer centres lie half a patch inside the borders. Both have
+        their origin in the middle, so the scale stays and the offset grows by n / (n - 1). An axis of one token has one
+        position, 0, and offset 0.
+        """
+        h, w = grid
+        stretch = [n / (n - 1) if n > 1 else 0.0 for n in (w, h)]
+        return self.offset * self.offset.new_tensor(stretch), self.scale
+
+    def inverse(self) -> Geometry:
+        """The geometry of the image in its view, which undoes this one."""
+        return Geometry(-self.offset / self.scale, 1 / self.scale)
+
+    def to(self, device: torch.device) -> Geometry:
+        """The same on another device."""
+        return Geometry(self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True))
+
+
+def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) -> Tensor:
+    """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views [B, ..., T, 4], float32.
+
+    The query at position q of the view takes the Gaussian that the image has at position offset + scale * q: bilinear
+    interpolation between the four queries around it, clamped to the border, and exactly one query's Gaussian where the
+    position falls on a token. That Gaussian's coordinates then become those of the view, mean = (mean - offset) / scale
+    and std = std / abs(scale). Attention that lies outside the view reads its border, as everywhere. Differentiable in the
+    Gaussians; ``geometry`` None is the identity.
+
+    A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as attention stays inside
+    the view. Between tokens the interpolation of parameters stands in for a query that was never learned.
+    """
+    if geometry is None:
+        return gaussians
+    h, w = grid
+    offset, scale = (values.double() for values in geometry.to(gaussians.device).on_grid(grid))
+    rows_x, rows_y = (_query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h)))
+    # float64 passes untouched through autocast and TF32, which would round coordinates to three digits
+    stored = gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
+    taken = torch.einsum("byi,bmijc->bmyjc", rows_y, stored)
+    taken = torch.einsum("bxj,bmyjc->bmyxc", rows_x, taken)
+    shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None, None]
+    factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None, None]
+    return ((taken.float() - shift) / factor).reshape(len(taken), *gaussians.shape[1:])
+
+
+ON_TOKEN = 1e-4
+"""Part of a token's width: a query this close to a token is on it. Float32 offsets are good to about 1e-6."""
+
+
+def _query_weights(offset: Tensor, scale: Tensor, n: int) -> Tensor:
+    """Weights [B, n, n] of the n stored queries of an axis for each of the view's n, offset and scale [B]."""
+    view = torch.linspace(-1, 1, n, device=offset.device, dtype=offset.dtype) if n > 1 else offset.new_zeros(1)
+    u = _pixels(offset.unsqueeze(-1) + scale.unsqueeze(-1) * view, n)
+    u = torch.where((u - u.round()).abs() < ON_TOKEN, u.round(), u).clamp(0, n - 1)
+    return (1 - (u.unsqueeze(-1) - torch.arange(n, device=u.device)).abs()).clamp_min(0)

@@ -3,60 +3,320 @@
 A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward their gradient
 updates the same rows at once. Every image occurs once per epoch, so that is the same as one optimizer step over all
 rows at the end of the epoch, without holding the gradients of all images (*GauTransformer, section 3.3.1*).
+
+A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in files are kept twice:
+an epoch reads each row's committed record and writes the updated one to the other place, and :meth:`ImageState.end_epoch`
+commits them all. A process killed in the middle of an epoch has therefore destroyed nothing that the last checkpoint
+needs, and a checkpoint says only which of its two records each row has, and its step count: five bytes an image.
+
+Axis letters: N images, B images of a batch, R numbers of a row, W int32 words of a record.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from gaupipe.errors import UserError
+
+CHUNK_BYTES = 64 * 2**20
+"""How much :meth:`ImageState.chunks` reads at a time."""
+
+
+def record_words(row_size: int, moments_dtype: torch.dtype = torch.float32) -> int:
+    """W, the int32 words of one record: a row of ``row_size`` float32 numbers and its two moments."""
+    return row_size * (3 if moments_dtype == torch.float32 else 2)
+
 
 class ImageState:
-    """N rows of one shape, their Adam moments and step counts, all float32 on the CPU.
+    """N rows of one shape (float32), their Adam moments and step counts, outside the model and on the CPU.
 
-    Rows are keyed by image id, the image's position in the data set's canonical order.
+    Rows are keyed by image id, the image's position in the data set's canonical order. What a step costs does not
+    depend on N: nothing is written for a row before its first update.
     """
 
     def __init__(self, num_images: int, initial_row: Tensor, *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8) -> None:
-        """``initial_row`` [*row] is copied to every image; ``lr``, ``betas`` and ``eps`` are Adam's."""
-        self.rows = initial_row.float().expand(num_images, *initial_row.shape).clone()
-        self.first_moment = torch.zeros_like(self.rows)
-        self.second_moment = torch.zeros_like(self.rows)
+                 eps: float = 1e-8, moments_dtype: torch.dtype = torch.float32, folder: Path | None = None,
+                 initial_std: float = 0.0, seed: int = 0) -> None:
+        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial_row`` [*row], plus normal noise of
+        ``initial_std`` that (``seed``, image id) alone determine.
+
+        ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away changes of less than
+        0.4 %: with beta2 = 0.999 the second moment follows well for the first hundred or so steps of a row and then
+        stops adapting.
+        ``folder``: keep the records in files there (made at the first update); None keeps them in memory.
+        """
+        if moments_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
+        self.initial_row = initial_row.detach().to("cpu", torch.float32, copy=True).contiguous()
+        self.lr, self.betas, self.eps, self.moments_dtype = lr, betas, eps, moments_dtype
+        self.initial_std, self.seed = initial_std, seed
         self.steps = torch.zeros(num_images, dtype=torch.int32)
-        self.lr, self.betas, self.eps = lr, betas, eps
+        words = record_words(self.initial_row.numel(), moments_dtype)
+        self._records = (MemoryRecords(num_images, words) if folder is None
+                         else FileRecords(Path(folder), num_images, words))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.steps)
 
     def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """The rows of ``image_ids`` [B] as a leaf tensor [B, *row] on ``device`` that collects a gradient."""
-        return self.rows[image_ids].to(device).requires_grad_()
+        """The rows of ``image_ids`` [B] int64 as a leaf tensor [B, *row] on ``device`` that collects a gradient."""
+        return self._read_rows(image_ids).to(device).requires_grad_()
 
     @torch.no_grad()
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
-        """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B, *row].
+        """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B, *row], any device.
 
         Each row has its own step count for the bias correction, so a row behaves as if it were alone in
-        ``torch.optim.Adam``.
+        ``torch.optim.Adam``. Raises UserError where files cannot be written.
         """
-        gradient = gradient.to("cpu", torch.float32)
+        gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
+        records = self._read_records(image_ids)
+        row, *moments = self._parts(records)
+        first, second = (moment.float() for moment in moments)  # float32 moments are stepped in place
         beta1, beta2 = self.betas
-        self.steps[image_ids] += 1
-        steps = self.steps[image_ids].view(-1, *[1] * (gradient.dim() - 1)).float()
-        first = self.first_moment[image_ids].lerp_(gradient, 1 - beta1)
-        second = self.second_moment[image_ids].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        self.first_moment[image_ids] = first
-        self.second_moment[image_ids] = second
-        denominator = (second / (1 - beta2 ** steps)).sqrt_().add_(self.eps)
-        self.rows[image_ids] -= self.lr * (first / (1 - beta1 ** steps)) / denominator
+        steps = self.steps[image_ids].add_(1)
+        power = steps.double().unsqueeze(1)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = second.div((1 - beta2 ** power).float()).sqrt_().add_(self.eps)
+        denominator.mul_(((1 - beta1 ** power) / self.lr).float())
+        row.addcdiv_(first, denominator, value=-1)
+        for stored, new in zip(moments, (first, second)):
+            stored.copy_(new)
+        self._records.write(image_ids, records)
+        self.steps[image_ids] = steps
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The tensors a checkpoint needs."""
-        return {"rows": self.rows, "first_moment": self.first_moment, "second_moment": self.second_moment,
-                "steps": self.steps}
+    def end_epoch(self) -> None:
+        """Commits the epoch's updates. In files they are safely stored when this returns.
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Copies the tensors of :meth:`state_dict` back; shapes must agree."""
-        for name, own in self.state_dict().items():
-            own.copy_(state[name])
+        A checkpoint belongs after this and before the next update.
+        """
+        self._records.end_epoch()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """All rows in the order of their ids, a few at a time: tensors [n, *row]."""
+        size = max(1, CHUNK_BYTES // (4 * max(1, self.initial_row.numel())))
+        for start in range(0, len(self), size):
+            yield self._read_rows(torch.arange(start, min(start + size, len(self))))
+
+    @property
+    def rows(self) -> Tensor:
+        """A copy of all rows [N, *row]; see :meth:`chunks` for more than memory holds."""
+        return torch.cat([*self.chunks()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: the first row and five bytes an image for records in files, else all of them.
+
+        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch` has committed.
+        """
+        start = {"row": self.initial_row, "std": self.initial_std, "seed": self.seed}
+        return {"start": start, "steps": self.steps, **self._records.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a killed process's.
+
+        Raises UserError for a checkpoint of other rows, or one whose files are missing or have moved on.
+        """
+        if "records" in state and not isinstance(self._records, MemoryRecords):
+            raise UserError("the checkpoint's rows were kept in memory, these settings keep them in files: "
+                            "continue with the phase_a.rows that it was started with")
+        if "records" not in state and isinstance(self._records, MemoryRecords):
+            raise UserError("the checkpoint's rows were kept in files, these settings keep them in memory: "
+                            "continue with the phase_a.rows that it was started with")
+        if len(state["steps"]) != len(self):
+            raise UserError(f"the checkpoint has rows of {len(state['steps'])} images, the data set has {len(self)}")
+        self._records.load_state_dict(state)
+        self.steps.copy_(state["steps"])
+        self.initial_row.copy_(state["start"]["row"])
+        self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
+
+    def release(self) -> None:
+        """Deletes superseded records once training is over: half of what the files take."""
+        self._records.release(self.steps > 0)
+
+    def _initial_rows(self, image_ids: Tensor) -> Tensor:
+        """The rows [B, R] that images start with."""
+        rows = self.initial_row.flatten().expand(len(image_ids), -1)
+        if not self.initial_std:
+            return rows
+        noise = [np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id]))
+                 .standard_normal(rows.shape[1], dtype=np.float32) for image_id in image_ids.tolist()]
+        return rows + self.initial_std * torch.from_numpy(np.stack(noise))
+
+    def _read_rows(self, image_ids: Tensor) -> Tensor:
+        """Rows [B, *row] in memory of their own."""
+        size = self.initial_row.numel()
+        rows = self._records.read(image_ids, self.steps[image_ids] > 0, size).view(torch.float32)
+        return self._with_initial(image_ids, rows).view(-1, *self.initial_row.shape)
+
+    def _read_records(self, image_ids: Tensor) -> Tensor:
+        """Records [B, W] in memory of their own."""
+        records = self._records.read(image_ids, self.steps[image_ids] > 0)
+        self._with_initial(image_ids, self._parts(records)[0])
+        return records
+
+    def _with_initial(self, image_ids: Tensor, rows: Tensor) -> Tensor:
+        """Puts the start into those ``rows`` [B, R] that have never been updated."""
+        fresh = (self.steps[image_ids] == 0).nonzero().squeeze(1)
+        if len(fresh):
+            rows[fresh] = self._initial_rows(image_ids[fresh])
+        return rows
+
+    def _parts(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of records [B, W]: rows float32, first and second moments, all [B, R]."""
+        row, moments = records.tensor_split([self.initial_row.numel()], dim=1)
+        return (row.view(torch.float32), *moments.view(self.moments_dtype).tensor_split(2, dim=1))
+
+
+class MemoryRecords:
+    """N records of W int32 words in memory. Pages that no record was written to take none."""
+
+    def __init__(self, num_images: int, words: int) -> None:
+        self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))  # torch.zeros touches every page
+
+    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
+        """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where not ``used`` [B]."""
+        return self.records[:, :words].index_select(0, image_ids)
+
+    def write(self, image_ids: Tensor, records: Tensor) -> None:
+        self.records.index_copy_(0, image_ids, records)
+
+    def end_epoch(self) -> None:
+        pass
+
+    def release(self, used: Tensor) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": self.records}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["records"].shape != self.records.shape:
+            raise UserError(f"the checkpoint's rows have {state['records'].shape[1]} words an image, these settings "
+                            f"ask for {self.records.shape[1]}")
+        self.records.copy_(state["records"])
+
+
+class FileRecords:
+    """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
+
+    Read and written by position, not mapped into memory: a first touch of a mapped page costs a page fault, and a
+    write reads the page from disk before it overwrites it (``benchmarks/image_state.py`` has both).
+
+    ``files.json`` names the epoch whose records are intact: writes have begun on top of it, never of a later one. It
+    is how a checkpoint that the files have left behind is noticed.
+    """
+
+    def __init__(self, folder: Path, num_images: int, words: int) -> None:
+        self.folder, self.words = folder, words
+        self.place = torch.zeros(num_images, dtype=torch.uint8)
+        """Which file holds a row's committed record."""
+        self.written = torch.zeros(num_images, dtype=torch.bool)
+        """Rows whose other place holds a newer record, not committed yet."""
+        self.epoch = 0
+        self._descriptors: list[int] = []
+
+    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
+        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros where not ``used``."""
+        records = torch.zeros(len(image_ids), self.words if words is None else words, dtype=torch.int32)
+        if not used.any():
+            return records
+        self._open()
+        size = records.shape[1] * 4
+        bytes_ = memoryview(records.numpy()).cast("B")
+        where = [(position * size, *place) for position, place in
+                 zip(used.nonzero().squeeze(1).tolist(), self._places(image_ids[used]))]
+        for _, descriptor, offset in where:  # the disk looks for all of them at once
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        for start, descriptor, offset in where:
+            if os.preadv(descriptor, [bytes_[start:start + size]], offset) != size:
+                raise UserError(f"{self.folder}: a record at byte {offset} cannot be read whole: the file is damaged")
+        return records
+
+    def write(self, image_ids: Tensor, records: Tensor) -> None:
+        """Stores records [B, W] beside the committed ones. Raises UserError where that cannot be done."""
+        try:
+            if not self.written.any():
+                self._open()
+                self._mark()
+            self.written[image_ids] = True
+            size = self.words * 4
+            bytes_ = memoryview(records.numpy()).cast("B")
+            for start, (descriptor, offset) in enumerate(self._places(image_ids)):
+                if os.pwrite(descriptor, bytes_[start * size:(start + 1) * size], offset) != size:
+                    raise OSError("No space left on device")
+        except OSError as error:
+            raise UserError(f"{self.folder}: rows cannot be written: {error.strerror or error}; "
+                            "the checkpoint of the epoch before is kept") from None
+
+    def end_epoch(self) -> None:
+        if not self.written.any():
+            return
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self.place ^= self.written
+        self.written.zero_()
+        self.epoch += 1
+
+    def release(self, used: Tensor) -> None:
+        """Empties a file that holds the committed record of no row that is ``used`` [N]."""
+        for place, descriptor in enumerate(self._descriptors):
+            if not self.written.any() and not (self.place[used] == place).any():
+                os.ftruncate(descriptor, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.written.any():
+            raise RuntimeError("rows in files have a checkpoint only between epochs: call end_epoch() first")
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        epoch = state["epoch"]
+        if epoch:
+            try:
+                files = json.loads((self.folder / "files.json").read_text())
+            except (OSError, ValueError):
+                raise UserError(f"{self.folder}: the files with the rows are missing or unreadable") from None
+            if files["words"] != self.words or files["num_images"] != len(self.place):
+                raise UserError(f"{self.folder} holds {files['num_images']} rows of {files['words']} words, the settings "
+                                f"ask for {len(self.place)} of {self.words}")
+            if files["epoch"] not in (epoch - 1, epoch):
+                raise UserError(f"{self.folder} holds the rows of epoch {files['epoch']}, the checkpoint needs those of "
+                                f"epoch {epoch}: they do not belong together")
+        self.place.copy_(state["place"])
+        self.written.zero_()
+        self.epoch = epoch
+
+    def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
+        """(file descriptor, byte offset) of each row's newest record."""
+        places = self.place[image_ids] ^ self.written[image_ids]
+        for image_id, place in zip(image_ids.tolist(), places.tolist()):
+            yield self._descriptors[place], image_id * self.words * 4
+
+    def _open(self) -> None:
+        if not self._descriptors:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for place in range(2):
+                descriptor = os.open(self.folder / f"records.{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._descriptors.append(descriptor)
+                weakref.finalize(self, os.close, descriptor)
+
+    def _mark(self) -> None:
+        """Notes, before the first write of an epoch, which epoch's records stay intact meanwhile."""
+        partial = self.folder / "files.json.partial"
+        with partial.open("w") as file:
+            json.dump({"epoch": self.epoch, "num_images": len(self.place), "words": self.words}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.folder / "files.json")
+        directory = os.open(self.folder, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)

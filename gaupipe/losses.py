@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,9 +13,9 @@ FLOOR = 1e-8
 """Less attention than this is rounding error of a float32 map, not something a student can learn from."""
 
 
-def hard_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*)."""
-    return F.cross_entropy(logits, labels)
+def hard_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), optionally smoothed."""
+    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def soft_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def soft_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
 
 
 def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float = 1.0,
-                 direction: str = "teacher_student") -> Tensor:
+                 direction: str = "teacher_student", hidden: Tensor | None = None) -> Tensor:
     """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and queries.
 
     student_rows  [B, H, T, T] log-probabilities over keys
@@ -34,13 +35,20 @@ def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float =
     temperature   both rows become softmax(log p / temperature) before they are compared
     direction     ``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's map;
                   ``student_teacher`` is KL(student || teacher), eq. 9's order
+    hidden        keys that the student cannot see, bool broadcastable to [B, H, T, T]: the teacher's rows lose them too
+                  and are renormalised
 
     A key that the teacher gives less than ``FLOOR`` counts as having that much, so both directions are finite.
     """
     teacher_rows = teacher_map.clamp_min(FLOOR).log()
+    if hidden is not None:
+        teacher_rows = teacher_rows.masked_fill(hidden, -torch.inf)
     if temperature != 1.0:
         student_rows = (student_rows / temperature).log_softmax(-1)
+    if temperature != 1.0 or hidden is not None:
         teacher_rows = (teacher_rows / temperature).log_softmax(-1)
+    if hidden is not None:  # equal on both sides, so that a hidden key adds nothing
+        student_rows, teacher_rows = student_rows.masked_fill(hidden, 0.0), teacher_rows.masked_fill(hidden, 0.0)
     target, given = (teacher_rows, student_rows) if direction == "teacher_student" else (student_rows, teacher_rows)
     divergence = F.kl_div(given, target, log_target=True, reduction="sum")
     return divergence / student_rows[..., 0].numel()

@@ -16,18 +16,23 @@ from pathlib import Path
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, model_entrypoint, register_model
 from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import ATTN_LAYERS, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION, attention_class, bind_options, count_parameters
+from gaupipe.attention.functional import StudentAttention
+from gaupipe.convert import convert, swap
 from gaupipe.errors import UserError
 
-__all__ = ["GauViT", "ReZeroBlock", "forward_with_maps", "run_blocks", "save_student"]
+__all__ = ["GauViT", "ReZeroBlock", "convert", "forward_with_maps", "run_blocks", "save_student"]
 
 STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
 """The timm model whose name a plain student is saved under; every size is overridden by ``model_args``."""
+
+TIMM_ARGUMENTS = {name: parameter.default for name, parameter in inspect.signature(VisionTransformer).parameters.items()}
+"""Every keyword of timm's ``VisionTransformer`` with its default."""
 
 ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
 
@@ -75,25 +80,24 @@ class GauViT(VisionTransformer):
 
     ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword arguments of its class;
     ``rezero``: blocks without normalisation, behind scalars that start at 0; ``match_params``: the FFN shrinks by what
-    the attention adds to the standard one. ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class,
-    and all of it is kept in ``gaupipe_args``. Raises UserError for an unknown attention or option.
+    the attention adds to the standard one. ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class.
+    ``gaupipe_args`` holds the keywords that rebuild the model. Raises UserError for an unknown attention or option.
     """
 
     def __init__(self, attention: str = "standard", attention_options: dict | None = None, rezero: bool = False,
                  match_params: bool = False, **kwargs) -> None:
-        given = dict(kwargs, attention=attention, attention_options=dict(attention_options or {}),
-                     rezero=rezero, match_params=match_params)
-        sizes = {name: parameter.default for name, parameter in inspect.signature(VisionTransformer).parameters.items()}
-        sizes.update(kwargs)
+        options = dict(attention_options or {})
         attention_type = attention_class(attention)
+        attn_layer = bind_options(attention_type, options)
         if match_params:
-            kwargs["mlp_ratio"] = sizes["mlp_ratio"] = matching_mlp_ratio(attention_type, attention_options or {}, sizes)
-        block_fn = ReZeroBlock if rezero else sizes["block_fn"]
-        if sizes["mlp_ratio"] == 0:
+            kwargs["mlp_ratio"] = matching_mlp_ratio(attention_type, options, {**TIMM_ARGUMENTS, **kwargs})
+        block_fn = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
+        if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
-        kwargs.update(attn_layer=bind_options(attention_type, attention_options or {}), block_fn=block_fn)
-        super().__init__(**kwargs)
-        self.gaupipe_args = given
+        super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
+        placement = ("device", "dtype")
+        self.gaupipe_args = {key: value for key, value in kwargs.items() if key not in placement}
+        self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
 
 
 def matching_mlp_ratio(attention_type: type[nn.Module], options: dict, sizes: dict) -> float:
@@ -133,6 +137,8 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
     maps = []
 
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
+        if not isinstance(attention, StudentAttention):
+            attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
         update, rows = attention.forward_with_rows(tokens)
         maps.append(rows)
         return update
@@ -140,23 +146,29 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
     return run_blocks(model, images, attend), maps
 
 
-def save_student(model: GauViT, folder: str | Path, label_names: list[str] | None = None, **data_config) -> None:
+def save_student(model: VisionTransformer, folder: str | Path, label_names: list[str] | None = None,
+                 **data_config) -> None:
     """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the model from:
     config.json and model.safetensors. A folder that is there is replaced as a whole.
 
-    A model with standard attention and ordinary blocks is saved as a stock timm model, which loads without gaupipe;
-    any other as the ``gauvit`` it is. ``data_config`` (``mean``, ``std``, ...) says how images are to be prepared.
+    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which loads without
+    gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe`` first. ``data_config`` is timm's
+    (``mean``, ``std``, ``crop_pct``, ...): how images are to be prepared. Raises UserError for a model that
+    ``timm.create_model`` did not build.
     """
+    if not hasattr(model, "pretrained_cfg"):
+        raise UserError("save_student: the model was built by its class, which timm cannot name; build it with "
+                        "timm.create_model")
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    architecture, model_args = stock_or_gauvit(model)
-    pretrained_cfg = dict(architecture=architecture, input_size=[model.in_chans, *model.patch_embed.img_size],
-                          num_classes=model.num_classes, **data_config)
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    architecture, model_args = architecture_of(model)
     described = copy.copy(model)
-    described._model_args = model_args  # timm adds to model_args what create_model was given, also gaupipe's keywords
-    save_for_hf(described, str(fresh), model_args=model_args, safe_serialization=True,
-                model_config=dict(pretrained_cfg=pretrained_cfg, label_names=label_names))
+    described._model_args = model_args  # timm would add what create_model was given, gaupipe's keywords among it
+    described.pretrained_cfg = dict(model.pretrained_cfg, architecture=architecture, num_classes=model.num_classes,
+                                    input_size=(model.in_chans, *model.patch_embed.img_size), **data_config)
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    save_for_hf(described, str(fresh), model_config=dict(label_names=label_names), model_args=model_args,
+                safe_serialization=True)
     fresh.chmod(0o755)
     if folder.exists():
         old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old-"))
@@ -167,14 +179,19 @@ def save_student(model: GauViT, folder: str | Path, label_names: list[str] | Non
         fresh.rename(folder)
 
 
-def stock_or_gauvit(model: GauViT) -> tuple[str, dict]:
-    """(timm architecture, model_args) that rebuild the model; a stock architecture where that is enough."""
-    changed_since = {key: value for key, value in getattr(model, "_model_args", {}).items() if key != "pretrained"}
-    args = {**model.gaupipe_args, **changed_since, "num_classes": model.num_classes}
-    ordinary = {key: args.pop(key) for key in ("attention", "attention_options", "rezero", "match_params")}
-    if ordinary["attention"] == "standard" and not ordinary["rezero"] and args.get("mlp_ratio") != 0:
-        return STOCK_ARCHITECTURE, args
-    return model.pretrained_cfg["architecture"], dict(args, **ordinary)
+def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
+    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is enough."""
+    now = dict(img_size=list(model.patch_embed.img_size), patch_size=list(model.patch_embed.patch_size),
+               num_classes=model.num_classes, global_pool=model.global_pool,
+               fc_norm=not isinstance(model.fc_norm, nn.Identity))  # what timm lets one change after construction
+    if not hasattr(model, "gaupipe_args"):
+        return model.pretrained_cfg["architecture"], {**getattr(model, "_model_args", {}), **now}
+    args = {**model.gaupipe_args, **now}
+    if "base" in args:
+        return "gauvit_converted", args
+    if args["attention"] == "standard" and not args["rezero"] and args.get("mlp_ratio") != 0:
+        return STOCK_ARCHITECTURE, {key: value for key, value in args.items() if key in TIMM_ARGUMENTS}
+    return model.pretrained_cfg["architecture"], args
 
 
 def _cfg(size: int, num_classes: int) -> dict:
@@ -215,3 +232,14 @@ def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
     preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, num_classes=10)
     return _create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
+
+
+@register_model
+def gauvit_converted(pretrained: bool = False, base: str = "deit_small_patch16_224", attention: str = "standard",
+                     attention_options: dict | None = None, **kwargs) -> VisionTransformer:
+    """Any of timm's ``VisionTransformer`` entrypoints, ``base``, with another attention and its options. What
+    :func:`convert` makes of a timm model is saved under this name."""
+    attention_type = bind_options(attention_class(attention), attention_options or {})
+    model = model_entrypoint(base)(pretrained=pretrained, attn_layer=attention_type, **kwargs)
+    model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=dict(attention_options or {}))
+    return model

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -9,51 +11,74 @@ from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, po
 from gaupipe.models import run_blocks
 
 
+class Decoder(nn.Module):
+    """Compression network: one two-layer network per block turns an image's embedding into its Gaussians' raw numbers
+    (*GauTransformer, section 3.3.2*)."""
+
+    def __init__(self, layers: int, embedding: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.weight1 = nn.Parameter(torch.randn(layers, embedding, hidden) / math.sqrt(embedding))
+        self.bias1 = nn.Parameter(torch.zeros(layers, hidden))
+        self.weight2 = nn.Parameter(torch.randn(layers, hidden, outputs) * (0.1 / math.sqrt(hidden)))
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Raw numbers [B, L, outputs] of embeddings [B, L, E]. Their bias is the shared prior."""
+        hidden = torch.einsum("ble,leh->blh", embeddings, self.weight1) + self.bias1
+        return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
+
+
 class Teacher(nn.Module):
     """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
 
-    The raw numbers of a Gaussian are prior[block, head, query] + the image's own row, where the shared prior is learned
-    from every image. Without a prior the row is everything; without a row (an unseen image) the prior is.
+    The raw numbers of a Gaussian are prior[block, head, query] + what the image's own row says. A row is those numbers
+    themselves, or with a ``compression`` (embedding, hidden) the embedding that a :class:`Decoder` turns into them.
+    The prior is learned from every image; without one it stays where it starts, at mean 0 and std 1.
     """
 
-    def __init__(self, vit: nn.Module, parametrisation: str = "loc_scale", prior: bool = True) -> None:
+    def __init__(self, vit: nn.Module, parametrisation: str = "loc_scale", prior: bool = True,
+                 compression: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.vit = vit
         self.parametrisation = parametrisation
+        self.has_prior = prior
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
         self.layers, self.heads = len(vit.blocks), vit.blocks[0].attn.num_heads
-        shape = (self.layers, self.heads, self.grid[0] * self.grid[1], RAW_SIZE[parametrisation])
-        self.prior = nn.Parameter(initial_raw(parametrisation).expand(shape).clone()) if prior else None
+        self.raw_shape = (self.layers, self.heads, self.grid[0] * self.grid[1], RAW_SIZE[parametrisation])
+        self.prior = nn.Parameter(initial_raw(parametrisation).expand(self.raw_shape).clone(), requires_grad=prior)
+        self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:])) if compression else None
 
-    def initial_row(self) -> Tensor:
-        """The row [L, H, T, P] an image starts with: zeros on top of a prior, else mean 0 and std 1."""
-        raw = initial_raw(self.parametrisation)
-        if self.prior is not None:
-            raw = torch.zeros_like(raw)
-        return raw.expand(self.layers, self.heads, self.grid[0] * self.grid[1], raw.numel()).clone()
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of an image's row: [L, H, T, P], or [L, E] with a compression."""
+        return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
+
+    def raw_rows(self, rows: Tensor) -> Tensor:
+        """What rows [B, *row_shape] add to the prior: [B, L, H, T, P]."""
+        return self.decoder(rows).view(len(rows), *self.raw_shape) if self.decoder else rows
 
     def gaussians(self, rows: Tensor | None) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of the images with these rows [B, L, H, T, P]; the prior's, with B = 1, for None."""
-        if rows is None:
-            if self.prior is None:
-                raise ValueError("a teacher without a shared prior has no Gaussians for unseen images")
-            rows = torch.zeros_like(self.prior).unsqueeze(0)
-        return from_raw(rows if self.prior is None else rows + self.prior, self.parametrisation)
+        """Gaussians [B, L, H, T, 4] of the images with these rows; the prior's, with B = 1, for None."""
+        raw = self.prior.unsqueeze(0) if rows is None else self.raw_rows(rows) + self.prior
+        return from_raw(raw, self.parametrisation)
 
-    def forward(self, images: Tensor, gaussians: Tensor, mode: str, generator: torch.Generator | None = None) -> Tensor:
-        """Logits [B, C] of images [B, 3, height, width] that look where ``gaussians`` [B or 1, L, H, T, 4] say.
+    def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or 1, L, H, T, 4] say.
 
-        ``expected`` reads through the exact expected map. ``stochastic`` samples one point for every query: one pass is
-        one draw, and predictions are the mean of several (:func:`predict`).
+        Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H, T, 2], standard
+        normal, it reads at one sampled point: one pass is one draw, and predictions are the mean of several
+        (:func:`predict`).
         """
         def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
-            own = gaussians[:, layer]
-            if mode == "stochastic":
-                own = own.expand(len(images), *own.shape[1:])
-                return attention(tokens, point_axes(sample(own, generator), self.grid))
-            return attention(tokens, expected_axes(own, self.grid))
+            if noise is None:
+                return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
+            return attention(tokens, point_axes(sample(gaussians[:, layer], noise[:, layer]), self.grid))
 
         return run_blocks(self.vit, images, attend)
+
+    def noise(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        """Standard normal numbers [B, L, H, T, 2] for one sampled pass."""
+        return torch.randn(len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device)
 
 
 @torch.no_grad()
@@ -65,6 +90,7 @@ def predict(teacher: Teacher, images: Tensor, gaussians: Tensor, mode: str, pass
     not the function that was trained. In ``expected`` mode one pass is exact.
     """
     if mode == "expected":
-        return teacher(images, gaussians, mode).float().log_softmax(-1)
-    draws = [teacher(images, gaussians, mode, generator).float().log_softmax(-1) for _ in range(passes)]
-    return torch.stack(draws).logsumexp(0) - torch.log(torch.tensor(float(passes)))
+        return teacher(images, gaussians).float().log_softmax(-1)
+    draws = [teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
+             for _ in range(passes)]
+    return torch.stack(draws).logsumexp(0) - math.log(passes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from gaupipe.config import ModelSettings, OptimSettings, Settings
@@ -87,35 +88,99 @@ def seed_epoch(seed: int, epoch: int, purpose: int = 0) -> None:
     torch.manual_seed((seed * 1_000_003 + epoch) * 7 + purpose)
 
 
-def train_epoch(modules: nn.Module, batches: Batches, device: torch.device, optimizer: torch.optim.Optimizer,
-                schedule: Any, seed: int, epoch: int, clip_grad: float | None, progress: EpochProgress,
-                step: Callable[[Tensor, Tensor, Tensor], tuple[dict[str, Tensor], Callable[[], None] | None]]
-                ) -> dict[str, float]:
-    """One pass over the training images; the means of the losses that ``step`` names.
+@dataclass
+class TrainingState:
+    """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random numbers from (seed, epoch)
+    and the schedule from the update number."""
 
-    ``step(images, labels, image_ids)`` returns ({"loss": ..., ...}, what to do after backward or None). Raises UserError
-    when the loss is not finite.
+    modules: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    optim: OptimSettings
+    precision: str = "float32"
+    rows: ImageState | None = None
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        device = next(self.modules.parameters()).device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "float16")
+        self.ema = ModelEmaV3(self.modules, decay=self.optim.ema) if self.optim.ema else None
+
+    @property
+    def kept(self) -> nn.Module:
+        """The modules that are evaluated and kept: their moving average where there is one."""
+        return self.ema.module if self.ema else self.modules
+
+    def save(self, folder: Path) -> None:
+        """Writes ``folder/state.pt`` so that a reader finds the old one or the new one, never a part."""
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / "state.pt.partial"
+        with partial.open("wb") as file:
+            torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
+                        "scaler": self.scaler.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
+                        "rows": self.rows.state_dict() if self.rows else None, "metrics": self.metrics,
+                        "finished": self.finished}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(folder / "state.pt")
+
+    def load(self, folder: Path) -> bool:
+        """Continues from what :meth:`save` wrote last; False where there is nothing."""
+        path = folder / "state.pt"
+        if not path.is_file():
+            return False
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.modules.load_state_dict(state["modules"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        if self.ema:
+            self.ema.load_state_dict(state["ema"])
+        if self.rows:
+            self.rows.load_state_dict(state["rows"])
+        self.metrics, self.finished = state["metrics"], state["finished"]
+        return True
+
+
+def train_epoch(state: TrainingState, batches: Batches, device: torch.device, seed: int, progress: EpochProgress,
+                step: Callable[[Tensor, Tensor, Tensor], tuple[dict[str, Tensor], Tensor | None]]) -> dict[str, float]:
+    """One pass over the training images; the means of the values that ``step`` names.
+
+    ``step(images, labels, image_ids)`` returns ({"loss": ..., ...}, rows), where rows [B, ...] are the leaf tensor of
+    the images' rows, or None. A row's gradient is that of its own image's loss, whatever the size of the batch. Raises
+    UserError when the loss is not finite; the checkpoint of the last epoch stays.
     """
-    modules.train()
+    state.modules.train()
+    epoch, steps, accumulate = len(state.metrics), batches.steps(), state.optim.accumulate
     seed_epoch(seed, epoch)
     totals: dict[str, Tensor] = {}
-    steps = batches.steps()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    dtype = getattr(torch, state.precision)
     for number, (images, labels, image_ids) in enumerate(batches.epoch(device, (seed, epoch))):
-        schedule.step_update(epoch * steps + number)
-        losses, after_backward = step(images, labels, image_ids)
-        if not torch.isfinite(losses["loss"]):
-            rate = optimizer.param_groups[0]["lr"]
-            raise UserError(f"the loss is {losses['loss'].item()} in epoch {epoch + 1}, step {number + 1} of {steps}, "
-                            f"at lr {rate:.3g}: lower optim.lr or raise optim.warmup_epochs")
-        optimizer.zero_grad()
-        losses["loss"].backward()
-        if after_backward:
-            after_backward()
-        if clip_grad is not None:
-            nn.utils.clip_grad_norm_(parameters, clip_grad)
-        optimizer.step()
-        for name, value in losses.items():
+        state.schedule.step_update(epoch * steps + number)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            values, rows = step(images, labels, image_ids)
+        if not torch.isfinite(values["loss"]):
+            raise UserError(f"the loss is {values['loss'].item()} in epoch {epoch + 1}, step {number + 1} of {steps} "
+                            f"(lr {state.optimizer.param_groups[0]['lr']:.3g}, {state.precision}, "
+                            f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; "
+                            "the checkpoint of the epoch before is kept")
+        scale = state.scaler.get_scale()
+        state.scaler.scale(values["loss"] / accumulate).backward()
+        if rows is not None:
+            gradient = rows.grad * (len(image_ids) * accumulate / scale)
+            if state.precision != "float16" or torch.isfinite(gradient).all():
+                state.rows.update(image_ids, gradient)
+        if (number + 1) % accumulate == 0 or number + 1 == steps:
+            if state.optim.clip_grad is not None:
+                state.scaler.unscale_(state.optimizer)
+                nn.utils.clip_grad_norm_(parameters, state.optim.clip_grad)
+            state.scaler.step(state.optimizer)
+            state.scaler.update()
+            state.optimizer.zero_grad()
+            if state.ema:
+                state.ema.update(state.modules)
+        for name, value in values.items():
             totals[name] = totals.get(name, 0) + value.detach() * len(images)
         progress.advance(len(images))
     return {name: (total / len(batches.split)).item() for name, total in totals.items()}
@@ -141,45 +206,3 @@ def score_model(model: nn.Module, batches: Batches, device: torch.device) -> dic
     model.eval()
     with torch.inference_mode():
         return score((model(images), labels) for images, labels, _ in batches.epoch(device))
-
-
-@dataclass
-class TrainingState:
-    """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random numbers from (seed, epoch)
-    and the schedule from the update number."""
-
-    modules: nn.Module
-    optimizer: torch.optim.Optimizer
-    rows: ImageState | None = None
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    finished: bool = False
-
-    def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt`` so that a reader finds the old one or the new one, never a part."""
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / "state.pt.partial"
-        with partial.open("wb") as file:
-            torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
-                        "rows": self.rows.state_dict() if self.rows else None, "metrics": self.metrics,
-                        "finished": self.finished}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(folder / "state.pt")
-
-    def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing."""
-        state = read_checkpoint(folder)
-        if state is None:
-            return False
-        self.modules.load_state_dict(state["modules"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.rows:
-            self.rows.load_state_dict(state["rows"])
-        self.metrics, self.finished = state["metrics"], state["finished"]
-        return True
-
-
-def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """The contents of ``folder/state.pt`` on the CPU; None where there is none."""
-    path = folder / "state.pt"
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True) if path.is_file() else None

@@ -1,36 +1,55 @@
-"""Export: the Gaussians, predictions and labels of the finished teacher go to the attention-map store."""
+"""Export: what the finished teacher knows about every training image goes to the attention-map store."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import store
 import torch
+from torch import Tensor
 
 from gaupipe.data import Batches
-from gaupipe.gaussians import expected_map
+from gaupipe.errors import UserError
+from gaupipe.gaussians import expected_map, from_raw
 from gaupipe.progress import EpochProgress
-from gaupipe.teacher import predict
+from gaupipe.teacher import Decoder, predict
 from stages import phase_a
 from stages.phase_a import PhaseA
 from stages.run_directory import RunDirectory
 
+WRITERS = min(4, os.cpu_count() or 1)
+"""Shards that are encoded and stored at once, each on a thread of its own."""
 
-def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite: bool = False) -> str:
+
+def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite: bool = False,
+        repair: bool = False, shard_mb: float = 32) -> str:
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
-    An unfinished store of the same teacher is continued; a finished one is refused unless ``overwrite``.
+    An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
+    ``overwrite``. ``repair`` rewrites what :func:`store.verify` finds damaged in the store that is there, and nothing
+    else; until that is done no reader opens it. A shard is a file of about ``shard_mb`` 10^6 bytes before compression.
     """
     run = RunDirectory(run_dir)
+    if overwrite and repair:
+        raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
     url = out or str(run.maps)
-    schema = make_schema(job, kind)
-    writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite)
-    write(job, writer, kind)
+    schema, how = make_schema(job, kind), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
+    if repair:
+        writer = store.repair(url, schema, **how)
+    else:
+        if not overwrite:
+            refuse_complete(url)
+        writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
+    write(job, writer)
     return url
 
 
@@ -44,57 +63,120 @@ def ensure(run_dir: Path) -> str:
     return url
 
 
+def refuse_complete(url: str) -> None:
+    """Raises UserError where a complete store lies."""
+    try:
+        store.open(url)
+    except store.StoreError:
+        return  # none, unfinished or damaged: create() says what is in the way
+    raise UserError(f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites what is damaged")
+
+
 def make_schema(job: PhaseA, kind: str) -> store.Schema:
-    """What the store of this teacher says about itself."""
+    """What the store of this teacher says about itself. Raises UserError for a kind that this teacher does not have."""
     phase = job.settings.phase_a
-    passes = phase.label_passes if phase.mode == "stochastic" else 1
+    if kind == "embedding" and not (job.teacher.decoder and job.rows):
+        raise UserError("--kind embedding: this teacher keeps no embeddings (phase_a.compression is null); "
+                        "choose gaussian or dense")
     return store.Schema(
         kind=kind, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
         heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
         dataset_sha256=job.data.sha256, teacher_sha256=teacher_sha256(job), parametrisation=phase.parametrisation,
-        extra={"mode": phase.mode, "label_passes": passes, "data": job.settings.data.model_dump(mode="json")})
+        embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
+        extra={"mode": phase.mode, "label_passes": label_passes(job), "data": job.settings.data.model_dump(mode="json")})
 
 
-def write(job: PhaseA, writer: store.Writer, kind: str) -> None:
-    """Runs the teacher over the images of every shard that is not finished yet."""
-    schema, phase, data = writer.schema, job.settings.phase_a, job.data
-    images = sum(shard.stop - shard.start for shard in writer.pending())
+def label_passes(job: PhaseA) -> int:
+    """Forward passes behind one stored prediction."""
+    return job.settings.phase_a.label_passes if job.settings.phase_a.mode == "stochastic" else 1
+
+
+def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
+    """What turns a store's embeddings into Gaussians: the decoder's weights and the prior they are added to."""
+    if kind != "embedding":
+        return None
+    tensors = {**job.teacher.decoder.state_dict(), "prior": job.teacher.prior.detach()}
+    return {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
+    """What turns gathered rows of a ``gaussian`` or ``embedding`` store into Gaussians [B, L, H, T, 4] on ``device``."""
+    if maps.schema.kind == "gaussian":
+        return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
+    weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
+    prior, (layers, embedding, hidden) = weights.pop("prior"), weights["weight1"].shape
+    network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
+    network.load_state_dict(weights)
+
+    @torch.no_grad()
+    def decode(stored: dict[str, np.ndarray]) -> Tensor:
+        raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
+        return from_raw(raw.view(len(raw), *prior.shape) + prior, maps.schema.parametrisation)
+
+    return decode
+
+
+def write(job: PhaseA, writer: store.Writer) -> None:
+    """Runs the teacher over the images of every pending shard; shards are encoded and stored while the next are made."""
+    schema, pending = writer.schema, writer.pending()
+    images = sum(shard.stop - shard.start for shard in pending)
     started = time.monotonic()
-    with EpochProgress("export", images, 1) as progress:
-        progress.line(f"export: {images:,} images as {kind}, at most {schema.total_bytes / 1e6:,.1f} MB "
-                      f"({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression")
-        batches = Batches(data.train, data, job.settings.data.eval_batch_size, job.settings.data.workers)
-        for shard in writer.pending():
-            parts: dict[str, list[np.ndarray]] = {}
-            generator = torch.Generator(job.device).manual_seed(job.settings.seed * 1_000_003 + shard.start)
-            for pixels, labels, ids in batches.epoch(job.device, image_ids=np.arange(shard.start, shard.stop)):
-                for name, array in arrays(job, kind, pixels, ids, phase.mode, phase.label_passes, generator).items():
-                    parts.setdefault(name, []).append(array)
-                parts.setdefault("labels", []).append(labels.cpu().numpy())
+    with EpochProgress("export", images, 1) as progress, ThreadPoolExecutor(WRITERS, "export") as pool:
+        kept = f", {schema.num_images - images:,} are there already" if images < schema.num_images else ""
+        progress.line(f"export: {images:,} images as {schema.kind}{kept}, at most {images * schema.bytes_per_image / 1e6:,.1f}"
+                      f" MB ({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression")
+        batches = Batches(job.data.train, job.data, job.settings.data.eval_batch_size, job.settings.data.workers)
+        stored: deque[Future] = deque()
+        for shard in pending:
+            rows = []
+            for ids, arrays in outputs(job, schema.kind, batches, np.arange(shard.start, shard.stop)):
+                rows.append(arrays)
                 progress.advance(len(ids))
-            writer.write(shard, {name: np.concatenate(arrays) for name, arrays in parts.items()})
+            if len(stored) == WRITERS:
+                stored.popleft().result()
+            whole = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            stored.append(pool.submit(writer.write, shard, whole))
+        for write in stored:
+            write.result()
         writer.finish()
         seconds = time.monotonic() - started
         progress.line(f"export: {images:,} images in {seconds:.1f} s, {images / max(seconds, 1e-9):,.0f} images/s")
 
 
+def outputs(job: PhaseA, kind: str, batches: Batches,
+            image_ids: np.ndarray, seed: int | None = None) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """(image ids, {name: array}) of every batch of ``image_ids``: what a store of this kind holds for them.
+
+    The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a batch alone, so that any
+    batch can be made again.
+    """
+    seed = job.settings.seed if seed is None else seed
+    generator = torch.Generator(job.device)
+    for pixels, labels, ids in batches.epoch(job.device, image_ids=image_ids):
+        generator.manual_seed(seed * 1_000_003 + int(ids[0]))
+        named = teacher_outputs(job, kind, pixels, ids, generator)
+        yield ids.numpy(), {**{name: tensor.half().cpu().numpy() for name, tensor in named.items()},
+                            "labels": labels.cpu().numpy()}
+
+
 @torch.no_grad()
-def arrays(job: PhaseA, kind: str, pixels: torch.Tensor, ids: torch.Tensor, mode: str, passes: int,
-           generator: torch.Generator) -> dict[str, np.ndarray]:
-    """The stored arrays of one batch but for its labels."""
-    gaussians = job.gaussians(ids)
-    logits = predict(job.teacher, pixels, gaussians, mode, passes, generator)
-    named = {"gaussians": gaussians} if kind == "gaussian" else {"maps": expected_map(gaussians, job.teacher.grid)}
-    return {name: tensor.float().cpu().numpy() for name, tensor in {**named, "logits": logits}.items()}
+def teacher_outputs(job: PhaseA, kind: str, pixels: Tensor, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """The stored arrays of one batch but for its labels, on the device."""
+    gaussians = job.gaussians(ids, len(ids))
+    logits = predict(job.teacher, pixels, gaussians, job.settings.phase_a.mode, label_passes(job), generator)
+    if kind == "embedding":
+        return {"embeddings": job.rows.gather(ids).detach(), "logits": logits}
+    if kind == "dense":
+        return {"maps": expected_map(gaussians, job.teacher.grid), "logits": logits}
+    return {"gaussians": gaussians, "logits": logits}
 
 
 def teacher_sha256(job: PhaseA) -> str:
     """A digest of the teacher's weights and rows."""
     digest = hashlib.sha256()
-    tensors: dict[str, Any] = dict(job.teacher.state_dict())
-    if job.rows:
-        tensors["rows"] = job.rows.rows
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in sorted(job.teacher.state_dict().items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
+    for rows in job.rows.chunks() if job.rows else ():
+        digest.update(np.ascontiguousarray(rows.numpy()))
     return digest.hexdigest()

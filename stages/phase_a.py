@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
+from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
@@ -32,58 +34,76 @@ class PhaseA:
     teacher: Teacher
     rows: ImageState | None
 
-    def gaussians(self, image_ids: Tensor) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of training images, on the device, without a gradient."""
-        with torch.no_grad():
-            rows = self.rows.gather(image_ids, self.device) if self.rows else None
-            gaussians = self.teacher.gaussians(rows)
-            return gaussians.expand(len(image_ids), *gaussians.shape[1:])
+    @torch.no_grad()
+    def gaussians(self, image_ids: Tensor | None, count: int) -> Tensor:
+        """Gaussians [count, L, H, T, 4] of training images, or for None the shared prior's, on the device."""
+        rows = self.rows.gather(image_ids, self.device) if self.rows and image_ids is not None else None
+        gaussians = self.teacher.gaussians(rows)
+        return gaussians.expand(count, *gaussians.shape[1:])
 
 
-def build(settings: Settings) -> PhaseA:
-    """Everything phase A needs, freshly started. Writes nothing; raises UserError for what is wrong."""
+def build(settings: Settings, folder: Path) -> PhaseA:
+    """Everything phase A needs, freshly started; rows beyond the memory budget are to lie in ``folder``/rows. Writes
+    nothing; raises UserError for what is wrong."""
     device = select_device(settings)
     data = datasets.load(settings.data)
+    teacher = build_teacher(settings, data)
+    rows = build_rows(settings, teacher, len(data.train), folder / "rows") if settings.phase_a.residual else None
+    return PhaseA(settings, data, device, teacher.to(device), rows)
+
+
+def build_teacher(settings: Settings, data: ImageData) -> Teacher:
+    """A freshly started teacher on the CPU."""
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
-    teacher = Teacher(build_vit(settings.model, data, "gaussian"), phase.parametrisation, phase.prior).to(device)
-    rows = ImageState(len(data.train), teacher.initial_row(), lr=phase.rows.lr, betas=phase.rows.betas,
-                      eps=phase.rows.eps) if phase.residual else None
-    return PhaseA(settings, data, device, teacher, rows)
+    compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
+    return Teacher(build_vit(settings.model, data, "gaussian"), phase.parametrisation, phase.prior, compression)
+
+
+def build_rows(settings: Settings, teacher: Teacher, num_images: int, folder: Path) -> ImageState:
+    """The images' rows at their start, in memory or, beyond the budget, in files in ``folder``."""
+    rows = settings.phase_a.rows
+    in_files = rows_in_files(rows, num_images, math.prod(teacher.row_shape))
+    return ImageState(num_images, torch.zeros(teacher.row_shape), lr=rows.lr, betas=rows.betas, eps=rows.eps,
+                      moments_dtype=getattr(torch, rows.moments), folder=folder if in_files else None,
+                      initial_std=rows.initial_std, seed=settings.seed)
 
 
 def load(run: RunDirectory) -> PhaseA:
     """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
-    job = build(run.settings())
-    state = _state(job, steps_per_epoch=1)[0]
+    job = build(run.settings(), run.phase_a)
+    state = training_state(job, steps_per_epoch=1)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
         raise UserError(f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir {run.path} "
                         "--resume' does that")
-    job.teacher.eval()
+    job.teacher = state.kept.eval()
     return job
 
 
-def run(settings: Settings, run_dir: Path, resume: bool = False) -> list[dict[str, Any]]:
+def run(settings: Settings, run_dir: Path, resume: bool = False, force: bool = False) -> list[dict[str, Any]]:
     """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
 
     ``resume`` continues from the last checkpoint, or starts where there is none. Without it a folder that holds a
-    phase A is refused. Raises UserError before anything is written.
+    phase A is refused, and so is a job that memory or disk cannot hold, unless ``force``. Raises UserError before
+    anything is written.
     """
     run = RunDirectory(run_dir)
     run.check(settings)
     if not resume and run.phase_a.exists():
         raise UserError(f"{run_dir} already holds a phase A: --resume continues it, another --run-dir starts afresh")
-    job = build(settings)
+    job = build(settings, run.phase_a)
+    if not force:
+        check_resources(make_plan(settings, sizes_of(job.teacher, job.data)), run_dir)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
-    state, schedule = _state(job, batches.steps())
+    state = training_state(job, batches.steps())
     run.start(settings)
     job.data.write_split(run_dir / "split.json")
     state.load(run.phase_a / "checkpoint")
-    train(job, batches, state, schedule, run.phase_a)
+    train(job, batches, state, run.phase_a)
     return state.metrics
 
 
-def train(job: PhaseA, batches: Batches, state: TrainingState, schedule: Any, folder: Path) -> None:
+def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> None:
     """Epochs until the window is reached or ``max_epochs`` are done, a checkpoint after each."""
     phase, seed = job.settings.phase_a, job.settings.seed
     log = MetricsLog(folder / "metrics.jsonl", state.metrics)
@@ -91,23 +111,26 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, schedule: Any, fo
     validation = Batches(job.data.val, job.data, job.settings.data.eval_batch_size, job.settings.data.workers)
     generator = torch.Generator(job.device)
 
+    forward = torch.compile(job.teacher) if job.settings.compile else job.teacher
+
     def step(images: Tensor, labels: Tensor, image_ids: Tensor):
         rows = job.rows.gather(image_ids, job.device) if job.rows else None
-        logits = job.teacher(images, job.teacher.gaussians(rows), phase.mode, generator)
-        loss = cross_entropy(logits, labels)
-        # a row's gradient is that of its own image's loss, whatever the size of the batch
-        return {"loss": loss}, (lambda: job.rows.update(image_ids, rows.grad * len(image_ids))) if job.rows else None
+        noise = job.teacher.noise(images, generator) if phase.mode == "stochastic" else None
+        logits = forward(images, job.teacher.gaussians(rows), noise)
+        return {"loss": cross_entropy(logits, labels)}, rows
 
     with EpochProgress("phase A", len(job.data.train), phase.max_epochs, len(state.metrics)) as progress:
         while not state.finished:
             epoch = len(state.metrics)
             started = time.monotonic()
             generator.manual_seed(seed * 1_000_003 + epoch)
-            losses = train_epoch(job.teacher, batches, job.device, state.optimizer, schedule, seed, epoch,
-                                 phase.optim.clip_grad, progress, step)
+            losses = train_epoch(state, batches, job.device, seed, progress, step)
+            if job.rows:
+                job.rows.end_epoch()
             seconds = time.monotonic() - started
-            train_acc = score_teacher(job, evaluation, seen=True)["acc"]
-            val_acc = score_teacher(job, validation, seen=False)["acc"] if phase.prior else None
+            kept = replace(job, teacher=state.kept)
+            train_acc = score_teacher(kept, evaluation, seen=True)["acc"]
+            val_acc = score_teacher(kept, validation, seen=False)["acc"] if phase.prior else None
             log.append({"epoch": epoch + 1, "train_loss": losses["loss"], "train_acc": train_acc, "val_acc": val_acc,
                         "seconds": round(seconds, 3), "images_per_s": round(len(job.data.train) / seconds, 1)})
             state.finished = train_acc >= phase.stop_accuracy or epoch + 1 == phase.max_epochs
@@ -138,12 +161,17 @@ def score_teacher(job: PhaseA, batches: Batches, seen: bool) -> dict[str, float]
     job.teacher.eval()
     generator = torch.Generator(job.device).manual_seed(job.settings.seed)
     mode = job.settings.phase_a.mode
-    return score((predict(job.teacher, images, job.gaussians(ids) if seen else job.teacher.gaussians(None), mode,
+    return score((predict(job.teacher, images, job.gaussians(ids if seen else None, len(images)), mode,
                           generator=generator), labels) for images, labels, ids in batches.epoch(job.device))
 
 
-def _state(job: PhaseA, steps_per_epoch: int) -> tuple[TrainingState, Any]:
-    phase = job.settings.phase_a
-    prior = [{"params": [job.teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0}] if phase.prior else []
-    optimizer, schedule = build_optimizer(job.teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, prior)
-    return TrainingState(job.teacher, optimizer, job.rows), schedule
+def training_state(job: PhaseA, steps_per_epoch: int) -> TrainingState:
+    """The optimizers of network and rows, freshly started."""
+    phase, teacher = job.settings.phase_a, job.teacher
+    groups = []
+    if phase.prior:
+        groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
+    if teacher.decoder:
+        groups.append({"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr})
+    optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, groups)
+    return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from torch import Tensor, nn
 from gaupipe import data as datasets
 from gaupipe.config import OptimSettings, Settings
 from gaupipe.data import Batches, ImageData
+from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
 from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import feature_losses, gamma_at, hard_loss, soft_loss
-from gaupipe.models import forward_with_maps, save_student
+from gaupipe.losses import gamma_at, hard_loss, soft_loss
+from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score_model, select_device, train_epoch
+from stages import phase_a
 from stages.run_directory import RunDirectory
 
 
@@ -36,6 +36,15 @@ class PhaseB:
     optim: OptimSettings
     maps: store.Store | None
 
+    def teacher_maps(self, stored: dict[str, np.ndarray]) -> TeacherMaps:
+        """The teacher's attention of a batch read from the store, on the device."""
+        schema, phase = self.maps.schema, self.settings.phase_b
+        dense = schema.kind == "dense"
+        values = torch.from_numpy(stored["maps" if dense else "gaussians"]).to(self.device)
+        grid = tuple(self.student.patch_embed.grid_size)
+        return TeacherMaps(values, schema.grid, phase.layer_map or list(range(schema.layers)), phase.mean_heads,
+                           grid if grid != schema.grid else None, dense)
+
 
 def build(settings: Settings, key: str, maps_url: str | None) -> PhaseB:
     """Everything phase B needs, freshly started; plain training where ``maps_url`` is None. Writes nothing."""
@@ -45,26 +54,39 @@ def build(settings: Settings, key: str, maps_url: str | None) -> PhaseB:
     if maps_url is None:
         return PhaseB(settings, data, device, student, settings.baseline.optim or settings.phase_b.optim, None)
     maps = store.open(maps_url, dataset_sha256=data.sha256)
-    check_fit(student, maps)
+    check_fit(student, maps, settings)
     return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
 
 
 def build_student(settings: Settings, key: str, data: ImageData) -> nn.Module:
     """The student with the weights that the seed starts it with, on the CPU."""
+    phase = settings.phase_b
     torch.manual_seed(settings.seed)
-    return build_vit(settings.model, data, key, attention_options=settings.phase_b.attention_options)
+    model = settings.model.model_copy(update={"args": {**settings.model.args, **phase.model_args}})
+    return build_vit(model, data, key, attention_options=phase.attention_options, match_params=phase.match_params,
+                     rezero=phase.rezero)
 
 
-def check_fit(student: nn.Module, maps: store.Store) -> None:
-    """Raises UserError if the stored maps are not of the student's grid, blocks and heads."""
-    own = {"grid": tuple(student.patch_embed.grid_size), "layers": len(student.blocks),
-           "heads": student.blocks[0].attn.num_heads}
-    for name, size in own.items():
-        stored = getattr(maps.schema, name)
-        stored = tuple(stored) if name == "grid" else stored
-        if stored != size:
-            raise UserError(f"{maps.url}: the store holds maps with {name} {stored}, the student has {size}: "
-                            "use the model that phase A used")
+def check_fit(student: nn.Module, maps: store.Store, settings: Settings) -> None:
+    """Raises UserError if the stored maps cannot be compared with the student's as the settings say."""
+    phase, schema = settings.phase_b, maps.schema
+    depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
+    grid = tuple(student.patch_embed.grid_size)
+    if phase.layer_map is None and depth != schema.layers:
+        raise UserError(f"{maps.url}: the store holds maps with layers {schema.layers}, the student has {depth}: use the "
+                        "model of phase A, or name the stored block for each of the student's in phase_b.layer_map")
+    if phase.layer_map is not None and (
+            len(phase.layer_map) != depth or any(layer is not None and layer >= schema.layers for layer in phase.layer_map)):
+        raise UserError(f"phase_b.layer_map: should have {depth} entries, each null or 0 to {schema.layers - 1}, got "
+                        f"{phase.layer_map}")
+    if phase.layer_weights is not None and len(phase.layer_weights) != depth:
+        raise UserError(f"phase_b.layer_weights: should have {depth} entries, got {len(phase.layer_weights)}")
+    if not phase.mean_heads and heads != schema.heads:
+        raise UserError(f"{maps.url}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
+                        "model of phase A, or set phase_b.mean_heads=true")
+    if grid != schema.grid and (not phase.match_grid or schema.kind == "dense"):
+        raise UserError(f"{maps.url}: the store holds {schema.kind} maps with grid {schema.grid}, the student has {grid}: "
+                        "use the model of phase A, or a gaussian store and phase_b.match_grid=true")
 
 
 def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resume: bool = False,
@@ -84,14 +106,15 @@ def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resu
     job = build(settings, key, (maps_url or str(run.maps)) if distilled else None)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
-    state = TrainingState(job.student, optimizer)
-    state.load(folder / "checkpoint")
-    train(job, batches, state, schedule, folder)
-    save_student(job.student, folder / "student", mean=job.data.mean, std=job.data.std)
+    state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision)
+    if not state.load(folder / "checkpoint") and distilled and settings.phase_b.warm_start == "teacher":
+        warm_start(job.student, phase_a.load(run).teacher.vit.state_dict())
+    train(job, batches, state, folder)
+    save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics
 
 
-def train(job: PhaseB, batches: Batches, state: TrainingState, schedule: Any, folder: Path) -> None:
+def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> None:
     """All epochs that are not done yet, a checkpoint after each."""
     phase, seed = job.settings.phase_b, job.settings.seed
     label = folder.name if job.maps else f"{folder.name} (plain)"
@@ -103,10 +126,9 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, schedule: Any, fo
             started = time.monotonic()
             gamma = gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs)
             step = distillation_step(job, gamma, batches.shuffled((seed, epoch))) if job.maps else plain_step(job)
-            losses = train_epoch(job.student, batches, job.device, state.optimizer, schedule, seed, epoch,
-                                 job.optim.clip_grad, progress, step)
+            losses = train_epoch(state, batches, job.device, seed, progress, step)
             seconds = time.monotonic() - started
-            scores = score_model(job.student, validation, job.device)
+            scores = score_model(state.kept, validation, job.device)
             log.append({"epoch": epoch + 1, "train_loss": losses["loss"], "train_acc": losses["acc"],
                         "val_acc": scores["acc"], "val_loss": scores["loss"], "seconds": round(seconds, 3),
                         "images_per_s": round(len(job.data.train) / seconds, 1),
@@ -120,46 +142,42 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, schedule: Any, fo
 
 def plain_step(job: PhaseB):
     """A step on the labels alone."""
+    smoothing = job.settings.phase_b.label_smoothing
+    forward = torch.compile(job.student) if job.settings.compile else job.student
+
     def step(images: Tensor, labels: Tensor, image_ids: Tensor):
-        logits = job.student(images)
-        loss = hard_loss(logits, labels)
+        logits = forward(images)
+        loss = hard_loss(logits.float(), labels, smoothing)
         return {"loss": loss, "loss_hard": loss, "acc": accuracy(logits, labels)}, None
+
     return step
 
 
-def distillation_step(job: PhaseB, gamma: float, order: Iterator[np.ndarray]):
+def distillation_step(job: PhaseB, gamma: float, order: list[np.ndarray]):
     """A step on L = alpha L_soft + beta L_hard + gamma L_feat (*GauTransformer, eq. 11*).
 
     ``order`` holds the image ids of the epoch's batches, so that the store can read ahead.
     """
-    phase, schema = job.settings.phase_b, job.maps.schema
+    phase = job.settings.phase_b
     targets = job.maps.prefetch(order)
+    forward = torch.compile(job.student) if job.settings.compile else job.student
 
     def step(images: Tensor, labels: Tensor, image_ids: Tensor):
         stored = next(targets)
         losses = {}
         if gamma:
-            logits, rows = forward_with_maps(job.student, images)
-            teacher_maps = stored_maps(stored, schema, job.device)
-            losses["loss_feat"] = feature_losses(rows, teacher_maps, phase.temperature, phase.direction)
+            logits, losses["loss_feat"] = forward_with_feature_loss(
+                job.student, images, job.teacher_maps(stored), phase.layer_weights, phase.temperature, phase.direction)
         else:
-            logits = job.student(images)
+            logits = forward(images)
+        logits = logits.float()
         losses["loss_soft"] = soft_loss(logits, torch.from_numpy(stored["logits"]).to(job.device))
-        losses["loss_hard"] = hard_loss(logits, labels)
+        losses["loss_hard"] = hard_loss(logits, labels, phase.label_smoothing)
         losses["loss"] = (phase.alpha * losses["loss_soft"] + phase.beta * losses["loss_hard"]
                           + gamma * losses.get("loss_feat", 0.0))
         return {**losses, "acc": accuracy(logits, labels)}, None
 
     return step
-
-
-def stored_maps(stored: dict[str, np.ndarray], schema: store.Schema, device: torch.device) -> Iterator[Tensor]:
-    """The teacher's maps of a batch, block by block: [B, H, T, T] float32."""
-    name = "gaussians" if schema.kind == "gaussian" else "maps"
-    values = torch.from_numpy(stored[name]).to(device)
-    for layer in range(schema.layers):
-        own = values[:, layer].float()
-        yield expected_map(own, schema.grid) if schema.kind == "gaussian" else own
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -1,8 +1,29 @@
-"""The attention-map store: numpy in, numpy out, zarr format 3 on disk."""
+"""The attention-map store: per-image Gaussians, embeddings or dense maps in a zarr v3 group, read by image id.
 
-from store.reader import Store, open  # noqa: A004
-from store.schema import CorruptChunk, Schema, Shard, StoreError
-from store.verify import Problem, verify
-from store.writer import Writer, create
+numpy in and out; works without the rest of gaupipe:
 
-__all__ = ["CorruptChunk", "Problem", "Schema", "Shard", "Store", "StoreError", "Writer", "create", "open", "verify"]
+    import numpy as np, store
+
+    schema = store.Schema(kind="gaussian", num_images=1000, grid=(8, 8), layers=7, heads=12, num_classes=10,
+                          dataset="mine", dataset_sha256="", teacher_sha256="")
+    writer = store.create("maps.zarr", schema)
+    for shard in writer.pending():
+        n = shard.stop - shard.start
+        writer.write(shard, {"gaussians": np.ones((n, 7, 12, 64, 4)), "logits": np.zeros((n, 10)),
+                             "labels": np.zeros(n, int)})
+    writer.finish()
+
+    maps = store.open("maps.zarr")
+    maps.gather(np.array([3, 999, 0]))["gaussians"]          # [3, 7, 12, 64, 4] float16
+    assert store.verify("maps.zarr") == []
+"""
+
+from store.errors import CorruptChunk, DamagedStore, StoreError
+from store.layout import Shard
+from store.reader import Store, open
+from store.schema import ArraySpec, Schema
+from store.verify import Problem, repair, verify
+from store.writer import Writer, create, join
+
+__all__ = ["ArraySpec", "CorruptChunk", "DamagedStore", "Problem", "Schema", "Shard", "Store", "StoreError", "Writer",
+           "create", "join", "open", "repair", "verify"]

@@ -1,106 +1,147 @@
-"""Reading a store by image id, in any order, at training speed."""
+"""Reading a store by image id, fast enough for training: batched gathers through tensorstore, prefetched on a thread."""
 
 from __future__ import annotations
 
-import json
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+import collections
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import tensorstore as ts
 
-from store.schema import CorruptChunk, Schema, StoreError
-from store.urls import first_line, open_kvstore, read
+from store.encoding import decode
+from store.errors import CorruptChunk, StoreError
+from store.files import Files, explain, one_line, refuse_after_fork
+from store.layout import ROOT, Layout, read_checked, read_decoder
+from store.schema import Schema
+
+INDEX_CACHE_BYTES = 64 * 2**20
 
 
-def open(url: str, *, dataset_sha256: str | None = None, teacher_sha256: str | None = None,  # noqa: A001
-         allow_incomplete: bool = False) -> Store:
-    """Opens a store at a path or URL.
+def open(url: str | os.PathLike, *, dataset_sha256: str | None = None, teacher_sha256: str | None = None,
+         allow_incomplete: bool = False, preload_bytes: int = 0) -> Store:
+    """Opens a store for reading.
 
-    Raises StoreError, in one line, if there is none, if it is incomplete (unless ``allow_incomplete``), or if it
-    belongs to another data set or teacher than the digests given.
+    A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises StoreError when there
+    is no store, when it is incomplete (unless allowed), and when its data set or teacher is not the one asked for;
+    DamagedStore when its metadata changed after it was written.
     """
-    kv = open_kvstore(url)
-    contents = read(kv, "zarr.json", url)
-    if contents is None:
-        raise StoreError(f"{url}: no attention-map store there; 'gaupipe export-maps' writes one")
-    try:
-        attributes = json.loads(contents).get("attributes", {})
-    except ValueError:
-        raise StoreError(f"{url}: zarr.json is damaged") from None
-    schema = Schema.from_attributes(attributes, url)
-    complete = attributes.get("complete") is True
-    if not complete and not allow_incomplete:
-        raise StoreError(f"{url}: the store is incomplete; run 'gaupipe export-maps' again to finish it")
-    for what, asked, stored in (("data set", dataset_sha256, schema.dataset_sha256),
-                                ("teacher", teacher_sha256, schema.teacher_sha256)):
-        if asked is not None and asked != stored:
-            raise StoreError(f"{url}: the store belongs to another {what} (sha256 {stored[:12]}, asked {asked[:12]}): "
+    files = Files(url)
+    layout = Layout.from_root_file(files.read(ROOT), files.url)
+    if not layout.complete and not allow_incomplete:
+        raise StoreError(f"{files.url}: the store is incomplete; continue with gaupipe export-maps")
+    for what, stored, asked in (("data set", layout.schema.dataset_sha256, dataset_sha256),
+                                ("teacher", layout.schema.teacher_sha256, teacher_sha256)):
+        if asked is not None and stored != asked:
+            raise StoreError(f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for ({asked[:12]}); "
                              "export the maps of this run")
-    return Store(url, kv, schema, complete)
+    return Store(files, layout, preload_bytes)
 
 
 class Store:
-    """A store that :func:`open` found. tensorstore runs threads: do not fork after opening one."""
+    """A store opened for reading.
 
-    def __init__(self, url: str, kv: ts.KvStore, schema: Schema, complete: bool) -> None:
-        self.url, self.schema, self.complete = url, schema, complete
-        self._kv = kv
-        self._arrays: dict[str, ts.TensorStore] = {}
+    Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a spawned one the URL.
+    """
 
-    def gather(self, image_ids: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
-        """{name: array} with the rows of ``image_ids`` in the order asked, duplicates included.
+    def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
+        self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
+        self._files, self._layout = files, layout
+        for name in layout.names:
+            read_checked(files, layout, f"{name}/zarr.json")
+        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in layout.names}
+        self._in_memory: dict[str, np.ndarray] = {}
+        if layout.complete and layout.schema.total_bytes <= preload_bytes:
+            self._preload(layout.names)
 
-        Raises StoreError for an id that is out of range and CorruptChunk for one whose data cannot be read back.
+    def __len__(self) -> int:
+        return self.schema.num_images
+
+    def gather(self, image_ids: np.ndarray) -> dict[str, np.ndarray]:
+        """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the order asked.
+
+        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the image id, when what is
+        stored for one of them is damaged or missing.
         """
-        return self._collect(*self._request(image_ids))
+        refuse_after_fork()
+        ids = self._check_ids(image_ids)
+        self._preload([name for name in self._layout.names if self._layout.is_column(name)])
+        reads = {name: self._arrays[name][ids].read() for name in self._layout.names if name not in self._in_memory}
+        rows = {}
+        for name in self._layout.names:
+            try:
+                stored = reads[name].result() if name in reads else self._in_memory[name][ids]
+            except ValueError as error:
+                raise self._find_damage(name, ids, error) from None
+            missing = _is_missing(stored)
+            if missing.any():
+                raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
+            rows[name] = decode(name, stored, self.schema)
+        return rows
 
-    def prefetch(self, batches: Iterable[Sequence[int] | np.ndarray], depth: int = 2) -> Iterator[dict[str, np.ndarray]]:
-        """:meth:`gather` for each batch of image ids, read while the ``depth`` batches before it are in use."""
-        requests: deque = deque()
-        for image_ids in batches:
-            requests.append(self._request(image_ids))
-            if len(requests) > depth:
-                yield self._collect(*requests.popleft())
-        while requests:
-            yield self._collect(*requests.popleft())
+    def prefetch(self, batches: Iterable[np.ndarray], depth: int = 2) -> Iterator[dict[str, np.ndarray]]:
+        """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a thread."""
+        waiting: collections.deque = collections.deque()
+        with ThreadPoolExecutor(1, "gaupipe-store") as pool:
+            try:
+                for image_ids in batches:
+                    waiting.append(pool.submit(self.gather, image_ids))
+                    if len(waiting) > depth:
+                        yield waiting.popleft().result()
+                while waiting:
+                    yield waiting.popleft().result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+
+    def decoder(self) -> dict[str, np.ndarray]:
+        """The decoder's arrays of a store of kind 'embedding'; empty for other kinds."""
+        return read_decoder(self._files, self._layout)
 
     def size_on_disk(self) -> int:
-        """Bytes of all files of the store."""
-        return sum(len(self._kv.read(key).result().value) for key in self._kv.list().result())
+        """Bytes of the finished shards' files and records, and of the metadata and decoder files."""
+        shards = self._files.load(self._files.open_array("shard_nbytes"))
+        records = sum(40 * len(row) + 8 for row in shards if row.any())  # 32 + 8 bytes a file, and two checksums
+        others = [ROOT, *self._layout.files_sha256]
+        return int(shards.sum()) + records + sum(len(self._files.read(key) or b"") for key in others)
 
-    def _array(self, name: str) -> ts.TensorStore:
-        if name not in self._arrays:
-            try:
-                self._arrays[name] = ts.open({"driver": "zarr3", "kvstore": self._kv.spec().to_json(), "path": name},
-                                             read=True).result()
-            except (ValueError, OSError) as error:
-                raise StoreError(f"{self.url}: array {name} cannot be opened: {first_line(error)}") from None
-        return self._arrays[name]
-
-    def _request(self, image_ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, dict[str, ts.Future]]:
-        ids = np.asarray(image_ids, dtype=np.int64)
-        outside = (ids < 0) | (ids >= self.schema.num_images)
+    def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(image_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
+            raise StoreError(f"image ids must be a list of whole numbers, not {ids.dtype} of shape {ids.shape}")
+        ids = ids.astype(np.int64)
+        outside = (ids < 0) | (ids >= len(self))
         if outside.any():
-            raise StoreError(f"{self.url}: image id {ids[outside][0]} is outside 0 to {self.schema.num_images - 1}")
-        return ids, {name: self._array(name)[ids].read() for name in self.schema.arrays()}
+            raise StoreError(f"{self.url}: no image {ids[outside.argmax()]}; the store has images 0 to {len(self) - 1}")
+        return ids
 
-    def _collect(self, ids: np.ndarray, futures: dict[str, ts.Future]) -> dict[str, np.ndarray]:
-        arrays = {}
-        for name, future in futures.items():
-            try:
-                arrays[name] = future.result()
-            except (ValueError, OSError) as error:
-                raise self._corrupt(name, ids, error) from None
-        return arrays
+    def _preload(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._in_memory:
+                try:
+                    self._in_memory[name] = self._arrays[name].read().result()
+                except ValueError as error:
+                    raise self._find_damage(name, np.arange(len(self)), error) from None
 
-    def _corrupt(self, name: str, ids: np.ndarray, error: Exception) -> CorruptChunk:
-        damaged = []
-        for image_id in dict.fromkeys(ids.tolist()):
+    def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
+        """Which image made a batched read fail."""
+        ids = np.unique(ids)
+        if self._layout.is_column(name):  # a shard's images are one chunk: the first of them tells
+            ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
+        for image_id in ids:
             try:
-                self._array(name)[image_id].read().result()
-            except (ValueError, OSError):
-                damaged.append(image_id)
-        return CorruptChunk(f"{self.url}: {name} of image{'s' if len(damaged) > 1 else ''} "
-                            f"{', '.join(map(str, damaged[:5]))} cannot be read back ({first_line(error)}); "
-                            "'gaupipe verify' shows all damage", damaged)
+                self._arrays[name][image_id].read().result()
+            except ValueError as found:
+                return self._corrupt(name, int(image_id), one_line(found))
+        return StoreError(explain(error, self.url))
+
+    def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:
+        shard = self._layout.shards[image_id // self._layout.images_per_shard]
+        return CorruptChunk(f"{self.url}: {name} of image {image_id} cannot be read: {what}; shard {shard.index} (images "
+                            f"{shard.start} to {shard.stop - 1}) needs gaupipe export-maps --repair", image_id, name)
+
+
+def _is_missing(stored: np.ndarray) -> np.ndarray:
+    """Per image [n], whether its chunk was not there: then all its numbers are the fill value, so the first one is."""
+    first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
+    return np.isnan(first) if stored.dtype.kind == "f" else first == (0 if stored.dtype == np.uint8 else -1)

@@ -1,48 +1,39 @@
-"""What a store holds: its kind, its sizes, and the zarr metadata that follow from them.
+"""What a store holds: its kind, its sizes, and whose maps they are.
 
-Axis letters: N images, L encoder blocks, H heads, T query tokens on a grid (h, w), T = h * w, C classes, E embedding.
-Axis 0 is the image id in every array.
+Axis letters: N images, L layers, H heads, T tokens on a grid of h x w, C classes, E embedding width.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import zarr
-from zarr.codecs import Crc32cCodec, ZstdCodec
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 1
+from store.errors import StoreError
+
 KINDS = ("gaussian", "embedding", "dense")
+ENCODINGS = ("float16", "uint8")
 
 
-class StoreError(ValueError):
-    """A mistake or damage, in one line: what, where, what would be right."""
+class ArraySpec(NamedTuple):
+    """One array as a reader sees it: axis 0 is the image id."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dimension_names: tuple[str, ...]
 
 
-class CorruptChunk(StoreError):
-    """Stored data of an image cannot be read back; ``image_ids`` names the images."""
-
-    def __init__(self, message: str, image_ids: list[int]) -> None:
-        super().__init__(message)
-        self.image_ids = image_ids
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Images ``start`` to ``stop`` (exclusive): one file in every array, written once by one owner."""
-
-    index: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Schema:
-    """Sizes and origin of a store. ``kind`` is ``gaussian``, ``embedding`` or ``dense``."""
+    """Everything that must be equal for two exports to be the same store.
+
+    `dataset_sha256` and `teacher_sha256` identify the data set and the teacher; `open` compares them with what its
+    caller expects. `encoding` is how the Gaussians are stored: float16, or uint8 codes (see `store.encoding`).
+    `extra` holds free notes, any JSON. Raises StoreError when a field makes no sense.
+    """
 
     kind: str
     num_images: int
@@ -53,84 +44,82 @@ class Schema:
     dataset: str
     dataset_sha256: str
     teacher_sha256: str
-    parametrisation: str
+    parametrisation: str = "loc_scale"
     embedding_dim: int | None = None
-    images_per_shard: int | None = None
-    """Null lets :meth:`sized` choose."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """Further attributes, as JSON."""
+    encoding: str = "float16"
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise StoreError(f"unknown kind of store {self.kind!r}; known: {', '.join(KINDS)}")
+    def __post_init__(self):
         object.__setattr__(self, "grid", tuple(self.grid))
+        if self.kind not in KINDS:
+            raise StoreError(f"store kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
+        if self.encoding not in ENCODINGS:
+            raise StoreError(f"encoding {self.encoding!r} is unknown; choose one of {', '.join(ENCODINGS)}")
+        if self.encoding == "uint8" and self.kind != "gaussian":
+            raise StoreError(f"encoding 'uint8' is for the kind 'gaussian'; a store of kind {self.kind!r} takes 'float16'")
+        if (self.kind == "embedding") != (self.embedding_dim is not None):
+            raise StoreError(f"embedding_dim is {self.embedding_dim} in a store of kind {self.kind!r}; "
+                             "it is needed for 'embedding' and None otherwise")
+        sizes = {"num_images": self.num_images, "layers": self.layers, "heads": self.heads,
+                 "num_classes": self.num_classes, "embedding_dim": self.embedding_dim or 1}
+        sizes.update({f"grid[{axis}]": size for axis, size in enumerate(self.grid)})
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise StoreError(f"{name} is {size!r} in the store's schema; it must be a whole number of at least 1")
+        if len(self.grid) != 2:
+            raise StoreError(f"grid is {self.grid!r} in the store's schema; it must be (height, width) in tokens")
+        try:
+            as_json = json.loads(json.dumps(self.extra, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"the extra attributes of a store must be plain JSON: {error}") from None
+        object.__setattr__(self, "extra", as_json)
 
     @property
     def tokens(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    def arrays(self) -> dict[str, tuple[tuple[int, ...], str, tuple[str, ...]]]:
-        """{name: (shape, dtype, dimension names)} of every array."""
-        N, L, H, T = self.num_images, self.layers, self.heads, self.tokens
+    def arrays(self) -> dict[str, ArraySpec]:
+        """The arrays `gather` returns, by name, with the whole store's shapes."""
+        n, l, h, t = self.num_images, self.layers, self.heads, self.tokens
+        half = np.dtype("float16")
         main = {
-            "gaussian": ("gaussians", (N, L, H, T, 4), ("image", "layer", "head", "query", "parameter")),
-            "embedding": ("embeddings", (N, L, self.embedding_dim), ("image", "layer", "embedding")),
-            "dense": ("maps", (N, L, H, T, T), ("image", "layer", "head", "query", "key")),
-        }[self.kind]
-        return {main[0]: (main[1], "float16", main[2]),
-                "logits": ((N, self.num_classes), "float16", ("image", "class")),
-                "labels": ((N,), "int64", ("image",))}
+            "gaussian": ("gaussians", ArraySpec((n, l, h, t, 4), half, ("image", "layer", "head", "query", "parameter"))),
+            "embedding": ("embeddings", ArraySpec((n, l, self.embedding_dim), half, ("image", "layer", "feature"))),
+            "dense": ("maps", ArraySpec((n, l, h, t, t), half, ("image", "layer", "head", "query", "key"))),
+        }
+        name, spec = main[self.kind]
+        return {name: spec,
+                "logits": ArraySpec((n, self.num_classes), half, ("image", "class")),
+                "labels": ArraySpec((n,), np.dtype("int64"), ("image",))}
+
+    def stored_dtype(self, name: str) -> np.dtype:
+        """The dtype on disk of array `name`."""
+        return np.dtype("uint8") if name == "gaussians" and self.encoding == "uint8" else self.arrays()[name].dtype
 
     @property
     def bytes_per_image(self) -> int:
-        """Bytes of one image before compression."""
-        return sum(math.prod(shape[1:]) * np.dtype(dtype).itemsize for shape, dtype, _ in self.arrays().values())
+        """Bytes of one image's numbers before compression."""
+        return sum(math.prod(spec.shape[1:]) * self.stored_dtype(name).itemsize for name, spec in self.arrays().items())
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all images before compression."""
-        return self.bytes_per_image * self.num_images
+        """Bytes of the whole store before compression, without the decoder."""
+        return self.num_images * self.bytes_per_image
 
-    def sized(self, shard_bytes: int) -> Schema:
-        """The schema with shards of about ``shard_bytes``."""
-        images = max(1, min(self.num_images, shard_bytes // self.bytes_per_image))
-        return Schema(**{**self.__dict__, "images_per_shard": images})
-
-    def shards(self) -> list[Shard]:
-        step = self.images_per_shard
-        return [Shard(index, start, min(start + step, self.num_images))
-                for index, start in enumerate(range(0, self.num_images, step))]
-
-    def attributes(self, complete: bool) -> dict[str, Any]:
-        """Attributes of the store's group."""
-        own = {name: value for name, value in self.__dict__.items() if name not in ("extra", "num_images")}
-        return {"format": FORMAT, "format_version": FORMAT_VERSION, **own, "grid": list(self.grid),
-                "num_images": self.num_images, "extra": self.extra, "complete": complete}
+    def to_attributes(self) -> dict[str, Any]:
+        """The schema as JSON: these are the attributes of the store's zarr group."""
+        return {**dataclasses.asdict(self), "grid": list(self.grid)}
 
     @classmethod
-    def from_attributes(cls, attributes: dict[str, Any], url: str) -> Schema:
-        """Raises StoreError for attributes that no version of this format wrote."""
-        if attributes.get("format") != FORMAT:
-            raise StoreError(f"{url} is not a {FORMAT} store")
-        if attributes.get("format_version") != FORMAT_VERSION:
-            raise StoreError(f"{url}: format_version {attributes.get('format_version')}, this program reads "
-                             f"{FORMAT_VERSION}")
-        try:
-            return cls(**{name: attributes[name] for name in cls.__dataclass_fields__})
-        except (KeyError, TypeError) as error:
-            raise StoreError(f"{url}: damaged attributes: {error}") from None
+    def from_attributes(cls, attributes: dict[str, Any]) -> Schema:
+        """The inverse of `to_attributes`; further keys are ignored. Raises StoreError when one is missing."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        missing = [name for name in names if name not in attributes]
+        if missing:
+            raise StoreError(f"the store's attributes lack {', '.join(missing)}")
+        return cls(**{name: attributes[name] for name in names})
 
-    def metadata(self, complete: bool) -> dict[str, bytes]:
-        """{key: contents} of every zarr.json of the store."""
-        files: dict[str, Any] = {}
-        group = zarr.create_group(zarr.storage.MemoryStore(files), attributes=self.attributes(complete))
-        for name, (shape, dtype, dimensions) in self.arrays().items():
-            shard = (self.images_per_shard, *shape[1:])
-            chunk = (1, *shape[1:]) if name not in ("logits", "labels") else shard
-            group.create_array(name, shape=shape, dtype=dtype, chunks=chunk, shards=shard, dimension_names=dimensions,
-                               compressors=[ZstdCodec(level=3, checksum=True), Crc32cCodec()], fill_value=0)
-        return {key: value.to_bytes() for key, value in files.items()}
-
-
-def array_metadata(files: dict[str, bytes], name: str) -> dict[str, Any]:
-    return json.loads(files[f"{name}/zarr.json"])
+    def difference(self, other: Schema) -> str:
+        """Where `other` differs, as one line; empty when they are equal."""
+        mine, theirs = self.to_attributes(), other.to_attributes()
+        return ", ".join(f"{name} {mine[name]!r} against {theirs[name]!r}" for name in mine if mine[name] != theirs[name])

@@ -1,65 +1,144 @@
-"""Verifying a store: every file is there and is, bit for bit, what was written."""
+"""Checking every bit of a store, and making damaged parts pending again."""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import json
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping
 
-from store.schema import Schema, StoreError
-from store.urls import open_kvstore, read
-from store.writer import record_key, sealed
+import numpy as np
+
+from store.errors import DamagedStore, StoreError
+from store.files import Files
+from store.layout import RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, sha256
+from store.schema import Schema
+from store.shards import decode_shard
+from store.writer import Writer
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. ``images`` is the range (start, stop) that it affects, None for all."""
+    """Something wrong in a store. `shard` (index), `array` and the images `start` <= id < `stop` are None for metadata."""
 
     what: str
-    images: tuple[int, int] | None = None
     shard: int | None = None
+    array: str | None = None
+    start: int | None = None
+    stop: int | None = None
 
     def __str__(self) -> str:
-        where = f"shard {self.shard}, images {self.images[0]} to {self.images[1] - 1}: " if self.images else ""
-        return where + self.what
+        if self.shard is None:
+            return self.what
+        images = f"image {self.start}" if self.stop == self.start + 1 else f"images {self.start} to {self.stop - 1}"
+        return f"shard {self.shard}, {self.array}, {images}: {self.what}"
 
 
-def verify(url: str) -> list[Problem]:
-    """Every problem of a store; empty only if it is complete and intact."""
-    kv = open_kvstore(url)
-    group = read(kv, "zarr.json", url)
-    if group is None:
-        raise StoreError(f"{url}: no attention-map store there")
+def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """Everything wrong in the store at `url`; empty when every file is there, complete, and no bit has changed.
+
+    `progress(done, total)` is called after every shard. Raises StoreError when there is no store or no access.
+    """
+    files = Files(url)
+    root = files.read(ROOT)
+    if root is None and files.list():
+        return [Problem(f"{files.url}: {ROOT} is missing")]
     try:
-        attributes = json.loads(group)["attributes"]
-        schema = Schema.from_attributes(attributes, url)
-        complete = attributes["complete"]
-        expected = schema.metadata(complete=True)
-    except Exception as error:  # damaged bytes can fail in any way
-        return [Problem(f"zarr.json is damaged: {error}")]
-    problems = [] if complete is True else [Problem("the store is incomplete")]
-    for key, contents in expected.items():
-        found = read(kv, key, url)
-        if found != contents and not (key == "zarr.json" and complete is not True):
-            problems.append(Problem(f"{key} is {'missing' if found is None else 'damaged'}"))
-    for shard in schema.shards():
-        images, key = (shard.start, shard.stop), record_key(shard)
-        record = read(kv, key, url)
-        if record is None:
-            problems.append(Problem(f"{key} is missing", images, shard.index))
-            continue
+        layout = Layout.from_root_file(root, files.url)
+    except DamagedStore as error:
+        return [Problem(str(error))]
+    problems = [] if layout.complete else [Problem(f"{files.url}: the store is incomplete")]
+    damaged = set()
+    for key in layout.files_sha256:
         try:
-            parsed = json.loads(record)["record"]
-            if sealed(parsed) != record or (parsed["start"], parsed["stop"]) != images:
-                raise ValueError
-        except (ValueError, KeyError, TypeError):
-            problems.append(Problem(f"{key} is damaged", images, shard.index))
-            continue
-        for name, facts in parsed["files"].items():
-            contents = read(kv, name, url)
-            if contents is None:
-                problems.append(Problem(f"{name} is missing", images, shard.index))
-            elif hashlib.sha256(contents).hexdigest() != facts["sha256"]:
-                problems.append(Problem(f"{name} is damaged ({len(contents)} bytes, {facts['bytes']} written)", images,
-                                        shard.index))
+            read_checked(files, layout, key)
+        except DamagedStore as error:
+            problems.append(Problem(str(error)))
+            damaged.add(key.partition("/")[0])
+    if not damaged & set(RECORDS):
+        problems += check_shards(files, layout, [name for name in layout.names if name not in damaged], progress)
     return problems
+
+
+def check_shards(files: Files, layout: Layout, names: list[str],
+                 progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+    """Everything wrong in the shards of these arrays, whose metadata is sound."""
+    metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json")) for name in names}
+    digests, sizes = files.open_array("shard_sha256"), files.open_array("shard_nbytes")
+    problems = []
+    for shard in layout.shards:
+        try:
+            if files.read(layout.record_file(shard.index)) is None:
+                raise StoreError("not written yet")
+            digest, size = files.load(digests[shard.index]), files.load(sizes[shard.index])
+        except StoreError as error:
+            problems += [Problem(f"no valid record of the shard: {error}", shard.index, name, shard.start, shard.stop)
+                         for name in names]
+            continue
+        for name in names:
+            row = layout.names.index(name)
+            problems += _check_file(files, layout, metadata[name], name, shard, bytes(digest[row]).hex(), int(size[row]))
+        if progress:
+            progress(shard.index + 1, len(layout.shards))
+    return problems
+
+
+def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: Shard, digest: str,
+                size: int) -> list[Problem]:
+    def problem(what: str, start: int = shard.start, stop: int = shard.stop) -> Problem:
+        return Problem(what, shard.index, name, start, stop)
+
+    key = layout.shard_file(name, shard.index)
+    data = files.read(key)
+    if data is None:
+        return [problem("the shard's file is missing")]
+    found = []
+    for image, values in enumerate(decode_shard(metadata, key.partition("/")[2], shard, data), shard.start):
+        if isinstance(values, str):
+            found.append(problem(values, image, image + 1))
+        elif values.dtype.kind == "f" and not np.isfinite(values).all():
+            found.append(problem("values that are not finite", image, image + 1))
+    if not found and len(data) != size:
+        found.append(problem(f"the shard's file has {len(data)} bytes, {size} were written"))
+    if not found and sha256(data) != digest:
+        found.append(problem("the shard's file is not the one that was written"))
+    return _merge(found)
+
+
+def _merge(problems: list[Problem]) -> list[Problem]:
+    """Neighbouring images with the same trouble become one problem."""
+    merged: list[Problem] = []
+    for problem in problems:
+        if merged and merged[-1].what == problem.what and merged[-1].stop == problem.start:
+            problem = dataclasses.replace(problem, start=merged.pop().start)
+        merged.append(problem)
+    return merged
+
+
+def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_BYTES,
+           decoder: Mapping[str, np.ndarray] | None = None,
+           progress: Callable[[int, int], None] | None = None) -> Writer:
+    """Rewrites a store's metadata and makes its damaged shards pending; intact ones are kept.
+
+    The writer that comes back has those shards in `pending()`: write them and call `finish()`. `schema`, `shard_bytes`
+    and `decoder` are those of the export that made the store. Raises StoreError when the store is of another schema.
+    """
+    files = Files(url)
+    layout, metadata = plan(schema, shard_bytes, decoder)
+    root = files.read(ROOT)
+    if root is None and not files.list():
+        raise StoreError(f"{files.url}: no attention-map store there to repair; export one with gaupipe export-maps")
+    try:
+        if root is not None:
+            stored = Layout.from_root_file(root, files.url)
+            if difference := schema.difference(stored.schema):
+                raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
+            metadata = metadata_files(schema, stored.images_per_shard, decoder)
+            layout = Layout(schema, stored.images_per_shard, {key: sha256(data) for key, data in metadata.items()})
+    except DamagedStore:
+        pass  # the schema given is all we have to go by
+    files.write(ROOT, layout.root_file())
+    files.write_all(metadata)
+    writer = Writer(files, layout)
+    writer.reopen(problem.shard for problem in check_shards(files, layout, layout.names, progress))
+    return writer

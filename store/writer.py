@@ -1,123 +1,150 @@
-"""Writing a store: whole shards, each by one owner, recorded as finished only when they are safely stored."""
+"""Writing a store: whole shards, in any order, by any number of processes that never share a shard."""
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import json
-from typing import Any
+import os
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-import tensorstore as ts
 
-from store.schema import Schema, Shard, StoreError, array_metadata
-from store.urls import first_line, open_kvstore, read
-
-SHARD_BYTES = 32 * 2**20
-FLOAT16_MAX = float(np.finfo(np.float16).max)
-
-
-def create(url: str, schema: Schema, *, overwrite: bool = False, resume: bool = False,
-           shard_bytes: int = SHARD_BYTES) -> Writer:
-    """Starts a store at a path or URL, or with ``resume`` continues one of the same schema.
-
-    Raises StoreError, having written nothing, where a store is in the way: ``overwrite`` replaces it, and ``resume``
-    keeps its finished shards unless it is complete or of another schema.
-    """
-    kv = open_kvstore(url)
-    schema = schema if schema.images_per_shard else schema.sized(shard_bytes)
-    existing = read(kv, "zarr.json", url)
-    if existing and not overwrite:
-        attributes = json.loads(existing)["attributes"]
-        if not resume or attributes.get("complete"):
-            raise StoreError(f"{url} already holds a {'complete ' if attributes.get('complete') else ''}store: "
-                             "--overwrite replaces it")
-        old = Schema.from_attributes(attributes, url)
-        if old != schema:
-            name = next(name for name in schema.__dict__ if getattr(old, name) != getattr(schema, name))
-            raise StoreError(f"{url} holds an unfinished store with another {name} ({getattr(old, name)}, now "
-                             f"{getattr(schema, name)}): --overwrite replaces it")
-        return Writer(url, kv, schema)
-    if not existing and kv.list().result():
-        raise StoreError(f"{url} exists and is not a store: choose another place")
-    try:
-        if existing:
-            kv.write("zarr.json", None).result()
-            kv.delete_range(ts.KvStore.KeyRange()).result()
-        for key, contents in sorted(schema.metadata(complete=False).items(), reverse=True):  # the group's comes last
-            kv.write(key, contents).result()
-    except (ValueError, OSError) as error:
-        raise StoreError(f"{url}: cannot be written: {first_line(error)}") from None
-    return Writer(url, kv, schema)
+from store.encoding import encode
+from store.errors import DamagedStore, StoreError
+from store.files import Files
+from store.layout import (RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, read_decoder,
+                          sha256, shard_key)
+from store.schema import Schema
+from store.shards import encode_shard
 
 
 class Writer:
-    """Writes shards of a store that :func:`create` made. Several processes may write different shards at once."""
+    """Writes shards of one store; made by `create`, `join` or `repair`.
 
-    def __init__(self, url: str, kv: ts.KvStore, schema: Schema) -> None:
-        self.url, self.schema, self.shards = url, schema, schema.shards()
-        self._kv = kv
-        self._metadata = schema.metadata(complete=False)
+    A shard is finished once its files are safely on the disk and its row in `shard_sha256` says so. What a killed
+    process had begun is pending again, and is replaced whole.
+    """
+
+    def __init__(self, files: Files, layout: Layout):
+        self._files, self._layout = files, layout
+        self._metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json"))
+                          for name in (*layout.names, *RECORDS)}
+
+    @property
+    def url(self) -> str:
+        return self._files.url
+
+    @property
+    def schema(self) -> Schema:
+        return self._layout.schema
+
+    @property
+    def shards(self) -> list[Shard]:
+        """All shards, in order of image ids."""
+        return self._layout.shards
 
     def pending(self) -> list[Shard]:
-        """Shards that are not recorded as finished."""
-        finished = set(self._kv.list().result())
-        return [shard for shard in self.shards if record_key(shard).encode() not in finished]
+        """The shards that are not finished, whoever writes them; read from the store at every call."""
+        present = set(self._files.list("shard_sha256/c/"))
+        return [shard for shard in self.shards if self._layout.record_file(shard.index) not in present]
 
-    def write(self, shard: Shard, arrays: dict[str, np.ndarray]) -> None:
-        """Stores one shard: ``arrays`` {name: [stop - start, ...]} for every array of the schema.
+    def write(self, shard: Shard, arrays: Mapping[str, np.ndarray]) -> None:
+        """Stores one shard: for every array of the schema the rows of images shard.start .. shard.stop-1.
 
-        Floats are clipped to float16's finite range. Raises StoreError naming the image for NaN, and for wrong names or
-        shapes.
+        Values of any float dtype (labels: any integer). When it returns, the shard survives a power cut. Raises
+        StoreError for a wrong name or shape, for NaN (with the image id), and when the storage fails.
         """
-        record = {"start": shard.start, "stop": shard.stop, "files": {}}
+        specs = self.schema.arrays()
+        if set(arrays) != set(specs):
+            raise StoreError(f"a shard of this store has the arrays {', '.join(specs)}; given: {', '.join(arrays)}")
         encoded = {}
-        if set(arrays) != set(self.schema.arrays()):
-            raise StoreError(f"{self.url}: a shard needs the arrays {sorted(self.schema.arrays())}, got {sorted(arrays)}")
-        for name, (shape, dtype, _) in self.schema.arrays().items():
-            values = self._checked(shard, name, arrays[name], (shard.stop - shard.start, *shape[1:]), dtype)
-            key, contents = encode(array_metadata(self._metadata, name), shard, values)
-            encoded[f"{name}/{key}"] = contents
-            record["files"][f"{name}/{key}"] = {"bytes": len(contents), "sha256": hashlib.sha256(contents).hexdigest()}
-        try:
-            for key, contents in encoded.items():
-                self._kv.write(key, contents).result()
-            self._kv.write(record_key(shard), sealed(record)).result()
-        except (ValueError, OSError) as error:
-            raise StoreError(f"{self.url}: shard {shard.index} cannot be written: {first_line(error)}") from None
+        for name, spec in specs.items():
+            values, shape = np.asarray(arrays[name]), (shard.stop - shard.start, *spec.shape[1:])
+            if values.shape != shape:
+                raise StoreError(f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right")
+            encoded.update(self._encode(name, shard, encode(name, values, self.schema, shard.start)))
+        self._files.write_all(encoded)
+        row = Shard(shard.index, shard.index, shard.index + 1)
+        sizes = np.array([[len(data) for data in encoded.values()]], np.uint64)
+        digests = np.array([[list(bytes.fromhex(sha256(data))) for data in encoded.values()]], np.uint8)
+        self._files.write_all(self._encode("shard_nbytes", row, sizes))
+        self._files.write_all(self._encode("shard_sha256", row, digests))  # from here on the shard is finished
+
+    def reopen(self, shards: Iterable[int]) -> None:
+        """Makes finished shards (by index) pending again; the store counts as incomplete from now on."""
+        self._set_complete(False)
+        for index in set(shards):
+            self._files.delete(self._layout.record_file(index))
 
     def finish(self) -> None:
-        """Marks the store complete. Raises StoreError if a shard is missing."""
+        """Declares the store complete. Raises StoreError while a shard is pending."""
         pending = self.pending()
         if pending:
-            raise StoreError(f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet")
-        self._kv.write("zarr.json", self.schema.metadata(complete=True)["zarr.json"]).result()
+            raise StoreError(f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, first images "
+                             f"{pending[0].start} to {pending[0].stop - 1}; continue the export")
+        self._set_complete(True)
 
-    def _checked(self, shard: Shard, name: str, values: np.ndarray, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        if values.shape != shape:
-            raise StoreError(f"{self.url}: {name} of shard {shard.index} should have shape {shape}, got {values.shape}")
-        if dtype != "float16":
-            return values.astype(dtype)
-        if np.isnan(values).any():
-            image = shard.start + int(np.isnan(values).reshape(len(values), -1).any(1).argmax())
-            raise StoreError(f"{self.url}: {name} of image {image} is not a number")
-        return np.clip(values, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16)
+    def _encode(self, name: str, shard: Shard, values: np.ndarray) -> dict[str, bytes]:
+        key = shard_key(shard.index, values.ndim)
+        return {f"{name}/{key}": encode_shard(self._metadata[name], key, shard, values)}
 
-
-def encode(metadata: dict[str, Any], shard: Shard, values: np.ndarray) -> tuple[str, bytes]:
-    """(key, contents) of the one file that holds a shard of an array."""
-    array = ts.open({"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}, create=True,
-                    context=ts.Context()).result()
-    array[shard.start:shard.stop].write(values).result()
-    key = next(key for key in array.kvstore.list().result() if key.startswith(b"c/"))
-    return key.decode(), array.kvstore.read(key).result().value
+    def _set_complete(self, complete: bool) -> None:
+        self._layout = dataclasses.replace(self._layout, complete=complete)
+        self._files.write(ROOT, self._layout.root_file())
 
 
-def record_key(shard: Shard) -> str:
-    """Where a finished shard is recorded. Zarr readers pass over it."""
-    return f"shards/{shard.index:06d}.json"
+def create(url: str | os.PathLike, schema: Schema, *, overwrite: bool = False, resume: bool = False,
+           shard_bytes: int = SHARD_BYTES, decoder: Mapping[str, np.ndarray] | None = None) -> Writer:
+    """A new store at `url`, or with `resume` the one that is there, its finished shards kept.
+
+    `shard_bytes` is the size of a shard before compression. `decoder`: the arrays that turn embeddings into Gaussians,
+    for kind 'embedding'. Raises StoreError when a store is there already and neither `overwrite` nor `resume` is given,
+    when `resume` meets another schema, and when something else is there.
+    """
+    files = Files(url)
+    root = files.read(ROOT)
+    if root is None and files.list() and (root := files.read(ROOT)) is None:  # read again: another process may create it
+        raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
+    if root is not None and not overwrite and not resume:
+        raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
+    if root is not None and resume:
+        return _resume(files, Layout.from_root_file(root, files.url), schema, decoder)
+    layout, metadata = plan(schema, shard_bytes, decoder)
+    if root is not None:
+        _clear(files, root)
+    files.write(ROOT, layout.root_file())
+    files.write_all(metadata)
+    return Writer(files, layout)
 
 
-def sealed(record: dict[str, Any]) -> bytes:
-    """JSON of a record with its own digest."""
-    body = json.dumps(record, sort_keys=True)
-    return json.dumps({"record": record, "sha256": hashlib.sha256(body.encode()).hexdigest()}, sort_keys=True).encode()
+def join(url: str | os.PathLike) -> Writer:
+    """A writer for a store that another process created, to write other shards of it."""
+    files = Files(url)
+    return Writer(files, Layout.from_root_file(files.read(ROOT), files.url))
+
+
+def _resume(files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, np.ndarray] | None) -> Writer:
+    if difference := schema.difference(layout.schema):
+        raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
+    missing = layout.files_sha256.keys() - set(files.list())
+    if missing:  # the process was killed while it created the store
+        metadata = metadata_files(schema, layout.images_per_shard, decoder)
+        files.write_all({key: metadata[key] for key in missing})
+    if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
+        raise StoreError(f"{files.url}: another export is there, with another decoder; --overwrite replaces it")
+    return Writer(files, layout)
+
+
+def _same_arrays(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+
+
+def _clear(files: Files, root: bytes) -> None:
+    try:
+        layout = Layout.from_root_file(root, files.url)
+        files.write(ROOT, dataclasses.replace(layout, complete=False).root_file())
+    except DamagedStore:
+        pass  # no reader takes it for whole
+    for key in files.list():
+        if key != ROOT:
+            files.delete(key)

@@ -27,7 +27,7 @@ def test_numbers_in_scientific_notation_are_numbers(text):
     ("phase_b.alpha=-1", "phase_b.alpha"),
     ("phase_b.epochs=many", "phase_b.epochs"),
     ("phase_b.epochs", "should look like"),
-    ("seed.x=1", "'seed' is a value, not a section"),
+    ("data.name.x=1", "'name' is a value, not a section"),
     ("phase_b={alpha: 0, beta: 0, gamma: 0}", "nothing is left to learn"),
     ("phase_a={prior: false, residual: false}", "nothing is left to learn"),
 ])

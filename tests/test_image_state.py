@@ -1,15 +1,44 @@
-"""Rows of single images: their own Adam, against torch's."""
+"""Rows of single images: their own Adam, against torch's; in memory and in files; killed and continued."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
 import torch
 
-from gaupipe.image_state import ImageState
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState, record_words
+
+PLACES = ["memory", "files"]
 
 
-def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch():
+def folder_of(place, tmp_path):
+    return tmp_path / "rows" if place == "files" else None
+
+
+def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
+    """Fits every row to a target of its own; every image once an epoch, in an order that the epoch determines."""
+    target = torch.randn(len(state), *state.initial_row.shape, generator=torch.Generator().manual_seed(7))
+    for epoch in range(first_epoch, first_epoch + epochs):
+        order = torch.randperm(len(state), generator=torch.Generator().manual_seed(epoch))
+        for step, image_ids in enumerate(order.split(batch_size)):
+            if step == stop_after:
+                return
+            rows = state.gather(image_ids)
+            ((rows - target[image_ids]) ** 4).sum().backward()
+            state.update(image_ids, rows.grad)
+        state.end_epoch()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch(place, tmp_path):
     N, shape, epochs, options = 10, (2, 3), 5, dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
     torch.manual_seed(0)
     target = torch.randn(N, *shape)
-    state = ImageState(N, torch.zeros(shape), **options)
+    state = ImageState(N, torch.zeros(shape), folder=folder_of(place, tmp_path), **options)
     reference = torch.nn.Parameter(torch.zeros(N, *shape))
     optimizer = torch.optim.Adam([reference], **options)
     for _ in range(epochs):
@@ -17,6 +46,7 @@ def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch():
             rows = state.gather(image_ids)
             ((rows - target[image_ids]) ** 4).sum().backward()
             state.update(image_ids, rows.grad)
+        state.end_epoch()
         optimizer.zero_grad()
         ((reference - target) ** 4).sum().backward()
         optimizer.step()
@@ -54,3 +84,208 @@ def test_state_survives_a_round_trip():
     for state in (first, second):
         state.update(torch.tensor([1, 2]), torch.ones(2, 2))
     assert torch.equal(first.rows, second.rows)
+
+
+@pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp_path):
+    states = [ImageState(11, torch.ones(5, 3), lr=0.1, moments_dtype=moments_dtype, initial_std=0.5, seed=3,
+                         folder=folder_of(place, tmp_path)) for place in PLACES]
+    for epoch in range(4):
+        for state in states:
+            train(state, 1, epoch)
+        assert torch.equal(states[0].rows, states[1].rows)
+        image_ids = torch.tensor([9, 0, 4])
+        assert torch.equal(states[0].gather(image_ids), states[1].gather(image_ids))
+
+
+def test_an_epoch_that_misses_rows_leaves_them_as_they_were(tmp_path):
+    """Rows that some epochs pass over: never updated, updated before, updated again later."""
+    states = [ImageState(6, torch.zeros(4), lr=0.1, folder=folder_of(place, tmp_path)) for place in PLACES]
+    for visited in ([0, 1, 2, 3], [1, 2], [], [2, 3, 4], [2, 3, 4], [0, 1, 2, 3, 4]):
+        for state in states:
+            if visited:
+                image_ids = torch.tensor(visited)
+                state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 4))
+            state.end_epoch()
+        assert torch.equal(states[0].rows, states[1].rows)
+        states[1].load_state_dict(states[1].state_dict())
+        assert torch.equal(states[0].rows, states[1].rows)
+    assert (states[1].rows[5] == 0).all() and states[1].steps.tolist() == [2, 3, 5, 4, 3, 0]
+
+
+def test_an_update_is_seen_before_the_epoch_ends(tmp_path):
+    state = ImageState(3, torch.zeros(2), lr=0.1, folder=tmp_path)
+    state.update(torch.tensor([1]), torch.ones(1, 2))
+    torch.testing.assert_close(state.rows, torch.tensor([[0.0, 0], [-0.1, -0.1], [0, 0]]))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_interrupted_epoch_is_repeated_exactly(place, tmp_path):
+    """Half an epoch after the checkpoint is thrown away; the run goes on as if it had never been."""
+    unbroken = ImageState(10, torch.zeros(6), lr=0.1)
+    train(unbroken, 5)
+    state = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
+    train(state, 2)
+    torch.save(state.state_dict(), tmp_path / "checkpoint.pt")
+    train(state, 1, first_epoch=2, stop_after=2)
+    again = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
+    again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    train(again, 3, first_epoch=2)
+    assert torch.equal(again.rows, unbroken.rows)
+
+
+def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
+    unbroken = ImageState(10, torch.zeros(6), lr=0.1)
+    train(unbroken, 3)
+    state = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
+    train(state, 2)
+    checkpoint = {name: value.clone() if isinstance(value, torch.Tensor) else value
+                  for name, value in state.state_dict().items()}
+    train(state, 1, first_epoch=2)
+    again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
+    again.load_state_dict(checkpoint)
+    train(again, 1, first_epoch=2)
+    assert torch.equal(again.rows, unbroken.rows)
+
+
+def test_a_checkpoint_of_rows_in_files_is_small_and_costs_no_rewriting(tmp_path):
+    state = ImageState(1000, torch.zeros(256), lr=0.1, folder=tmp_path / "rows")
+    train(state, 1, batch_size=100)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
+    torch.save(state.state_dict(), tmp_path / "checkpoint.pt")
+    assert (tmp_path / "checkpoint.pt").stat().st_size < 1000 * 5 + 256 * 4 + 3000
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
+
+
+def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
+    state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path / "rows")
+    train(state, 1)
+    early = {name: value.clone() if isinstance(value, torch.Tensor) else value
+             for name, value in state.state_dict().items()}
+    train(state, 2, first_epoch=1)
+
+    def fresh(num_images=4, size=3, folder=tmp_path / "rows"):
+        return ImageState(num_images, torch.zeros(size), lr=0.1, folder=folder)
+
+    with pytest.raises(UserError, match="rows of epoch 2, the checkpoint needs those of epoch 1"):
+        fresh().load_state_dict(early)
+    with pytest.raises(UserError, match="missing or unreadable"):
+        fresh(folder=tmp_path / "elsewhere").load_state_dict(early)
+    with pytest.raises(UserError, match="4 rows of 9 words, the settings ask for 4 of 15"):
+        fresh(size=5).load_state_dict(early)
+    with pytest.raises(UserError, match="rows of 4 images, the data set has 5"):
+        fresh(num_images=5).load_state_dict(early)
+    with pytest.raises(UserError, match="kept in files"):
+        fresh(folder=None).load_state_dict(early)
+    with pytest.raises(UserError, match="kept in memory"):
+        fresh().load_state_dict(fresh(folder=None).state_dict())
+
+
+def test_a_file_cut_short_is_noticed(tmp_path):
+    state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path)
+    train(state, 2)
+    for place in range(2):
+        os.truncate(tmp_path / f"records.{place}", 40)
+    with pytest.raises(UserError, match="damaged"):
+        state.gather(torch.arange(4))
+
+
+def test_there_is_no_checkpoint_in_the_middle_of_an_epoch_in_files(tmp_path):
+    state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path)
+    train(state, 1, stop_after=1)
+    with pytest.raises(RuntimeError, match="end_epoch"):
+        state.state_dict()
+
+
+def test_nothing_is_written_before_the_first_update(tmp_path):
+    state = ImageState(10**7, torch.zeros(4), lr=0.1, folder=tmp_path / "rows")
+    assert state.gather(torch.tensor([10**7 - 1])).tolist() == [[0, 0, 0, 0]]
+    assert not (tmp_path / "rows").exists()
+
+
+def test_release_frees_half_of_the_files_and_keeps_the_rows(tmp_path):
+    state = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
+    train(state, 2)
+    rows, size = state.rows, 50 * record_words(40) * 4
+    state.release()
+    assert sorted((tmp_path / f"records.{place}").stat().st_size for place in range(2)) == [0, size]
+    assert torch.equal(state.rows, rows)
+
+
+def test_a_random_start_depends_on_seed_and_image_id_alone():
+    few, many = (ImageState(n, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=4) for n in (5, 20))
+    assert torch.equal(few.rows, many.rows[:5])
+    assert torch.equal(many.gather(torch.tensor([17, 3])), many.rows[[17, 3]])
+    assert not torch.equal(few.rows, ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).rows)
+    assert many.rows.mean().item() == pytest.approx(3, abs=0.02) and many.rows.std().item() == pytest.approx(0.5, abs=0.02)
+    assert many.rows.flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2  # 1000 numbers: one sigma is 0.03
+
+
+def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
+    """Stored to 2^-9, a moment is off by at most 0.2 % a step. Over 30 noisy steps these roundings, of either sign, add
+    up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's length lr. The rows, which moved by up to 30 lr, stay
+    within half an lr of float32's at worst, and within 0.05 lr on average."""
+    N, R, epochs, lr = 20, 200, 30, 0.1
+    states = [ImageState(N, torch.zeros(R), lr=lr, moments_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    generator = torch.Generator().manual_seed(0)
+    drift = torch.randn(N, R, generator=generator)
+    for _ in range(epochs):
+        gradient = drift + 0.5 * torch.randn(N, R, generator=generator)
+        for state in states:
+            state.update(torch.arange(N), gradient)
+    difference = (states[0].rows - states[1].rows).abs() / lr
+    assert difference.max() < 0.5 and difference.mean() < 0.05
+    assert (states[0].rows.abs() / lr).mean() > 10
+
+
+TRAIN_AND_SAVE = """
+import sys; sys.path[:0] = {path!r}
+import torch
+from pathlib import Path
+from gaupipe.image_state import ImageState
+from tests.test_image_state import train
+
+folder = Path(sys.argv[1])
+state = ImageState(64, torch.zeros(2000), lr=0.1, folder=folder / "rows")
+checkpoint, epoch = folder / "checkpoint.pt", 0
+if checkpoint.exists():
+    epoch, rows = torch.load(checkpoint, weights_only=True).values()
+    state.load_state_dict(rows)
+while epoch < {epochs}:
+    train(state, 1, epoch, batch_size=4)
+    epoch += 1
+    torch.save({{"epoch": epoch, "rows": state.state_dict()}}, folder / "partial.pt")
+    (folder / "partial.pt").replace(checkpoint)
+torch.save(state.rows, folder / "rows.pt")
+print("finished", flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
+def test_killed_at_any_moment_the_rows_in_files_go_on_exactly(tmp_path):
+    epochs, root = 40, os.path.dirname(os.path.dirname(__file__))
+    unbroken = ImageState(64, torch.zeros(2000), lr=0.1)
+    train(unbroken, epochs, batch_size=4)
+    command = [sys.executable, "-c", TRAIN_AND_SAVE.format(path=[root], epochs=epochs), str(tmp_path)]
+    delays = iter(torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist())
+    kills = 0
+    for _ in range(10):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        delay = next(delays, None)
+        if delay is not None:
+            start = epoch_of(tmp_path)
+            while epoch_of(tmp_path) == start and process.poll() is None:  # it has begun to train
+                time.sleep(0.002)
+            time.sleep(0.2 * delay)
+            process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        if (tmp_path / "rows.pt").exists():
+            break
+    assert kills >= 1
+    assert torch.equal(torch.load(tmp_path / "rows.pt", weights_only=True), unbroken.rows)
+
+
+def epoch_of(folder):
+    """Changes whenever there is a new checkpoint."""
+    path = folder / "checkpoint.pt"
+    return path.stat().st_mtime_ns if path.exists() else None

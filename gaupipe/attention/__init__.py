@@ -34,17 +34,22 @@ def attention_class(key: str) -> type[nn.Module]:
     return ATTENTION[key]
 
 
+def check_options(cls: type[nn.Module], options: dict) -> None:
+    """Raises UserError for an option that an attention class does not have."""
+    known = [name for name, parameter in inspect.signature(cls).parameters.items()
+             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
+    for name in options:
+        if name not in known:
+            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, known)}")
+
+
 def bind_options(cls: type[nn.Module], options: dict) -> type[nn.Module]:
     """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options.
 
     timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle as ever. Raises
     UserError for an option that ``cls`` does not have.
     """
-    known = [name for name, parameter in inspect.signature(cls).parameters.items()
-             if parameter.kind is not parameter.VAR_KEYWORD]
-    for name in options:
-        if name not in known:
-            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, known)}")
+    check_options(cls, options)
 
     class Bound(cls):
         def __new__(kind, *args, **kwargs) -> nn.Module:

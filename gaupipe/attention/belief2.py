@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention, choice, perpendicular
@@ -19,12 +20,24 @@ class Belief2Attention(StudentAttention):
     standard attention (*Belief2, proposition 1*). The paper advises ``zz=False`` for pretrained weights.
     """
 
+    conversion_options = {"activation": "identity"}
+
     def __init__(self, *args, activation: str = "gelu", zz: bool = True, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         dd = dict(device=self.proj.weight.device, dtype=self.proj.weight.dtype)
         self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
         self.proj_parallel = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False, **dd)
         self.z = nn.Linear(self.qkv.in_features, self.attn_dim, bias=False, **dd) if zz else None
+
+    def take_over(self, old: Attention) -> set[str]:
+        """As the base; W_p = W and Z so small that float32 does not see Z Z' (*proposition 1*), but not 0: there the
+        gradient of Z Z' vanishes and Z would never learn."""
+        added = super().take_over(old)
+        if "proj_parallel" in added:
+            self.proj_parallel.weight.data.copy_(self.proj.weight)
+        if "z" in added:
+            nn.init.normal_(self.z.weight, std=1e-5)
+        return added
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q K' + Z Z'."""

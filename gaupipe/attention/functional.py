@@ -25,6 +25,18 @@ class StudentAttention(Attention):
     the update that the block adds to its tokens; if it compares other things than Q and K also :meth:`project`.
     """
 
+    conversion_options: dict = {}
+    """Options that stand in for the defaults where trained weights are taken over."""
+
+    def take_over(self, old: Attention) -> set[str]:
+        """Shares every module that ``old`` has too; returns the names of the others, which are as constructed. A variant
+        that adds matrices sets them where they change least."""
+        shared = dict(old.named_children())
+        for name in shared.keys() & self._modules.keys():
+            setattr(self, name, shared[name])
+        self.scale = old.scale
+        return {name for name, _ in self.named_children()} - shared.keys()
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))        # [B, T, 3, H, d_m]
@@ -53,6 +65,10 @@ class StudentAttention(Attention):
         mh = self.norm(merge_heads(heads))
         gate = getattr(self, "gate", None)
         return mh if gate is None else mh * gate(x).sigmoid()
+
+    def perpendicular(self, mh: Tensor, v: Tensor) -> Tensor:
+        """D [B, T, d], the part of MH perpendicular to V; over all heads together unless a variant says otherwise."""
+        return perpendicular(mh, v)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated."""
@@ -118,7 +134,9 @@ def choice(option: str, given: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: what would have been right."""
     close = difflib.get_close_matches(str(name), known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else "; it has none"
 
 
 def per_head(combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int) -> Tensor:

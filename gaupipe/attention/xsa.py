@@ -11,5 +11,8 @@ class ExclusiveAttention(StudentAttention):
     """Update D_s W, D_s the part of MH perpendicular to V in each head (*BeliefFormer, eqs. 15-16*, alone: the case
     W = 0 of *Belief2, eq. 7*)."""
 
+    def perpendicular(self, mh: Tensor, v: Tensor) -> Tensor:
+        return per_head(perpendicular, mh, v, self.num_heads)
+
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        return self.proj(per_head(perpendicular, mh, v, self.num_heads))
+        return self.proj(self.perpendicular(mh, v))

@@ -1,0 +1,70 @@
+"""Images per second of the export against the bare teacher forward.
+
+    python benchmarks/export.py [--set a.b=c ...] [--repeats R] [--kind gaussian]
+
+The teacher is fresh (its speed does not depend on its weights). A repeat runs the forward alone over all images, then
+the export of the same images; both read the images through the same loader. Prints a line per repeat and the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import store
+import torch
+
+from gaupipe import config
+from gaupipe.data import Batches
+from gaupipe.teacher import predict
+from stages import export_maps, phase_a
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", default=[], metavar="A.B=C")
+    parser.add_argument("--kind", default="gaussian", choices=("gaussian", "dense"))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shard-mb", type=float, default=32)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        compare(arguments, Path(folder))
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> None:
+    """Both in turn, ``repeats`` times."""
+    job = phase_a.build(config.load("digits", arguments.set), folder)
+    job.teacher.eval()
+    ratios = []
+    for repeat in range(arguments.repeats + 1):  # the first one warms up
+        forward = len(job.data.train) / bare_forward(job)
+        writer = store.create(folder / "maps.zarr", export_maps.make_schema(job, arguments.kind), overwrite=True,
+                              shard_bytes=int(arguments.shard_mb * 1e6))
+        started = time.perf_counter()
+        export_maps.write(job, writer)
+        export = len(job.data.train) / (time.perf_counter() - started)
+        if repeat:
+            ratios.append(export / forward)
+            print(f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   ratio {ratios[-1]:.3f}")
+    print(f"ratio: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}, max {max(ratios):.3f}")
+
+
+def bare_forward(job: phase_a.PhaseA) -> float:
+    """Seconds for the predictions of all training images, nothing kept."""
+    generator = torch.Generator(job.device).manual_seed(0)
+    settings = job.settings
+    batches = Batches(job.data.train, job.data, settings.data.eval_batch_size, settings.data.workers)
+    started = time.perf_counter()
+    for images, _, ids in batches.epoch(job.device):
+        predict(job.teacher, images, job.gaussians(ids, len(ids)), settings.phase_a.mode, export_maps.label_passes(job),
+                generator)
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""How fast per-image rows are gathered and updated, and what they take, for several numbers of images.
+
+    python benchmarks/image_state.py                           N = 1e4, 1e5, 1e6 with rows of 1024 numbers, in files
+    python benchmarks/image_state.py --images 50000 --row 21504        the rows of CIFAR-10 Atto (26 GB of disk)
+    python benchmarks/image_state.py overlap                   does it pay to update while the next step runs?
+
+Every N is filled by one whole epoch. Then rounds follow: each times, in random order, a gather, an update, a copy in
+memory, and a sequential read and a synchronous write on the disk of as many bytes as a batch of records has. A ratio is
+of times per byte (a gather moves the rows; an update moves the records, once in and once out, which counts once) and is
+taken within a round; the table shows the median over the rounds with the quartiles in brackets. ``mapped`` is the time
+of the same gather and update on numpy.memmap, in the same rounds, as a ratio to ours.
+
+Files go to a temporary folder below --folder and are deleted; the program stops if fewer than 20 GB would stay free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gaupipe.image_state import ImageState, record_words
+
+BATCH = 128
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["rows", "overlap", "one"], default="rows")
+    parser.add_argument("--images", default="10000,100000,1000000")
+    parser.add_argument("--row", type=int, default=1024, help="numbers in a row")
+    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--memory", action="store_true", help="keep the rows in memory instead of files")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.what == "overlap":
+        overlap(arguments)
+    elif arguments.what == "one":
+        print(json.dumps(measure(arguments, int(arguments.images))))
+    else:
+        rows(arguments)
+
+
+def rows(arguments: argparse.Namespace) -> None:
+    """A process of its own for each N, so that peak memory is that N's."""
+    words = record_words(arguments.row, getattr(torch, arguments.moments))
+    print(f"rows of {arguments.row} numbers, {arguments.moments} moments, {words * 4 / arguments.row:.0f} bytes a number and "
+          f"place, records of {words * 4:,} bytes, batches of {BATCH}, {'memory' if arguments.memory else 'files'}\n")
+    print("| N | bytes | rows gathered /s | rows updated /s | gather / memcpy | update / memcpy | gather / disk read | "
+          "update / disk write | mapped gather | mapped update | first epoch, rows/s | end_epoch, s | anonymous MB, "
+          "before and after | peak resident MB | memcpy MB/s | disk read MB/s | disk write MB/s |")
+    print("|---" * 17 + "|")
+    for images in map(int, arguments.images.split(",")):
+        command = [sys.executable, __file__, "one", "--images", str(images), "--row", str(arguments.row), "--moments",
+                   arguments.moments, "--rounds", str(arguments.rounds), "--folder", str(arguments.folder),
+                   *(["--memory"] if arguments.memory else [])]
+        result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if result.returncode:
+            sys.exit(result.returncode)
+        r = json.loads(result.stdout.strip().splitlines()[-1])
+        print(f"| {images:,} | {r['bytes'] / 1e9:.2f} GB | {r['gather']} | {r['update']} | {r['gather/memcpy']} | "
+              f"{r['update/memcpy']} | {r['gather/read']} | {r['update/write']} | {r['mapped gather/gather']} | "
+              f"{r['mapped update/update']} | {r['fill']:,.0f} | {r['end_epoch']:.2f} | {r['before_mb']:,.0f}, {r['anonymous_mb']:,.0f} | "
+              f"{r['peak_mb']:,.0f} | {r['memcpy_mb_s']} | {r['read_mb_s']} | {r['write_mb_s']} |", flush=True)
+
+
+def measure(arguments: argparse.Namespace, images: int) -> dict:
+    """Rates of one N as text "median (quartiles)", and its bytes and memory."""
+    dtype = getattr(torch, arguments.moments)
+    words = record_words(arguments.row, dtype)
+    size = images * words * 4
+    mapped_too = not arguments.memory
+    needed = 0 if arguments.memory else 2 * size
+    if shutil.disk_usage(arguments.folder).free - needed < 20e9:
+        sys.exit(f"{arguments.folder}: {needed / 1e9:.1f} GB are needed and 20 GB should stay free")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        state = ImageState(images, torch.zeros(arguments.row), lr=0.1, moments_dtype=dtype,
+                           folder=None if arguments.memory else Path(folder) / "rows")
+        gradient = torch.randn(BATCH, arguments.row)
+        before = dict(status())
+        started = time.perf_counter()
+        for image_ids in torch.randperm(images).split(BATCH):
+            state.update(image_ids, gradient[:len(image_ids)])
+        fill = images / (time.perf_counter() - started)
+        started = time.perf_counter()
+        state.end_epoch()
+        end_epoch = time.perf_counter() - started
+        for image_ids in torch.randperm(images).split(BATCH)[:100]:
+            state.gather(image_ids)
+        after = dict(status())
+
+        block = BATCH * words * 4
+        source = torch.randint(0, 100, (64 * 2**20,), dtype=torch.int32)  # larger than the processor's caches
+        target = torch.empty_like(source)
+        disk = os.open(Path(folder) / "disk", os.O_RDWR | os.O_CREAT)
+        sequential = np.random.default_rng(0).bytes(64 * 2**20)
+        for part in range(16):
+            os.pwrite(disk, sequential, part * len(sequential))
+        os.fsync(disk)
+        os.posix_fadvise(disk, 0, 0, os.POSIX_FADV_DONTNEED)
+        position = [0, 0, 0]
+
+        def memcpy() -> None:
+            start = position[0] = (position[0] + block // 4) % (len(source) - block // 4)
+            target[start:start + block // 4].copy_(source[start:start + block // 4])
+
+        def read() -> None:
+            start = position[1] = (position[1] + block) % (16 * len(sequential) - block)
+            os.pread(disk, block, start)
+            os.posix_fadvise(disk, start, block, os.POSIX_FADV_DONTNEED)
+
+        def write() -> None:
+            start = position[2] = (position[2] + block) % (16 * len(sequential) - block)
+            os.pwrite(disk, sequential[:block], start)
+            os.fdatasync(disk)
+            os.posix_fadvise(disk, start, block, os.POSIX_FADV_DONTNEED)
+
+        batch = {}
+        work = {"memcpy": memcpy, "read": read, "write": write, "gather": lambda: state.gather(batch["ids"]),
+                "update": lambda: state.update(batch["update"], gradient)}
+        if mapped_too:
+            paths = [Path(folder) / "rows" / f"records.{place}" for place in (1, 0)]
+            os.truncate(paths[1], size)
+            current, other = (torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words))) for path in paths)
+
+            def mapped_update() -> None:
+                """What an update adds to reading and writing is the same for both: its arithmetic is left out there
+                and measured here by one on a copy."""
+                records = current[batch["mapped update"]]
+                scratch.update(torch.arange(BATCH), gradient)
+                other[batch["mapped update"]] = records
+
+            scratch = ImageState(BATCH, torch.zeros(arguments.row), lr=0.1, moments_dtype=dtype)
+            work["mapped gather"] = lambda: current[batch["mapped"], :arguments.row]
+            work["mapped update"] = mapped_update
+        times: dict[str, list[float]] = {name: [] for name in work}
+        names = list(work)
+        for number in range(arguments.rounds + 2):
+            batch = {"ids": torch.randint(images, (BATCH,)), "update": torch.randperm(images)[:BATCH],
+                     "mapped": torch.randint(images, (BATCH,)), "mapped update": torch.randperm(images)[:BATCH]}
+            random.shuffle(names)
+            for name in names:
+                started = time.perf_counter()
+                work[name]()
+                if number > 1:
+                    times[name].append(time.perf_counter() - started)
+        os.close(disk)
+    result = {"bytes": size, "fill": fill, "end_epoch": end_epoch, "before_mb": before["RssAnon"] / 1e3,
+              "anonymous_mb": after["RssAnon"] / 1e3, "peak_mb": after["VmHWM"] / 1e3}
+    for name in ("gather", "update"):
+        result[name] = spread([BATCH / t for t in times[name]], "{:,.0f}")
+    for name in ("memcpy", "read", "write"):
+        result[f"{name}_mb_s"] = spread([block / t / 1e6 for t in times[name]], "{:,.0f}")
+    for name, base in (("gather", "memcpy"), ("update", "memcpy"), ("gather", "read"), ("update", "write"),
+                       ("mapped gather", "gather"), ("mapped update", "update")):
+        per_byte = words / arguments.row if name == "gather" else 1
+        pairs = zip(times[name], times[base]) if name in times else []
+        result[f"{name}/{base}"] = spread([per_byte * mine / theirs for mine, theirs in pairs], "{:.2f}")
+    return result
+
+
+def overlap(arguments: argparse.Namespace) -> None:
+    """Steps of a small ViT with rows, updates in line or in a worker thread, interleaved in random order."""
+    import timm
+
+    import gaupipe.models  # noqa: F401
+    from gaupipe.teacher import Teacher
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vit = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", depth=2)
+    teacher = Teacher(vit).to(device)
+    optimizer = torch.optim.AdamW(teacher.parameters())
+    images = torch.randn(32, 3, 32, 32, device=device)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, ThreadPoolExecutor(1) as pool:
+        state = ImageState(1024, torch.zeros(teacher.row_shape), lr=0.1, folder=Path(folder))
+        order = torch.randperm(1024).view(-1, 32)
+        pending = []
+
+        def steps(threads: int, worker: bool) -> float:
+            torch.set_num_threads(threads)
+            started = time.perf_counter()
+            for image_ids in order[torch.randperm(len(order))[:4]]:
+                rows = state.gather(image_ids, device)
+                teacher(images, teacher.gaussians(rows)).logsumexp(-1).mean().backward()
+                if worker:
+                    while pending:
+                        pending.pop().result()
+                    pending.append(pool.submit(state.update, image_ids, rows.grad))
+                else:
+                    state.update(image_ids, rows.grad)
+                optimizer.step()
+                optimizer.zero_grad()
+            while pending:
+                pending.pop().result()
+            return (time.perf_counter() - started) / 4
+
+        ways = [(threads, worker) for threads in (1, 2) for worker in (False, True)]
+        times = {way: [] for way in ways}
+        for number in range(arguments.rounds + 1):
+            for way in random.sample(ways, len(ways)):
+                seconds = steps(*way)
+                if number:
+                    times[way].append(seconds)
+        update = []
+        for image_ids in order[:8]:
+            gradient = torch.ones(32, *teacher.row_shape)
+            started = time.perf_counter()
+            state.update(image_ids, gradient)
+            update.append(time.perf_counter() - started)
+    print(f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes {1e3 * statistics.median(update):.1f} ms\n")
+    print("| threads | update in | ms a step | ratio to 2 threads, in line |\n|---|---|---|---|")
+    for threads, worker in ways:
+        ratios = [mine / base for mine, base in zip(times[threads, worker], times[2, False])]
+        print(f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
+              f"{spread(ratios, '{:.2f}')} |")
+
+
+def status() -> list[tuple[str, int]]:
+    """Memory of this process in kB: VmHWM is the most it ever had resident, RssAnon its own, RssFile mapped files."""
+    return [(line.split(":")[0], int(line.split()[1])) for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(("VmHWM", "Rss"))]
+
+
+def spread(values: list[float], form: str) -> str:
+    """Median and quartiles."""
+    if len(values) < 2:
+        return "-"
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{form.format(median)} ({form.format(low)}-{form.format(high)})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What distillation costs over plain training of the same student: step time, memory, and the wait for maps.
+
+    python benchmarks/phase_b.py                                  Atto, every attention, 64 and 196 tokens
+    python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
+
+One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of the same model on the
+same images in random order, and the ratio is taken within the round; the table shows the median with the quartiles in
+brackets. The maps come from a real store of Gaussians on disk through the reader's prefetch, in shuffled order; "wait"
+is the share of the distilled step in which it is waited for. Memory is what the step needs beyond the model and the
+optimizer's state: on a GPU its peak allocation, on a CPU the peak of resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import store
+import timm
+import torch
+
+import gaupipe.models  # noqa: F401  (registers the models)
+from gaupipe import STUDENTS
+from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
+from gaupipe.losses import hard_loss, soft_loss
+
+IMAGES = 512
+SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--students", default=",".join(STUDENTS))
+    parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens-per-batch", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    print(f"{'attention':<12} {'tokens':>6}  {'time':<18} {'memory':<7} wait")
+    for tokens in map(int, arguments.tokens.split(",")):
+        with tempfile.TemporaryDirectory() as folder:
+            maps = write_store(f"{folder}/maps.zarr", tokens)
+            for key in arguments.students.split(","):
+                times, memory, wait = measure(key, tokens, maps, arguments.tokens_per_batch // tokens, arguments.rounds,
+                                              device)
+                low, median, high = statistics.quantiles(times, n=4)
+                print(f"{key:<12} {tokens:>6}  {median:.2f} [{low:.2f}, {high:.2f}]  {memory:<7.2f} {wait:.1%}",
+                      flush=True)
+
+
+def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, device: torch.device
+            ) -> tuple[list[float], float, float]:
+    """(ratios of step time, ratio of memory, share of the distilled step spent waiting for maps)."""
+    torch.manual_seed(0)
+    model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
+    labels = torch.randint(0, 10, (batch,), device=device)
+    order = [np.random.permutation(IMAGES)[:batch] for _ in range(2 * rounds + 8)]
+    targets = maps.prefetch(order)
+    waited = 0.0
+
+    def plain() -> None:
+        loss = hard_loss(model(images), labels)
+        update(loss)
+
+    def distilled() -> None:
+        nonlocal waited
+        started = time.perf_counter()
+        stored = next(targets)
+        waited = time.perf_counter() - started
+        teacher = TeacherMaps(torch.from_numpy(stored["gaussians"]).to(device), maps.schema.grid,
+                              list(range(maps.schema.layers)))
+        logits, feature = forward_with_feature_loss(model, images, teacher)
+        soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device))
+        update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
+
+    def update(loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for step in (plain, distilled):
+        step()
+    memory = peak_memory(distilled, device) / peak_memory(plain, device)
+    ratios, waits = [], []
+    for _ in range(rounds):
+        took = {}
+        for step in random.sample([plain, distilled], 2):
+            took[step] = timed(step, device)
+            if step is distilled:
+                waits.append(waited / took[step])
+        ratios.append(took[distilled] / took[plain])
+    return ratios, memory, statistics.median(waits)
+
+
+def timed(step, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def peak_memory(step, device: torch.device) -> float:
+    """Bytes that a step needs on top of what is there before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    peaks = []
+    for _ in range(3):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
+        before = resident("VmRSS")
+        step()
+        peaks.append(resident("VmHWM") - before)
+    return max(peaks)
+
+
+def resident(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def write_store(url: str, tokens: int) -> store.Store:
+    """A store of random Gaussians for the Atto model."""
+    side = int(tokens ** 0.5)
+    schema = store.Schema(kind="gaussian", num_images=IMAGES, grid=(side, side), layers=7, heads=12, num_classes=10,
+                          dataset="random", dataset_sha256="0" * 64, teacher_sha256="0" * 64, parametrisation="loc_scale")
+    random_numbers = np.random.default_rng(0)
+    writer = store.create(url, schema)
+    for shard in writer.pending():
+        n = shard.stop - shard.start
+        gaussians = random_numbers.normal(size=(n, 7, 12, tokens, 4)).astype(np.float32)
+        gaussians[..., 2:] = np.abs(gaussians[..., 2:]) + 0.1
+        writer.write(shard, {"gaussians": gaussians, "logits": random_numbers.normal(size=(n, 10)).astype(np.float32),
+                             "labels": random_numbers.integers(0, 10, n)})
+    writer.finish()
+    return store.open(url)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Export of a student to ONNX, checked in onnxruntime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from gaupipe.errors import UserError
+from stages.evaluate import load_student
+
+TOLERANCE = 1e-4
+"""Largest difference of a logit between torch and onnxruntime."""
+
+
+def run(run_dir: Path, key: str, out: Path | None = None, distilled: bool = True) -> tuple[Path, float]:
+    """Writes a student as ONNX, for any number of images, and returns the file and the largest difference between its
+    logits and torch's on random images. A model that differs by more than ``TOLERANCE`` is not left behind.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401  (torch's exporter needs it)
+    except ImportError as error:
+        raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
+    settings, student = load_student(run_dir, key, distilled)
+    out = out or Path(run_dir) / ("phase_b" if distilled else "plain") / key / "student.onnx"
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    generator = torch.Generator().manual_seed(settings.seed)
+    images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
+    partial = out.with_name(out.name + ".partial")
+    try:
+        torch.onnx.export(student, (images[:2],), str(partial), dynamo=True, input_names=["images"],
+                          output_names=["logits"], dynamic_shapes={"x": {0: torch.export.Dim("batch")}}, verbose=False,
+                          external_data=False)
+        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+        with torch.inference_mode():
+            expected = student(images)
+        difference = (torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) - expected).abs().max().item()
+        if not difference <= TOLERANCE:
+            raise UserError(f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return out, difference

@@ -1,0 +1,169 @@
+"""Plan: what a run will need and take, from its settings and a few real training steps, before anything starts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import store
+import torch
+from rich.table import Table
+
+from gaupipe import data as datasets
+from gaupipe.config import Settings
+from gaupipe.data import ArrayImages, Batches, ImageData, Split
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+from gaupipe.planning import (Plan, available_memory, check_resources, free_disk, gigabytes, make_plan, sizes_of)
+from gaupipe.teacher import Teacher
+from gaupipe.training import TrainingState, build_optimizer, build_vit, select_device
+from stages import export_maps, phase_a, phase_b
+
+
+def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = None,
+        classes: int | None = None) -> dict[str, Any]:
+    """Counts, bytes and seconds of a run, as plain JSON values; leaves nothing on disk.
+
+    ``steps`` training steps of each phase are measured; 0 leaves the times out (null). ``images`` and ``classes``
+    describe a data set that is not at hand: random pixels stand in for it, so that decoding is not in the times.
+    """
+    if (images is None) != (classes is None):
+        raise UserError("--images and --classes describe a data set together: give both or neither")
+    device = select_device(settings)
+    data = datasets.load(settings.data) if images is None else random_data(settings, images, classes)
+    teacher = build_teacher(settings, data)
+    sizes = sizes_of(teacher, data)
+    if images is not None:
+        sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
+    plan = make_plan(settings, sizes)
+    held_out = len(data.val) if images is None else round(images * settings.data.val_fraction)
+    seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
+    try:
+        check_resources(plan, run_dir)
+        check_resources(plan, run_dir, "gaussian")
+        problem = None
+    except UserError as error:
+        problem = str(error)
+    return {**dataclasses.asdict(plan), "phase_a_disk_bytes": plan.phase_a_disk_bytes,
+            "free_disk_bytes": free_disk(run_dir), "available_memory_bytes": available_memory(),
+            "device": str(device), "seconds": seconds, "problem": problem}
+
+
+def build_teacher(settings: Settings, data: ImageData) -> Teacher:
+    """A freshly started teacher on the CPU."""
+    phase = settings.phase_a
+    torch.manual_seed(settings.seed)
+    compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
+    return Teacher(build_vit(settings.model, data, "gaussian"), phase.parametrisation, phase.prior, compression)
+
+
+def random_data(settings: Settings, images: int, classes: int) -> ImageData:
+    """Stands in for a data set of ``classes``: as many random images as measuring takes, and one more for validation."""
+    size = settings.data.image_size
+    if size is None:
+        raise UserError("--images: set data.image_size as well, the data set is not there to ask")
+    count = min(images, 8 * settings.data.batch_size) + 1
+    generator = np.random.default_rng(0)
+    source = ArrayImages(generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8),
+                         generator.integers(0, classes, count))
+    return ImageData(settings.data.name, Split(source, np.arange(count - 1)), Split(source, np.arange(count - 1, count)),
+                     None, classes, 3, size, (0.5,) * 3, (0.25,) * 3, sha256="")
+
+
+def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch.device, plan: Plan, steps: int,
+            held_out: int) -> dict[str, float]:
+    """Seconds of each stage, scaled up from a run on the first ``steps`` batches of images (a first epoch warms up, the
+    second counts). Training stops earlier than after ``max_epochs`` where it reaches ``stop_accuracy``."""
+    count = min(steps * settings.data.batch_size, len(data.train))
+    small = dataclasses.replace(data, train=Split(data.train.source, data.train.positions[:count]), test=None,
+                                val=Split(data.val.source, data.val.positions[:1]))
+    short = settings.model_copy(update={
+        "phase_a": settings.phase_a.model_copy(update={"max_epochs": 2, "stop_accuracy": 1.0}),
+        "phase_b": settings.phase_b.model_copy(update={"epochs": 2})})
+    batches = Batches(small.train, small, settings.data.batch_size, settings.data.workers)
+    evaluation = Batches(small.train, small, settings.data.eval_batch_size, settings.data.workers)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        rows = small_rows(short, teacher, count, plan, Path(folder) / "rows")
+        first = phase_a.PhaseA(short, small, device, teacher.to(device), rows)
+        state = phase_a.training_state(first, batches.steps())
+        phase_a.train(first, batches, state, Path(folder) / "phase_a")
+        train_a = state.metrics[-1]["seconds"] / count
+        score_a = clock(lambda: phase_a.score_teacher(first, evaluation, seen=True)) / count
+
+        url = str(Path(folder) / "maps.zarr")
+        writer = store.create(url, export_maps.make_schema(first, "gaussian"))
+        export = clock(lambda: export_maps.write(first, writer)) / count
+
+        student = phase_b.build_student(short, short.phase_b.student, small).to(device)
+        second = phase_b.PhaseB(short, small, device, student, short.phase_b.optim, store.open(url))
+        optimizer, schedule = build_optimizer(student, second.optim, 2, batches.steps())
+        state = TrainingState(student, optimizer, schedule, second.optim, short.precision)
+        phase_b.train(second, batches, state, Path(folder) / "phase_b")
+        train_b = state.metrics[-1]["seconds"] / count
+        score_b = clock(lambda: phase_b.score_model(student, evaluation, device)) / count
+    epoch_a = plan.images * (train_a + score_a) + held_out * score_a
+    epoch_b = plan.images * train_b + held_out * score_b
+    return {"phase_a_epoch": epoch_a, "phase_a": epoch_a * settings.phase_a.max_epochs, "export": export * plan.images,
+            "phase_b_epoch": epoch_b, "phase_b": epoch_b * settings.phase_b.epochs}
+
+
+def small_rows(settings: Settings, teacher: Teacher, count: int, plan: Plan, folder: Path) -> ImageState | None:
+    """Rows for ``count`` images, kept where the run would keep them."""
+    if plan.rows_in == "none":
+        return None
+    rows = settings.phase_a.rows
+    return ImageState(count, torch.zeros(teacher.row_shape), lr=rows.lr, betas=rows.betas, eps=rows.eps,
+                      moments_dtype=getattr(torch, rows.moments), folder=folder if plan.rows_in == "files" else None)
+
+
+def clock(work: Any) -> float:
+    """Seconds that a call takes."""
+    started = time.monotonic()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic() - started
+
+
+def table(plan: dict[str, Any]) -> Table:
+    """The plan for people."""
+    shown = Table(show_header=False, box=None, pad_edge=False)
+    shown.add_column()
+    shown.add_column(justify="right")
+    shown.add_column()
+
+    def row(name: str, value: str, remark: str = "") -> None:
+        shown.add_row(name, value, remark)
+
+    row("training images", f"{plan['images']:,}")
+    row("network", f"{plan['network_parameters']:,}", "parameters")
+    row("shared prior", f"{plan['prior_parameters']:,}", "parameters")
+    row("per-image rows", f"{plan['row_parameters']:,}", f"numbers, kept in {plan['rows_in']}" if plan["row_parameters"]
+        else "")
+    free = plan["available_memory_bytes"]
+    row("memory", gigabytes(plan["memory_bytes"]), f"{gigabytes(free)} available" if free is not None else "")
+    row("disk, phase A", gigabytes(plan["phase_a_disk_bytes"]),
+        f"rows {gigabytes(plan['rows_disk_bytes'])}, a checkpoint {gigabytes(plan['checkpoint_bytes'])}; "
+        f"{gigabytes(plan['free_disk_bytes'])} free")
+    for kind, size in plan["store_bytes"].items():
+        row(f"store, {kind}", gigabytes(size), "before compression")
+    for name, remark in (("phase_a_epoch", ""), ("phase_a", "all epochs, if it is not accurate enough sooner"),
+                         ("export", "gaussian"), ("phase_b_epoch", ""), ("phase_b", "all epochs")):
+        if plan["seconds"]:
+            row(f"time, {name.replace('_', ' ')}", duration(plan["seconds"][name]), remark)
+    if plan["seconds"]:
+        row("measured on", plan["device"])
+    return shown
+
+
+def duration(seconds: float) -> str:
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,93 @@
+"""Verify: every file of a store is what was written, and what was written is what the teacher says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import store
+
+from gaupipe.errors import UserError
+from gaupipe.progress import EpochProgress
+
+if TYPE_CHECKING:
+    from gaupipe.data import Batches
+    from stages.phase_a import PhaseA
+
+def run(url: str) -> list[store.Problem]:
+    """Everything that is wrong in a store. Raises StoreError where there is none."""
+    with EpochProgress("verify", 1, 1) as progress:
+        done = 0
+
+        def advance(shards: int, total: int) -> None:
+            nonlocal done
+            progress.advance((shards - done) / total)
+            done = shards
+
+        return store.verify(url, progress=advance)
+
+
+def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) -> list[str]:
+    """Runs the teacher of a run again on at least ``sample`` images and says where the store differs from it.
+
+    ``run_dir`` is by default the folder that the store lies in. Whole batches of the export are compared, chosen at
+    random, so that predictions that are the mean of sampled passes are made of the same draws. Raises UserError if the
+    run is not there and StoreError if the store is another teacher's.
+    """
+    from gaupipe.data import Batches
+    from stages import export_maps, phase_a
+    from stages.run_directory import RunDirectory
+
+    if run_dir is None and "://" in url:
+        raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
+    job = phase_a.load(RunDirectory(run_dir or Path(url).absolute().parent))
+    maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=export_maps.teacher_sha256(job))
+    size = job.settings.data.eval_batch_size
+    batches = Batches(job.data.train, job.data, size, job.settings.data.workers)
+    spans = [(start, min(start + size, shard.stop)) for shard in store.join(url).shards
+             for start in range(shard.start, shard.stop, size)]
+    differences, distances = [], []
+    for index in np.random.default_rng().permutation(len(spans)):
+        if sum(map(len, distances)) >= sample:
+            break
+        for ids, own in export_maps.outputs(job, maps.schema.kind, batches, np.arange(*spans[index])):
+            stored = maps.gather(ids)
+            differences += [difference for name in stored if name != "logits"
+                            if (difference := unequal(name, ids, stored[name], own[name]))]
+            distances.append(total_variation(stored["logits"], own["logits"]))
+    distance = float(np.concatenate(distances).mean())
+    if not distance <= 0.01 + noise(job, batches, spans[index]):
+        differences.append(f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted classes")
+    return differences
+
+
+def unequal(name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray) -> str | None:
+    """Which of these images' rows differ by more than float16 and another device's arithmetic explain, in words."""
+    largest = np.finfo(np.float16).max
+    own, stored = np.clip(own.astype(np.float32), -largest, largest), stored.astype(np.float32)
+    wrong = ~np.isclose(stored, own, rtol=2**-8, atol=2**-10).reshape(len(ids), -1).all(1)
+    if not wrong.any():
+        return None
+    return f"image {ids[wrong.argmax()]}: {name} not the teacher's ({wrong.sum()} of {len(ids)} images of its batch)"
+
+
+def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Total variation [B] between the class probabilities of two arrays of logits [B, C]."""
+    probabilities = [np.exp(logits - logits.max(1, keepdims=True))
+                     for logits in (stored.astype(np.float64), own.astype(np.float64))]
+    first, second = (values / values.sum(1, keepdims=True) for values in probabilities)
+    return np.abs(first - second).sum(1) / 2
+
+
+def noise(job: PhaseA, batches: Batches, span: tuple[int, int]) -> float:
+    """Twice the mean total variation between predictions of these images from different draws; 0 in ``expected`` mode.
+
+    A kind of device other than the export's draws other random numbers; the same kind draws the same.
+    """
+    from stages import export_maps
+    if job.settings.phase_a.mode == "expected":
+        return 0.0
+    first, second = (np.concatenate([arrays["logits"] for _, arrays in export_maps.outputs(
+        job, "gaussian", batches, np.arange(*span), seed=seed)]) for seed in (-1, -2))
+    return 2 * float(total_variation(first, second).mean())

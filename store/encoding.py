@@ -1,0 +1,74 @@
+"""The numbers of an array as they lie on disk.
+
+float16: values are clipped to the finite range; a standard deviation of 0 becomes the smallest normal number, so that
+a reader may divide by it. uint8 (Gaussians only): code 0 is "missing", codes 1..255 are
+    mean = (code - 128) * mean_step            std = exp(log_std_min + (code - 1) * log_std_step)
+with the three constants among the array's attributes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from store.errors import StoreError
+from store.schema import Schema
+
+MEAN_STEP = 2 / 127
+LOG_STD_MIN, LOG_STD_MAX = np.log(2.0**-9), np.log(8.0)
+LOG_STD_STEP = (LOG_STD_MAX - LOG_STD_MIN) / 254
+_LARGEST = float(np.finfo(np.float16).max)
+_SMALLEST_STD = float(np.finfo(np.float16).smallest_normal)
+
+
+def encode(name: str, values: np.ndarray, schema: Schema, first_image: int) -> np.ndarray:
+    """What is stored for `values` [n, ...] of the images from `first_image` on.
+
+    Raises StoreError, with the image id, for NaN, for a negative standard deviation and for a label out of range.
+    """
+    def refuse(bad: np.ndarray, what: str) -> None:
+        if bad.any():
+            image = int(np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))[0])
+            raise StoreError(f"image {first_image + image}: {name} {what}")
+
+    if name == "labels":
+        refuse((values < 0) | (values >= schema.num_classes), f"out of range; 0 to {schema.num_classes - 1} are right")
+        return np.ascontiguousarray(values, np.int64)
+    refuse(np.isnan(values), "has NaN; only finite numbers can be stored")
+    if name == "gaussians":
+        mean, std = values[..., :2], values[..., 2:]
+        refuse(std < 0, "has a negative standard deviation")
+        if schema.encoding == "uint8":
+            std = np.maximum(std, np.exp(LOG_STD_MIN), dtype=np.float32)
+            codes = np.concatenate([mean / MEAN_STEP + 128, (np.log(std) - LOG_STD_MIN) / LOG_STD_STEP + 1], axis=-1)
+            return np.clip(np.rint(codes), 1, 255).astype(np.uint8)
+        values = np.concatenate([mean, np.maximum(std, _SMALLEST_STD)], axis=-1)
+    return np.clip(values, -_LARGEST, _LARGEST).astype(np.float16)
+
+
+def decode(name: str, stored: np.ndarray, schema: Schema) -> np.ndarray:
+    """The numbers a reader gets: float16, or int64 for labels."""
+    if stored.dtype != np.uint8:
+        return stored
+    values = np.empty(stored.shape[:-1] + (2,), np.uint32)  # two float16 in each: a pair of codes is looked up at once
+    for pair, table in enumerate(_pair_tables()):
+        values[..., pair] = table[stored.view("<u2")[..., pair]]
+    return values.view(np.float16)
+
+
+@functools.cache
+def _pair_tables() -> tuple[np.ndarray, np.ndarray]:
+    """For (mean_x, mean_y) and (std_x, std_y): the two float16 that each of the 65536 pairs of codes stands for."""
+    codes = np.arange(256)
+    mean, std = (codes - 128) * MEAN_STEP, np.exp(LOG_STD_MIN + (codes - 1) * LOG_STD_STEP)
+    x, y = codes[None, :], codes[:, None]
+    return tuple(np.stack(np.broadcast_arrays(table[x], table[y]), axis=-1).astype(np.float16).view(np.uint32).ravel()
+                 for table in (mean, std))
+
+
+def code_attributes(schema: Schema, name: str) -> dict[str, float]:
+    """The attributes of array `name` that a reader needs to decode it; empty for plain numbers."""
+    if name != "gaussians" or schema.encoding != "uint8":
+        return {}
+    return {"mean_step": MEAN_STEP, "log_std_min": float(LOG_STD_MIN), "log_std_step": float(LOG_STD_STEP)}

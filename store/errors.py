@@ -1,0 +1,24 @@
+"""What the store raises: every message is one line that says what is wrong, where, and what would be right."""
+
+
+class StoreError(ValueError):
+    """A user's mistake, a damaged store, or storage that does not answer."""
+
+
+class DamagedStore(StoreError):
+    """The store's own description (its metadata files) is not what was written."""
+
+
+class CorruptChunk(StoreError):
+    """The stored numbers of one image are damaged or missing.
+
+    Attributes: `image_id` (int) and `array`, the name of the zarr array.
+    """
+
+    def __init__(self, message: str, image_id: int, array: str):
+        super().__init__(message)
+        self.image_id = image_id
+        self.array = array
+
+    def __reduce__(self):
+        return type(self), (str(self), self.image_id, self.array)

@@ -1,0 +1,145 @@
+"""Reading and writing whole files in a folder, on s3:// or on gs://, all through tensorstore's key-value stores.
+
+A write is atomic (other readers see the old file or the new one) and, in a folder, flushed to the disk before it
+returns. tensorstore runs threads that do not survive a fork, so a process forked after the first use is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from store.errors import StoreError
+
+_first_process: int | None = None  # the process whose tensorstore threads exist
+
+
+def refuse_after_fork() -> None:
+    """Raises StoreError in a process forked after tensorstore was used: its threads are gone and reads would hang."""
+    global _first_process
+    if _first_process is None:
+        _first_process = os.getpid()
+    elif _first_process != os.getpid():
+        raise StoreError("the store cannot be used in a forked process, where its reader threads are missing; "
+                         "start the process with the 'spawn' method and open the store there")
+
+
+class Files:
+    """The files under `url`: a path, file://, s3://bucket/path or gs://bucket/path.
+
+    Object stores take credentials and endpoint from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    AWS_ENDPOINT_URL, AWS_REGION; GOOGLE_APPLICATION_CREDENTIALS). Every method raises StoreError, one line, when the
+    storage refuses or does not answer.
+    """
+
+    def __init__(self, url: str | os.PathLike):
+        refuse_after_fork()
+        self.url = str(url)
+        self._spec, self._context = _kvstore_spec(self.url)
+        try:
+            self._kvstore = ts.KvStore.open(self._spec, context=ts.Context(self._context)).result()
+        except ValueError as error:
+            raise StoreError(explain(error, self.url)) from None
+
+    def read(self, key: str) -> bytes | None:
+        """The file's bytes; None when it is not there."""
+        found = self._wait(self._kvstore.read(key))
+        return found.value if found.state == "value" else None
+
+    def write(self, key: str, data: bytes) -> None:
+        self.write_all({key: data})
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """Writes several files at once; returns when all of them are safe."""
+        for write in [self._kvstore.write(key, data) for key, data in files.items()]:
+            self._wait(write)
+        if self._spec["driver"] == "file":
+            self._flush_folders(files)
+
+    def list(self, prefix: str = "") -> list[str]:
+        """The names of all files whose name starts with `prefix`, sorted."""
+        return sorted(key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix))))
+
+    def delete(self, prefix: str) -> None:
+        """Deletes all files whose name starts with `prefix`."""
+        self._wait(self._kvstore.delete_range(_starting_with(prefix)))
+
+    def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
+        """The zarr array called `name`."""
+        spec = {"driver": "zarr3", "kvstore": {**self._spec, "path": self._spec["path"] + name + "/"},
+                "recheck_cached_data": False, "recheck_cached_metadata": False}
+        context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
+        return self._wait(ts.open(spec, open=True, context=context))
+
+    def load(self, array: ts.TensorStore) -> np.ndarray:
+        """All the numbers of an array, or of a part of one."""
+        return self._wait(array.read())
+
+    def _flush_folders(self, keys: Iterable[str]) -> None:
+        """tensorstore flushes a file and the folder it is in; the folders above may be new as well."""
+        top = Path(self._spec["path"])
+        for folder in {parent for key in keys for parent in (top / key).parents if parent.is_relative_to(top.parent)}:
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _wait(self, future):
+        try:
+            return future.result()
+        except (ValueError, OSError) as error:
+            raise StoreError(explain(error, self.url)) from None
+
+
+def _kvstore_spec(url: str) -> tuple[dict, dict]:
+    """tensorstore's name for the place, and its settings for reaching it."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "file":
+        return {"driver": "file", "path": os.path.abspath(Path(rest or url).expanduser()) + "/"}, {}
+    bucket, _, path = rest.partition("/")
+    path = path.rstrip("/") + "/" if path else ""
+    if scheme not in ("s3", "gs") or not bucket:
+        raise StoreError(f"{url}: not a place for a store; give a folder, s3://bucket/path or gs://bucket/path")
+    retries = {"max_retries": 4, "initial_delay": "0.2s", "max_delay": "2s"}
+    if scheme == "gs":
+        return {"driver": "gcs", "bucket": bucket, "path": path}, {"gcs_request_retries": retries}
+    spec = {"driver": "s3", "bucket": bucket, "path": path}
+    if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
+        spec["endpoint"] = endpoint
+    if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
+        spec["aws_region"] = region
+    if "AWS_ACCESS_KEY_ID" in os.environ:  # tensorstore's own search would print about files it does not find
+        spec["aws_credentials"] = {"type": "environment"}
+    return spec, {"s3_request_retries": retries}
+
+
+def _starting_with(prefix: str) -> ts.KvStore.KeyRange:
+    if not prefix:
+        return ts.KvStore.KeyRange()
+    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+
+
+def explain(error: Exception, url: str) -> str:
+    """tensorstore's error as one line a user can act on."""
+    text = one_line(error)
+    advice = {
+        "NOT_FOUND": "it does not exist; check the bucket and the path",
+        "PERMISSION_DENIED": "access refused; check the credentials and the permissions",
+        "UNAUTHENTICATED": "access refused; check the credentials in the environment",
+        "UNAVAILABLE": "the storage does not answer; check the address and the connection",
+        "DEADLINE_EXCEEDED": "the storage does not answer; check the address and the connection",
+        "ABORTED": "the storage does not answer; check the address and the connection",
+        "RESOURCE_EXHAUSTED": "the disk is full",
+    }
+    return f"{url}: {advice.get(text.split(':')[0], 'the storage reports an error')} ({text})"
+
+
+def one_line(error: Exception) -> str:
+    """The readable part of tensorstore's message, without its list of source lines."""
+    return re.sub(r"\s*\[[a-z_ ]+='.*", "", " ".join(str(error).split()))

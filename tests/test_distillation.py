@@ -1,0 +1,101 @@
+"""L_feat without maps in memory, against the loss on explicit maps; what is compared with what; the warm start."""
+
+import pytest
+import timm
+import torch
+from torch.nn.functional import cross_entropy
+
+import gaupipe.models  # noqa: F401
+from gaupipe import STUDENTS
+from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
+from gaupipe.gaussians import expected_map
+from gaupipe.losses import feature_loss
+from gaupipe.models import forward_with_maps
+
+B, L, H, GRID = 3, 2, 4, (4, 4)
+
+
+def student(attention: str = "standard", depth: int = L, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=depth, embed_dim=32, in_chans=1, **options)
+    for parameter in model.parameters():  # away from a start at which all rows are uniform
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def gaussians(heads: int = H, tokens: int = 16) -> torch.Tensor:
+    values = torch.randn(B, L, heads, tokens, 4, generator=torch.Generator().manual_seed(1))
+    values[..., 2:] = values[..., 2:].abs() + 0.1
+    return values
+
+
+def gradients(model, loss) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("attention", STUDENTS)
+@pytest.mark.parametrize("temperature,direction", [(1.0, "teacher_student"), (2.0, "teacher_student"),
+                                                   (1.0, "student_teacher")])
+def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, direction):
+    model, images, labels = student(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
+    stored = gaussians()
+    hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
+    logits, rows = forward_with_maps(model, images)
+    expected = sum(w * feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
+                   for layer, (w, row) in enumerate(zip((1.0, 0.5), rows)))
+    oracle = gradients(model, cross_entropy(logits, labels) + expected)
+    logits, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]), [1.0, 0.5], temperature,
+                                             direction)
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(gradients(model, cross_entropy(logits, labels) + loss), oracle, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
+
+
+def test_hiding_the_diagonal_renormalises_the_teachers_row():
+    log_rows = torch.randn(1, 1, 3, 3).masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf).log_softmax(-1)
+    teacher = torch.tensor([[[[.5, .3, .2], [.1, .8, .1], [1., 0., 0.]]]])
+    total = 0.0
+    for query, keys, target in [(0, (1, 2), (.6, .4)), (1, (0, 2), (.5, .5)), (2, (0,), (1.,))]:
+        total += sum(p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key]) for key, p in zip(keys, target))
+    loss = feature_loss(log_rows, teacher, hidden=torch.eye(3, dtype=torch.bool))
+    assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
+
+
+def test_a_layer_map_and_mean_heads_and_a_dense_store():
+    images, stored = torch.randn(B, 1, 8, 8), gaussians(heads=2)
+    model = student(depth=3)
+    _, rows = forward_with_maps(model, images)
+    expected = sum(feature_loss(rows[own], expected_map(stored[:, theirs], GRID).mean(1, keepdim=True).expand(B, H, 16, 16))
+                   for own, theirs in ((0, 1), (2, 0)))
+    for kept, dense in ((stored, False), (expected_map(stored, GRID), True)):
+        teacher = TeacherMaps(kept, GRID, [1, None, 0], mean_heads=True, dense=dense)
+        _, loss = forward_with_feature_loss(model, images, teacher)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_finer_grid_keeps_the_gaussians_of_the_tokens_it_shares():
+    stored = gaussians(tokens=9)
+    fine = TeacherMaps(stored, (3, 3), [0, 1], match_grid=(5, 5)).map(0)
+    assert fine.shape == (B, H, 25, 25)
+    torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 25), atol=1e-4, rtol=0)
+    corners = fine.view(B, H, 5, 5, 25)[:, :, ::2, ::2].flatten(2, 3)  # every other token of 5 x 5 is one of 3 x 3
+    torch.testing.assert_close(corners, expected_map(stored[:, 0], (5, 5)), atol=1e-4, rtol=1e-3)
+
+
+def test_warm_start_copies_all_but_q_and_k():
+    model = student("belief2")
+    teacher = timm.create_model("gauvit_pico_patch2_8", attention="gaussian", depth=L, embed_dim=32, in_chans=1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    warm_start(model, teacher.state_dict())
+    for name, parameter in model.named_parameters():
+        if "qkv" in name:
+            qk, v = parameter[:64], parameter[64:]
+            assert torch.equal(qk, before[name][:64])
+            assert torch.equal(v, teacher.state_dict()[name.replace("qkv", "v")])
+        elif "proj_parallel" in name or ".z." in name:
+            assert torch.equal(parameter, before[name])
+        else:
+            assert torch.equal(parameter, teacher.state_dict()[name])

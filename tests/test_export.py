@@ -1,0 +1,250 @@
+"""Export, verify and repair as a user meets them: interrupted, damaged, and compared with the teacher."""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import store
+import torch
+
+from gaupipe.cli import main
+from stages import export_maps, phase_a
+from stages.run_directory import RunDirectory
+
+SETTINGS = ["data.train_images=200", "data.eval_batch_size=8", "phase_a.max_epochs=1", "phase_a.mode=stochastic",
+            "phase_a.label_passes=2", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
+SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
+
+
+@pytest.fixture
+def gaupipe(capfd, monkeypatch):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
+    def call(*arguments) -> tuple[int, str, str]:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        return (exit_.value.code or 0, *capfd.readouterr())
+    return call
+
+
+def train(folder: Path, *settings: str) -> Path:
+    from gaupipe import config
+    phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run directory whose phase A has finished, and its complete store."""
+    folder = train(tmp_path_factory.mktemp("export") / "run")
+    export_maps.run(folder, shard_mb=SHARD_MB)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def changes(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def shard_files(folder: Path) -> list[str]:
+    return sorted(name for name in contents(folder) if name.split("/")[0] in ("gaussians", "logits", "labels") and "/c/" in name)
+
+
+def export(run: str) -> None:
+    export_maps.run(Path(run), shard_mb=SHARD_MB)
+
+
+def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("maps.zarr"))
+    processes = multiprocessing.get_context("forkserver")  # it imports torch once; each export is forked from it
+    processes.set_forkserver_preload(["stages.export_maps"])
+
+    def start() -> multiprocessing.Process:
+        process = processes.Process(target=export, args=(str(run),))
+        process.start()
+        return process
+
+    process, started = start(), time.monotonic()
+    process.join()
+    seconds = time.monotonic() - started
+    assert process.exitcode == 0 and contents(run / "maps.zarr") == contents(trained / "maps.zarr")
+    shutil.rmtree(run / "maps.zarr")
+    moments, kept, killed = np.random.default_rng(), {}, 0
+    for _ in range(8):
+        process = start()
+        time.sleep(moments.uniform(0.05, 0.5) * seconds)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        killed += process.exitcode == -signal.SIGKILL
+        now = changes(run / "maps.zarr")
+        assert all(now[name] == written for name, written in kept.items())
+        if not (run / "maps.zarr" / "zarr.json").exists():
+            continue
+        with pytest.raises(store.StoreError, match="incomplete"):
+            store.open(run / "maps.zarr")
+        pending = store.join(run / "maps.zarr").pending()
+        kept = {name: written for name, written in now.items() if name in shard_files(run / "maps.zarr")
+                and int(name.split("/")[2]) not in {shard.index for shard in pending}}
+    process = start()
+    process.join()
+    assert process.exitcode == 0 and killed == 8
+    now = changes(run / "maps.zarr")
+    assert all(now[name] == written for name, written in kept.items())
+    assert contents(run / "maps.zarr") == contents(trained / "maps.zarr")
+
+
+def test_an_export_says_its_size_first_and_its_speed_last(run, gaupipe):
+    shutil.rmtree(run / "maps.zarr")
+    code, out, err = gaupipe("export-maps", "--run-dir", run)
+    first, last = err.splitlines()
+    assert code == 0 and Path(out.strip()) == run / "maps.zarr"
+    assert "200 images as gaussian" in first and "MB" in first and "kB an image" in first
+    assert "images/s" in last
+
+
+def test_what_is_stored_is_the_teachers(trained):
+    job = phase_a.load(RunDirectory(trained))
+    ids = np.array([199, 3, 3, 77])
+    stored = store.open(trained / "maps.zarr", dataset_sha256=job.data.sha256).gather(ids)
+    own = job.teacher.gaussians(job.rows.rows[ids]).detach()
+    np.testing.assert_array_equal(stored["gaussians"], own.numpy().astype(np.float16))
+    np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
+
+
+def test_repair_rewrites_what_is_damaged_and_nothing_else(run, gaupipe):
+    maps = run / "maps.zarr"
+    before, written, files = contents(maps), changes(maps), shard_files(maps)
+    chosen = np.random.default_rng()
+    flipped, cut, removed = chosen.choice([name for name in files if name.startswith("gaussians")], 3, replace=False)
+    data = bytearray(before[flipped])
+    position = chosen.integers(8 * len(data))
+    data[position // 8] ^= 1 << position % 8
+    (maps / flipped).write_bytes(data)
+    (maps / cut).write_bytes(before[cut][:-1])
+    (maps / removed).unlink()
+    (maps / "logits" / "zarr.json").write_bytes(before["logits/zarr.json"].replace(b"float16", b"float32"))
+
+    code, out, err = gaupipe("verify", maps)
+    assert code == 1 and "logits/zarr.json" in out
+    for name in (flipped, cut, removed):
+        shard = store.join(maps).shards[int(name.split("/")[2])]
+        [line] = [line for line in out.splitlines() if line.startswith(f"shard {shard.index}, gaussians, image")]
+        assert any(f" {image}" in line for image in range(shard.start, shard.stop))
+    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 0
+    assert contents(maps) == before
+    shards = {name.split("/")[2] for name in (flipped, cut, removed)}
+    now = changes(maps)
+    assert all(now[name] == written[name] for name in files if name.split("/")[2] not in shards)
+    assert gaupipe("verify", maps) == (0, f"{maps}: complete and intact\n", "")
+
+
+def test_a_damaged_root_is_repaired(run, gaupipe):
+    maps = run / "maps.zarr"
+    before = contents(maps)
+    data = bytearray(before["zarr.json"])
+    data[len(data) // 2] ^= 4
+    (maps / "zarr.json").write_bytes(data)
+    assert gaupipe("verify", maps)[0] == 1
+    code, _, err = gaupipe("phase-b", "--run-dir", run, "--student", "standard")
+    assert (code, err.count("\n")) == (2, 1) and "--repair" in err
+    assert gaupipe("export-maps", "--run-dir", run, "--repair", "--shard-mb", SHARD_MB)[0] == 0
+    assert contents(maps) == before
+
+
+def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, gaupipe, monkeypatch):
+    maps = run / "maps.zarr"
+    before = contents(maps)
+    (maps / shard_files(maps)[0]).unlink()
+
+    def fail(*_arguments):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(store.Writer, "write", fail)
+    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 130
+    monkeypatch.undo()
+    with pytest.raises(store.StoreError, match="incomplete"):
+        store.open(maps)
+    export_maps.run(run)
+    assert contents(maps) == before
+
+
+def test_repair_of_a_whole_store_writes_no_shard(run, gaupipe):
+    maps = run / "maps.zarr"
+    before, written = contents(maps), changes(maps)
+    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 0
+    now = changes(maps)
+    assert contents(maps) == before and all(now[name] == written[name] for name in shard_files(maps))
+
+
+MISTAKES = [
+    (["--kind", "gaussian"], "--overwrite replaces it, --repair"),
+    (["--kind", "dense", "--repair"], "kind 'dense' against 'gaussian'"),
+    (["--kind", "embedding"], "phase_a.compression"),
+    (["--overwrite", "--repair"], "choose one"),
+    (["--repair", "--out", "absent.zarr"], "no store there to repair"),
+    (["--out", "s3://"], "s3://"),
+]
+
+
+@pytest.mark.parametrize("arguments,message", MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_mistakes_give_one_line_and_change_nothing(trained, tmp_path, monkeypatch, gaupipe, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    before = changes(trained)
+    code, _, err = gaupipe("export-maps", "--run-dir", trained, *arguments)
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert changes(trained) == before and list(tmp_path.iterdir()) == []
+
+
+def test_verify_runs_the_teacher_again(run, gaupipe):
+    maps = run / "maps.zarr"
+    code, out, _ = gaupipe("verify", maps, "--teacher", "--sample", 200)
+    assert code == 0 and "as the teacher says" in out
+    maps.rename(run.parent / "elsewhere.zarr")
+    assert gaupipe("verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1)[0] == 0
+    code, _, err = gaupipe("verify", run.parent / "elsewhere.zarr", "--teacher")
+    assert (code, err.count("\n")) == (2, 1) and "not a run directory" in err
+
+
+@pytest.mark.parametrize("name", ["gaussians", "logits", "labels"])
+def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, gaupipe, name):
+    maps = store.open(run / "maps.zarr")
+    stored = maps.gather(np.arange(200))
+    stored[name] = stored[name][::-1] * (10 if name == "logits" else 1)
+    writer = store.create(run / "wrong.zarr", maps.schema)
+    for shard in writer.pending():
+        writer.write(shard, {key: array[shard.start:shard.stop] for key, array in stored.items()})
+    writer.finish()
+    assert gaupipe("verify", run / "wrong.zarr")[0] == 0
+    code, out, _ = gaupipe("verify", run / "wrong.zarr", "--teacher", "--sample", 200)
+    assert code == 1 and f"{name} " in out and "not the teacher's" in out
+
+
+def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, gaupipe):
+    other = train(tmp_path / "other", "seed=1")
+    code, _, err = gaupipe("verify", trained / "maps.zarr", "--teacher", "--run-dir", other)
+    assert (code, err.count("\n")) == (2, 1) and "another teacher" in err
+
+
+def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, gaupipe):
+    run = train(tmp_path / "run", "phase_a.compression={embedding: 8, hidden: 16}")
+    assert gaupipe("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
+    maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
+    ids = torch.tensor([7, 0, 199])
+    read = export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
+    torch.testing.assert_close(read, job.gaussians(ids, 3), rtol=2e-3, atol=2e-3)
+    assert gaupipe("verify", run / "maps.zarr", "--teacher")[0] == 0

@@ -1,0 +1,143 @@
+"""What a run needs: the paper's counts, the store's own sizes, the files that phase A really writes."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import store
+import torch
+from typer.testing import CliRunner
+
+from gaupipe import planning
+from gaupipe.cli import app
+from gaupipe.config import parse
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+from gaupipe.planning import Sizes, check_resources, compressed_count, gaussian_count, make_plan
+
+ATTO = Sizes(images=50_000, classes=10, layers=7, heads=12, tokens=64, row_size=7 * 12 * 64 * 4,
+             network_parameters=6_300_000, prior_parameters=7 * 12 * 64 * 4)
+
+
+def settings(**phase_a):
+    return parse({"phase_a": phase_a}, "test")
+
+
+def test_the_papers_counts_for_imagenet():
+    """GauTransformer, section 3.3.2: "25 billion" against "350 M" numbers a block."""
+    assert gaussian_count(1_300_000, 196, 12, 8) == 24_460_800_000
+    compressed = compressed_count(1_300_000, 196, 12, 8, embedding=256, hidden=768)
+    assert 196 * 12 * 8 == 18_816
+    assert compressed == 1_300_000 * 256 + 256 * 768 + 768 + 768 * 18_816 + 18_816
+    assert round(compressed / 1e6) == 347
+
+
+def test_the_decoder_has_the_weights_that_are_counted():
+    from gaupipe.teacher import Decoder
+    layers, outputs = 2, 4 * 3 * 4
+    decoder = Decoder(layers, 16, 24, outputs)
+    prior = layers * outputs  # is the second bias
+    assert sum(weight.numel() for weight in decoder.parameters()) + prior == layers * compressed_count(0, 4, 3, 4, 16, 24)
+
+
+def test_cifar10_atto_keeps_a_billion_numbers_in_files():
+    plan = make_plan(settings(), ATTO)
+    assert plan.row_parameters == 1_075_200_000
+    assert plan.rows_in == "files" and plan.rows_disk_bytes == 2 * 3 * 4 * 1_075_200_000
+    assert plan.memory_bytes < 2e9 and plan.checkpoint_bytes < 100e6
+    in_memory = make_plan(settings(rows={"memory_budget_gb": 20}), ATTO)
+    assert in_memory.rows_in == "memory" and in_memory.rows_disk_bytes == 0
+    assert in_memory.memory_bytes - plan.memory_bytes == 12 * 1_075_200_000
+    assert in_memory.checkpoint_bytes > 12 * 1_075_200_000
+    halves = make_plan(settings(rows={"moments": "bfloat16"}), ATTO)
+    assert halves.rows_disk_bytes * 3 == plan.rows_disk_bytes * 2
+
+
+def test_the_prior_alone_needs_no_rows():
+    plan = make_plan(settings(residual=False), ATTO)
+    assert plan.row_parameters == plan.rows_disk_bytes == 0 and plan.rows_in == "none"
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "embedding", "dense"])
+def test_store_sizes_are_those_of_the_stores_schema(kind):
+    E = 256
+    plan = make_plan(settings(compression={"embedding": E}), dataclasses.replace(ATTO, row_size=7 * E))
+    schema = store.Schema(kind=kind, num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
+                          dataset_sha256="", teacher_sha256="", parametrisation="loc_scale",
+                          embedding_dim=E if kind == "embedding" else None)
+    decoder = 4 * (ATTO.network_parameters + ATTO.prior_parameters) if kind == "embedding" else 0
+    assert plan.store_bytes[kind] == schema.total_bytes + decoder
+
+
+def test_the_planned_bytes_are_what_the_files_take(tmp_path):
+    sizes = Sizes(images=40, classes=3, layers=2, heads=2, tokens=4, row_size=64, network_parameters=10,
+                  prior_parameters=64)
+    plan = make_plan(settings(rows={"memory_budget_gb": 0}), sizes)
+    state = ImageState(40, torch.zeros(64), lr=0.1, folder=tmp_path / "phase_a" / "rows")
+    for _ in range(2):
+        state.update(torch.arange(40), torch.ones(40, 64))
+        state.end_epoch()
+    files = list((tmp_path / "phase_a" / "rows").glob("records.*"))
+    assert sum(file.stat().st_size for file in files) == plan.rows_disk_bytes
+
+
+def free(monkeypatch, disk, memory):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(disk)))
+    monkeypatch.setattr(planning, "available_memory", lambda: memory and int(memory))
+
+
+def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
+    plan = make_plan(settings(), ATTO)
+    free(monkeypatch, disk=100e9, memory=10e9)
+    check_resources(plan, tmp_path / "not" / "there")
+    check_resources(plan, tmp_path, "gaussian")
+    free(monkeypatch, disk=10e9, memory=10e9)
+    with pytest.raises(UserError, match=r"phase A needs 26.0 GB of disk, 10.0 GB are free.*--force") as refusal:
+        check_resources(plan, tmp_path)
+    assert "\n" not in str(refusal.value)
+    check_resources(plan, tmp_path, "gaussian")
+    with pytest.raises(UserError, match=r"export needs 34.4 GB of disk, 10.0 GB are free"):
+        check_resources(plan, tmp_path, "dense")
+    free(monkeypatch, disk=100e9, memory=0.5e9)
+    with pytest.raises(UserError, match=r"of memory, 0.5 GB are available"):
+        check_resources(plan, tmp_path)
+    free(monkeypatch, disk=100e9, memory=None)  # unknown
+    check_resources(plan, tmp_path)
+
+
+def test_what_a_run_has_written_already_is_not_asked_for_again(tmp_path, monkeypatch):
+    sizes = dataclasses.replace(ATTO, images=100)
+    plan = make_plan(settings(rows={"memory_budget_gb": 0}), sizes)
+    free(monkeypatch, disk=plan.phase_a_disk_bytes - 2e6, memory=None)
+    with pytest.raises(UserError, match="of disk"):
+        check_resources(plan, tmp_path)
+    (tmp_path / "phase_a" / "rows").mkdir(parents=True)
+    (tmp_path / "phase_a" / "rows" / "records.0").write_bytes(bytes(4_000_000))
+    check_resources(plan, tmp_path)
+
+
+def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["plan", "--json", "--steps", "1"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["images"] == 1437 and plan["row_parameters"] == 1437 * 4 * 4 * 16 * 4
+    assert plan["rows_in"] == "memory" and plan["problem"] is None
+    assert set(plan["store_bytes"]) == {"gaussian", "dense"}
+    assert all(seconds > 0 for seconds in plan["seconds"].values())
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_of_a_data_set_that_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["plan", "--steps", "0", "--images", "1281167", "--classes", "1000", "--set", "data.name=folder", "--set",
+                 "data.image_size=32", "--set", "model.name=gauvit_atto_patch4_32"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["row_parameters"] == 1_281_167 * 7 * 12 * 64 * 4 and plan["seconds"] is None
+    assert "of disk" in plan["problem"]
+    table = CliRunner().invoke(app, arguments).stdout
+    assert "1,281,167" in table and "does not fit: " in table

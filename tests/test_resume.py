@@ -1,0 +1,66 @@
+"""Killed at any moment and resumed, a run ends with the metrics and the student of an unbroken one."""
+
+import json
+import multiprocessing
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from gaupipe import config
+
+# a process that has imported torch once and is forked for every attempt
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["stages.run", "sklearn.datasets", "sklearn.model_selection", "torch._dynamo"])
+
+TINY = ["data.train_images=300", "data.batch_size=20", "phase_a.max_epochs=4", "phase_a.stop_accuracy=1.0",
+        "phase_b.epochs=4", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
+CASES = {
+    "memory": ["phase_a.mode=stochastic", "phase_b.optim.ema=0.9", "phase_b.gamma=0.2"],
+    "files": ["phase_a.rows.memory_budget_gb=0", "phase_a.optim.ema=0.9", "phase_b.warm_start=teacher",
+              "phase_b.optim.accumulate=2"],
+}
+
+
+def work(run_dir: Path, settings: config.Settings) -> None:
+    from stages import run
+    run.run(settings, run_dir)
+
+
+def attempt(run_dir: Path, settings: config.Settings, seconds: float | None) -> int:
+    """Runs, or continues, in a process that is killed after ``seconds``; the exit code."""
+    process = FORKS.Process(target=work, args=(run_dir, settings))
+    process.start()
+    process.join(seconds)
+    process.kill()
+    process.join()
+    return process.exitcode
+
+
+def results(run_dir: Path) -> dict[str, list[dict]]:
+    found = {}
+    for path in sorted(run_dir.glob("**/metrics.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[str(path.relative_to(run_dir))] = [
+            {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")} for row in rows]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
+    settings = config.load("digits", [*TINY, *CASES[case]])
+    assert attempt(tmp_path / "unbroken", settings, None) == 0
+    killed = 0
+    generator = random.Random(case)
+    # later and later, so that it is killed several times on a fast machine and gets somewhere on a slow one
+    while attempt(tmp_path / "killed", settings, generator.uniform(0.1, 0.5) * (1 + 0.4 * killed)) != 0:
+        killed += 1
+        assert killed < 60, "no progress between kills"
+    assert killed >= 2, "the run was too short to be killed"
+    unbroken = results(tmp_path / "unbroken")
+    assert [len(rows) for rows in unbroken.values()] == [4, 4, 4]
+    assert results(tmp_path / "killed") == unbroken
+    students = [torch.load(tmp_path / name / "phase_b/standard/checkpoint/state.pt", weights_only=True)["modules"]
+                for name in ("unbroken", "killed")]
+    assert all(torch.equal(students[0][name], students[1][name]) for name in students[0])
