@@ -80,7 +80,7 @@ def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, d
         teacher = TeacherMaps(torch.from_numpy(stored["gaussians"]).to(device), maps.schema.grid,
                               list(range(maps.schema.layers)))
         logits, feature = forward_with_feature_loss(model, images, teacher)
-        soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device))
+        soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device).float().softmax(-1))
         update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
 
     def update(loss: torch.Tensor) -> None:

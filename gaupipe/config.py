@@ -8,24 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from gaupipe import STUDENTS
+from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
-
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(gt=0)]
+from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight
 
 StudentKey = Literal[STUDENTS]
-
-
-class Section(BaseModel):
-    """A group of settings that refuses keys it does not know and cannot be changed once made."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class DataSettings(Section):
@@ -121,11 +111,15 @@ class PhaseASettings(Section):
     """Above this the teacher has overfitted: the run says so."""
     label_passes: Positive = 8
     """Sampled passes averaged for the teacher's predictions in ``stochastic`` mode."""
+    augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
+        if self.augment.mixup or self.augment.cutmix:
+            raise ValueError("augment: phase A learns where to look in single images: set mixup and cutmix in "
+                             "phase_b.augment instead")
         if not (self.prior or self.residual):
             raise ValueError("prior and residual are both off: nothing is left to learn where to look")
         return self
@@ -168,6 +162,7 @@ class PhaseBSettings(Section):
     start fresh."""
     temperature: Rate = 1.0
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
+    augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")

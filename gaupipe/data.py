@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from gaupipe.augment import Augment
 from gaupipe.config import DataSettings
 from gaupipe.errors import UserError
+from gaupipe.gaussians import Geometry
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
@@ -151,8 +153,19 @@ class Batches:
             image_ids = np.concatenate(self.shuffled(shuffle_seed))
         self.order.image_ids = np.arange(len(self.split)) if image_ids is None else image_ids
         for images, labels, ids in self.loader:
-            images = images.to(device).float()
-            yield (images - self.mean.to(device)) / self.std.to(device), labels.to(device), ids
+            yield self._normalised(images.to(device)), labels.to(device), ids
+
+    def augmented(self, device: torch.device, seed: tuple[int, int], augment: Augment
+                  ) -> Iterator[tuple[Tensor, Tensor, Tensor, Geometry | None]]:
+        """One pass in the order of :meth:`shuffled`: as :meth:`epoch`, with views in place of the images and where each
+        view lies in its image (None where nothing moved)."""
+        self.order.image_ids = np.concatenate(self.shuffled(seed))
+        for images, labels, ids in self.loader:
+            views, geometry = augment(images.to(device), ids, seed[1])
+            yield self._normalised(views), labels.to(device), ids, geometry
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        return (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
 
 
 def _as_is(batch: Any) -> Any:

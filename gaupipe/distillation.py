@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.functional import StudentAttention, merge_heads
-from gaupipe.gaussians import expected_axes, outer, resample_queries
+from gaupipe.augment import Mix, mixed_map
+from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
 from gaupipe.losses import feature_loss
 from gaupipe.models import run_blocks
 
@@ -28,6 +29,8 @@ class TeacherMaps:
     mean_heads  compare every head with the mean over the teacher's heads
     match_grid  (h, w) of the student where it differs; Gaussians only
     dense       ``stored`` holds maps
+    geometry    where the views of the batch lie in their images; Gaussians only
+    mixed       which images of the batch were mixed, and where
     """
 
     stored: Tensor
@@ -36,20 +39,23 @@ class TeacherMaps:
     mean_heads: bool = False
     match_grid: tuple[int, int] | None = None
     dense: bool = False
+    geometry: Geometry | None = None
+    mixed: Mix | None = None
 
     def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student, where it has factors."""
-        if self.dense or self.mean_heads:
+        if self.dense or self.mean_heads or self.mixed:
             return None
         return self._axes(layer)
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
         rows = self.stored[:, self.layers[layer]].float() if self.dense else outer(*self._axes(layer))
+        rows = mixed_map(rows, self.mixed, self.match_grid or self.grid)
         return rows.mean(1, keepdim=True) if self.mean_heads else rows
 
     def _axes(self, layer: int) -> tuple[Tensor, Tensor]:
-        gaussians = self.stored[:, self.layers[layer]].float()
+        gaussians = move(self.stored[:, self.layers[layer]].float(), self.geometry, self.grid)
         if self.match_grid:
             gaussians = resample_queries(gaussians, self.grid, self.match_grid)
         return expected_axes(gaussians, self.match_grid or self.grid)

@@ -14,16 +14,13 @@ FLOOR = 1e-8
 
 
 def hard_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), optionally smoothed."""
+    """Cross-entropy of logits [B, C] with labels [B], or with probabilities [B, C] (*eq. 1*), optionally smoothed."""
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
-def soft_loss(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Cross-entropy of the student's logits [B, C] with the teacher's probabilities (*eq. 10*).
-
-    ``teacher_logits`` [B, C] may be logits or log-probabilities.
-    """
-    return F.cross_entropy(logits, teacher_logits.float().softmax(-1))
+def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
+    """Cross-entropy of the student's logits [B, C] with the teacher's probabilities [B, C] (*eq. 10*)."""
+    return F.cross_entropy(logits, teacher_probabilities)
 
 
 def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float = 1.0,

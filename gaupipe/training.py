@@ -13,9 +13,11 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from gaupipe.augment import Augment
 from gaupipe.config import ModelSettings, OptimSettings, Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
+from gaupipe.gaussians import Geometry
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress
 
@@ -142,24 +144,25 @@ class TrainingState:
         return True
 
 
-def train_epoch(state: TrainingState, batches: Batches, device: torch.device, seed: int, progress: EpochProgress,
-                step: Callable[[Tensor, Tensor, Tensor], tuple[dict[str, Tensor], Tensor | None]]) -> dict[str, float]:
+def train_epoch(state: TrainingState, batches: Batches, device: torch.device, augment: Augment, progress: EpochProgress,
+                step: Callable[[Tensor, Tensor, Tensor, Geometry | None], tuple[dict[str, Tensor], Tensor | None]]
+                ) -> dict[str, float]:
     """One pass over the training images; the means of the values that ``step`` names.
 
-    ``step(images, labels, image_ids)`` returns ({"loss": ..., ...}, rows), where rows [B, ...] are the leaf tensor of
+    ``step(images, labels, image_ids, geometry)`` returns ({"loss": ..., ...}, rows), where rows [B, ...] are the leaf tensor of
     the images' rows, or None. A row's gradient is that of its own image's loss, whatever the size of the batch. Raises
     UserError when the loss is not finite; the checkpoint of the last epoch stays.
     """
     state.modules.train()
     epoch, steps, accumulate = len(state.metrics), batches.steps(), state.optim.accumulate
-    seed_epoch(seed, epoch)
+    seed_epoch(augment.seed, epoch)
     totals: dict[str, Tensor] = {}
     parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
     dtype = getattr(torch, state.precision)
-    for number, (images, labels, image_ids) in enumerate(batches.epoch(device, (seed, epoch))):
+    for number, (images, labels, image_ids, geometry) in enumerate(batches.augmented(device, (augment.seed, epoch), augment)):
         state.schedule.step_update(epoch * steps + number)
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            values, rows = step(images, labels, image_ids)
+            values, rows = step(images, labels, image_ids, geometry)
         if not torch.isfinite(values["loss"]):
             raise UserError(f"the loss is {values['loss'].item()} in epoch {epoch + 1}, step {number + 1} of {steps} "
                             f"(lr {state.optimizer.param_groups[0]['lr']:.3g}, {state.precision}, "

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gaupipe import data as datasets
+from gaupipe.augment import Augment
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
+from gaupipe.gaussians import Geometry, move
 from gaupipe.image_state import ImageState
 from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
 from gaupipe.progress import EpochProgress, MetricsLog
@@ -113,10 +115,13 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> 
 
     forward = torch.compile(job.teacher) if job.settings.compile else job.teacher
 
-    def step(images: Tensor, labels: Tensor, image_ids: Tensor):
+    augment = Augment(phase.augment, seed)
+
+    def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
         rows = job.rows.gather(image_ids, job.device) if job.rows else None
         noise = job.teacher.noise(images, generator) if phase.mode == "stochastic" else None
-        logits = forward(images, job.teacher.gaussians(rows), noise)
+        gaussians = move(job.teacher.gaussians(rows), geometry, job.teacher.grid)
+        logits = forward(images, gaussians, noise)
         return {"loss": cross_entropy(logits, labels)}, rows
 
     with EpochProgress("phase A", len(job.data.train), phase.max_epochs, len(state.metrics)) as progress:
@@ -124,7 +129,7 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> 
             epoch = len(state.metrics)
             started = time.monotonic()
             generator.manual_seed(seed * 1_000_003 + epoch)
-            losses = train_epoch(state, batches, job.device, seed, progress, step)
+            losses = train_epoch(state, batches, job.device, augment, progress, step)
             if job.rows:
                 job.rows.end_epoch()
             seconds = time.monotonic() - started

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,21 @@ import numpy as np
 import store
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from gaupipe import data as datasets
+from gaupipe.augment import Augment, Mix, mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
 from gaupipe.errors import UserError
+from gaupipe.gaussians import Geometry
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score_model, select_device, train_epoch
 from stages import phase_a
+from stages.export_maps import gaussians_reader
 from stages.run_directory import RunDirectory
 
 
@@ -36,14 +42,20 @@ class PhaseB:
     optim: OptimSettings
     maps: store.Store | None
 
-    def teacher_maps(self, stored: dict[str, np.ndarray]) -> TeacherMaps:
-        """The teacher's attention of a batch read from the store, on the device."""
+    def teacher_maps(self, stored: dict[str, np.ndarray], geometry: Geometry | None = None, mixed: Mix | None = None
+                     ) -> TeacherMaps:
+        """The teacher's attention of a batch read from the store, on the device, moved and mixed as its images were."""
         schema, phase = self.maps.schema, self.settings.phase_b
         dense = schema.kind == "dense"
-        values = torch.from_numpy(stored["maps" if dense else "gaussians"]).to(self.device)
+        values = torch.from_numpy(stored["maps"]).to(self.device) if dense else self.read_gaussians(stored)
         grid = tuple(self.student.patch_embed.grid_size)
         return TeacherMaps(values, schema.grid, phase.layer_map or list(range(schema.layers)), phase.mean_heads,
-                           grid if grid != schema.grid else None, dense)
+                           grid if grid != schema.grid else None, dense, geometry, mixed)
+
+    @cached_property
+    def read_gaussians(self) -> Callable[[dict[str, np.ndarray]], Tensor]:
+        """What makes Gaussians [B, L, H, T, 4] of rows read from the store."""
+        return gaussians_reader(self.maps, self.device)
 
 
 def build(settings: Settings, key: str, maps_url: str | None) -> PhaseB:
@@ -79,6 +91,10 @@ def check_fit(student: nn.Module, maps: store.Store, settings: Settings) -> None
             len(phase.layer_map) != depth or any(layer is not None and layer >= schema.layers for layer in phase.layer_map)):
         raise UserError(f"phase_b.layer_map: should have {depth} entries, each null or 0 to {schema.layers - 1}, got "
                         f"{phase.layer_map}")
+    if schema.kind == "dense" and phase.augment.geometry == "follow" and (
+            phase.augment.flip or phase.augment.crop_padding or phase.augment.resized_crop):
+        raise UserError("phase_b.augment: dense maps cannot move with a cropped or mirrored image: export a gaussian store, "
+                        "or set phase_b.augment.geometry=ignore")
     if phase.layer_weights is not None and len(phase.layer_weights) != depth:
         raise UserError(f"phase_b.layer_weights: should have {depth} entries, got {len(phase.layer_weights)}")
     if not phase.mean_heads and heads != schema.heads:
@@ -125,8 +141,9 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
             epoch = len(state.metrics)
             started = time.monotonic()
             gamma = gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs)
-            step = distillation_step(job, gamma, batches.shuffled((seed, epoch))) if job.maps else plain_step(job)
-            losses = train_epoch(state, batches, job.device, seed, progress, step)
+            step = (distillation_step(job, epoch, gamma, batches.shuffled((seed, epoch))) if job.maps
+                    else plain_step(job, epoch))
+            losses = train_epoch(state, batches, job.device, Augment(phase.augment, seed), progress, step)
             seconds = time.monotonic() - started
             scores = score_model(state.kept, validation, job.device)
             log.append({"epoch": epoch + 1, "train_loss": losses["loss"], "train_acc": losses["acc"],
@@ -140,20 +157,21 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
                           f"validation accuracy {scores['acc']:.4f}, {seconds:.1f} s")
 
 
-def plain_step(job: PhaseB):
+def plain_step(job: PhaseB, epoch: int):
     """A step on the labels alone."""
-    smoothing = job.settings.phase_b.label_smoothing
+    phase = job.settings.phase_b
     forward = torch.compile(job.student) if job.settings.compile else job.student
 
-    def step(images: Tensor, labels: Tensor, image_ids: Tensor):
-        logits = forward(images)
-        loss = hard_loss(logits.float(), labels, smoothing)
+    def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
+        images, mixed = mix(images, image_ids, job.settings.seed, epoch, phase.augment)
+        logits = forward(images).float()
+        loss = hard_loss(logits, label_targets(labels, mixed, logits), phase.label_smoothing)
         return {"loss": loss, "loss_hard": loss, "acc": accuracy(logits, labels)}, None
 
     return step
 
 
-def distillation_step(job: PhaseB, gamma: float, order: list[np.ndarray]):
+def distillation_step(job: PhaseB, epoch: int, gamma: float, order: list[np.ndarray]):
     """A step on L = alpha L_soft + beta L_hard + gamma L_feat (*GauTransformer, eq. 11*).
 
     ``order`` holds the image ids of the epoch's batches, so that the store can read ahead.
@@ -162,22 +180,30 @@ def distillation_step(job: PhaseB, gamma: float, order: list[np.ndarray]):
     targets = job.maps.prefetch(order)
     forward = torch.compile(job.student) if job.settings.compile else job.student
 
-    def step(images: Tensor, labels: Tensor, image_ids: Tensor):
+    def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
         stored = next(targets)
+        images, mixed = mix(images, image_ids, job.settings.seed, epoch, phase.augment)
         losses = {}
         if gamma:
             logits, losses["loss_feat"] = forward_with_feature_loss(
-                job.student, images, job.teacher_maps(stored), phase.layer_weights, phase.temperature, phase.direction)
+                job.student, images, job.teacher_maps(stored, geometry, mixed), phase.layer_weights, phase.temperature,
+                phase.direction)
         else:
             logits = forward(images)
         logits = logits.float()
-        losses["loss_soft"] = soft_loss(logits, torch.from_numpy(stored["logits"]).to(job.device))
-        losses["loss_hard"] = hard_loss(logits, labels, phase.label_smoothing)
+        teacher = torch.from_numpy(stored["logits"]).to(job.device).float().softmax(-1)
+        losses["loss_soft"] = soft_loss(logits, mixed_targets(teacher, mixed))
+        losses["loss_hard"] = hard_loss(logits, label_targets(labels, mixed, logits), phase.label_smoothing)
         losses["loss"] = (phase.alpha * losses["loss_soft"] + phase.beta * losses["loss_hard"]
                           + gamma * losses.get("loss_feat", 0.0))
         return {**losses, "acc": accuracy(logits, labels)}, None
 
     return step
+
+
+def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
+    """Labels [B], or for a mixed batch the probabilities [B, C] that their mix stands for."""
+    return labels if mixed is None else mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

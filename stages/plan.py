@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -19,10 +20,9 @@ from gaupipe import data as datasets
 from gaupipe.config import Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split
 from gaupipe.errors import UserError
-from gaupipe.image_state import ImageState
 from gaupipe.planning import (Plan, available_memory, check_resources, free_disk, gigabytes, make_plan, sizes_of)
 from gaupipe.teacher import Teacher
-from gaupipe.training import TrainingState, build_optimizer, build_vit, select_device
+from gaupipe.training import TrainingState, build_optimizer, select_device
 from stages import export_maps, phase_a, phase_b
 
 
@@ -37,7 +37,7 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
     data = datasets.load(settings.data) if images is None else random_data(settings, images, classes)
-    teacher = build_teacher(settings, data)
+    teacher = phase_a.build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
@@ -53,14 +53,6 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
     return {**dataclasses.asdict(plan), "phase_a_disk_bytes": plan.phase_a_disk_bytes,
             "free_disk_bytes": free_disk(run_dir), "available_memory_bytes": available_memory(),
             "device": str(device), "seconds": seconds, "problem": problem}
-
-
-def build_teacher(settings: Settings, data: ImageData) -> Teacher:
-    """A freshly started teacher on the CPU."""
-    phase = settings.phase_a
-    torch.manual_seed(settings.seed)
-    compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
-    return Teacher(build_vit(settings.model, data, "gaussian"), phase.parametrisation, phase.prior, compression)
 
 
 def random_data(settings: Settings, images: int, classes: int) -> ImageData:
@@ -83,13 +75,14 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
     count = min(steps * settings.data.batch_size, len(data.train))
     small = dataclasses.replace(data, train=Split(data.train.source, data.train.positions[:count]), test=None,
                                 val=Split(data.val.source, data.val.positions[:1]))
+    where = settings.phase_a.rows.model_copy(update={"memory_budget_gb": 0 if plan.rows_in == "files" else math.inf})
     short = settings.model_copy(update={
-        "phase_a": settings.phase_a.model_copy(update={"max_epochs": 2, "stop_accuracy": 1.0}),
+        "phase_a": settings.phase_a.model_copy(update={"max_epochs": 2, "stop_accuracy": 1.0, "rows": where}),
         "phase_b": settings.phase_b.model_copy(update={"epochs": 2})})
     batches = Batches(small.train, small, settings.data.batch_size, settings.data.workers)
     evaluation = Batches(small.train, small, settings.data.eval_batch_size, settings.data.workers)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        rows = small_rows(short, teacher, count, plan, Path(folder) / "rows")
+        rows = phase_a.build_rows(short, teacher, count, Path(folder) / "rows") if plan.row_parameters else None
         first = phase_a.PhaseA(short, small, device, teacher.to(device), rows)
         state = phase_a.training_state(first, batches.steps())
         phase_a.train(first, batches, state, Path(folder) / "phase_a")
@@ -111,15 +104,6 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
     epoch_b = plan.images * train_b + held_out * score_b
     return {"phase_a_epoch": epoch_a, "phase_a": epoch_a * settings.phase_a.max_epochs, "export": export * plan.images,
             "phase_b_epoch": epoch_b, "phase_b": epoch_b * settings.phase_b.epochs}
-
-
-def small_rows(settings: Settings, teacher: Teacher, count: int, plan: Plan, folder: Path) -> ImageState | None:
-    """Rows for ``count`` images, kept where the run would keep them."""
-    if plan.rows_in == "none":
-        return None
-    rows = settings.phase_a.rows
-    return ImageState(count, torch.zeros(teacher.row_shape), lr=rows.lr, betas=rows.betas, eps=rows.eps,
-                      moments_dtype=getattr(torch, rows.moments), folder=folder if plan.rows_in == "files" else None)
 
 
 def clock(work: Any) -> float:

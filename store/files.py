@@ -41,6 +41,7 @@ class Files:
         refuse_after_fork()
         self.url = str(url)
         self._spec, self._context = _kvstore_spec(self.url)
+        self._flushed: set[Path] = set()  # folders whose own entry is known to be on the disk
         try:
             self._kvstore = ts.KvStore.open(self._spec, context=ts.Context(self._context)).result()
         except ValueError as error:
@@ -81,14 +82,16 @@ class Files:
         return self._wait(array.read())
 
     def _flush_folders(self, keys: Iterable[str]) -> None:
-        """tensorstore flushes a file and the folder it is in; the folders above may be new as well."""
+        """tensorstore flushes a file and the entry in its folder; the folders above may be new and unflushed as well."""
         top = Path(self._spec["path"])
-        for folder in {parent for key in keys for parent in (top / key).parents if parent.is_relative_to(top.parent)}:
-            descriptor = os.open(folder, os.O_RDONLY)
+        new = {folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)} - self._flushed
+        for parent in {folder.parent for folder in new}:
+            descriptor = os.open(parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+        self._flushed |= new
 
     def _wait(self, future):
         try:
@@ -125,21 +128,31 @@ def _starting_with(prefix: str) -> ts.KvStore.KeyRange:
     return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
+_NO_ACCESS = {
+    "NOT_FOUND": "it does not exist; check the bucket and the path",
+    "PERMISSION_DENIED": "access refused; check the credentials and the permissions",
+    "UNAUTHENTICATED": "access refused; check the credentials in the environment",
+    "UNAVAILABLE": "the storage does not answer; check the address and the connection",
+    "DEADLINE_EXCEEDED": "the storage does not answer; check the address and the connection",
+    "ABORTED": "the storage does not answer; check the address and the connection",
+    "RESOURCE_EXHAUSTED": "the disk is full",
+}
+
+
 def explain(error: Exception, url: str) -> str:
     """tensorstore's error as one line a user can act on."""
-    text = one_line(error)
-    advice = {
-        "NOT_FOUND": "it does not exist; check the bucket and the path",
-        "PERMISSION_DENIED": "access refused; check the credentials and the permissions",
-        "UNAUTHENTICATED": "access refused; check the credentials in the environment",
-        "UNAVAILABLE": "the storage does not answer; check the address and the connection",
-        "DEADLINE_EXCEEDED": "the storage does not answer; check the address and the connection",
-        "ABORTED": "the storage does not answer; check the address and the connection",
-        "RESOURCE_EXHAUSTED": "the disk is full",
-    }
-    return f"{url}: {advice.get(text.split(':')[0], 'the storage reports an error')} ({text})"
+    text = _one_line(error)
+    return f"{url}: {_NO_ACCESS.get(text.split(':')[0], 'the storage reports an error')} ({text})"
 
 
-def one_line(error: Exception) -> str:
+def damage(error: Exception) -> str | None:
+    """What a failed read says about the bytes stored, in words; None when the storage could not be reached at all."""
+    text = _one_line(error)
+    if text.split(":")[0] in _NO_ACCESS:
+        return None
+    return "the shard's index is damaged" if "shard index" in text else "the stored bytes are damaged"
+
+
+def _one_line(error: Exception) -> str:
     """The readable part of tensorstore's message, without its list of source lines."""
     return re.sub(r"\s*\[[a-z_ ]+='.*", "", " ".join(str(error).split()))

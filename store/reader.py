@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from store.encoding import decode
 from store.errors import CorruptChunk, StoreError
-from store.files import Files, explain, one_line, refuse_after_fork
+from store.files import Files, damage, explain, refuse_after_fork
 from store.layout import ROOT, Layout, read_checked, read_decoder
 from store.schema import Schema
 
@@ -132,7 +132,9 @@ class Store:
             try:
                 self._arrays[name][image_id].read().result()
             except ValueError as found:
-                return self._corrupt(name, int(image_id), one_line(found))
+                if what := damage(found):
+                    return self._corrupt(name, int(image_id), what)
+                break
         return StoreError(explain(error, self.url))
 
     def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import tensorstore as ts
 
-from store.files import one_line
+from store.files import damage
 from store.layout import Shard
 
 
@@ -31,7 +31,7 @@ def _read_one(image: ts.TensorStore) -> np.ndarray | str:
     try:
         return image.read().result()[0]
     except ValueError as error:
-        return one_line(error)
+        return damage(error) or str(error)
 
 
 def _in_memory(metadata: dict) -> ts.TensorStore:

@@ -11,9 +11,9 @@ import numpy as np
 
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.layout import RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, sha256
+from store.layout import RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, sha256, shard_key
 from store.schema import Schema
-from store.shards import decode_shard
+from store.shards import decode_shard, encode_shard
 from store.writer import Writer
 
 
@@ -63,24 +63,28 @@ def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None =
 def check_shards(files: Files, layout: Layout, names: list[str],
                  progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Everything wrong in the shards of these arrays, whose metadata is sound."""
-    metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json")) for name in names}
-    digests, sizes = files.open_array("shard_sha256"), files.open_array("shard_nbytes")
+    metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json")) for name in (*names, *RECORDS)}
     problems = []
     for shard in layout.shards:
-        try:
-            if files.read(layout.record_file(shard.index)) is None:
-                raise StoreError("not written yet")
-            digest, size = files.load(digests[shard.index]), files.load(sizes[shard.index])
-        except StoreError as error:
-            problems += [Problem(f"no valid record of the shard: {error}", shard.index, name, shard.start, shard.stop)
-                         for name in names]
-            continue
+        records = [_read_record(files, name, metadata[name], shard) for name in RECORDS]
         for name in names:
-            row = layout.names.index(name)
-            problems += _check_file(files, layout, metadata[name], name, shard, bytes(digest[row]).hex(), int(size[row]))
+            if records[0] is None or records[1] is None:
+                problems.append(Problem("not written yet, or the record of it is damaged", shard.index, name, shard.start,
+                                        shard.stop))
+            else:
+                digest, size = (record[layout.names.index(name)] for record in records)
+                problems += _check_file(files, layout, metadata[name], name, shard, bytes(digest).hex(), int(size))
         if progress:
             progress(shard.index + 1, len(layout.shards))
     return problems
+
+
+def _read_record(files: Files, name: str, metadata: dict, shard: Shard) -> np.ndarray | None:
+    """The shard's row of `shard_sha256` or `shard_nbytes`; None when it is missing or any bit of its file has changed."""
+    key, row = shard_key(shard.index, len(metadata["shape"])), Shard(shard.index, shard.index, shard.index + 1)
+    data = files.read(f"{name}/{key}")
+    values = decode_shard(metadata, key, row, data)[0] if data is not None else None
+    return values if isinstance(values, np.ndarray) and encode_shard(metadata, key, row, values[None]) == data else None
 
 
 def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: Shard, digest: str,

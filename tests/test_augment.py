@@ -7,8 +7,8 @@ import torch.nn.functional as nnf
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.augment import (COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, OPERATIONS, Augment, AugmentSettings, Mix, mix,
-                             mixed_map, mixed_targets, philox, uniforms)
+from gaupipe.augment import OPERATIONS, Augment, Mix, mix, mixed_map, mixed_targets, philox, uniforms
+from gaupipe.augment_settings import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
 from gaupipe.gaussians import expected_map, move
 
 EVERYTHING = AugmentSettings(flip=True, crop_padding=3, resized_crop={}, randaugment={}, erasing=0.5)

@@ -1,0 +1,112 @@
+"""Phase B as a whole, small: every student learns from every kind of store, under augmentation, and exports to ONNX."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gaupipe import STUDENTS, config
+from gaupipe.errors import UserError
+from stages import evaluate, export_maps, export_student, phase_a, phase_b
+
+TEACHER = ["phase_a.max_epochs=3", "phase_b.epochs=5", "data.batch_size=64", "phase_b.optim.lr=4e-3",
+           "model.args={depth: 2, embed_dim: 32, num_heads: 2}", "threads=1", "phase_b.alpha=0.1",
+           "phase_b.gamma_schedule=constant", "phase_b.match_params=true"]
+
+
+def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
+    phase_a.run(config.load("digits", [*TEACHER, *overrides]), run_dir)
+    export_maps.run(run_dir, kind)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("phase_b") / "run")
+
+
+def change(run_dir: Path, *overrides: str) -> Path:
+    """The same run with other settings of phase B."""
+    other = config.load(run_dir / "config.yaml", list(overrides))
+    (run_dir / "config.yaml").write_text(config.dump(other))
+    return run_dir
+
+
+@pytest.mark.parametrize("key", STUDENTS)
+def test_every_student_learns(run_dir, key):
+    rows = phase_b.run(run_dir, key)
+    assert rows[-1]["loss_feat"] < rows[0]["loss_feat"] and rows[-1]["loss_hard"] < rows[0]["loss_hard"]
+    assert rows[-1]["val_acc"] > 0.5  # chance is 0.1
+    scores = evaluate.run(run_dir, key)
+    assert scores["top1"] == pytest.approx(rows[-1]["val_acc"]) and scores["loss"] == pytest.approx(rows[-1]["val_loss"], 1e-4)
+    assert 0 <= scores["calibration_error"] <= 1 and scores["teacher_agreement"] > 0.3
+    assert len(scores["map_kl"]) == 2 and all(0 < kl < 5 for kl in scores["map_kl"])
+
+
+def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
+    pytest.importorskip("onnxruntime")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    phase_b.run(run_dir, "belief2", resume=True)
+    path, difference = export_student.run(run_dir, "belief2")
+    assert difference < 1e-4
+    images = torch.randn(7, 1, 8, 8)
+    logits = onnxruntime.InferenceSession(str(path)).run(None, {"images": images.numpy()})[0]
+    student = evaluate.load_student(run_dir, "belief2")[1]
+    torch.testing.assert_close(torch.from_numpy(logits), student(images).detach(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind,overrides", [
+    ("gaussian", ["phase_a.augment={flip: true, crop_padding: 1}", "phase_b.augment={flip: true, crop_padding: 1, "
+                  "erasing: 0.2, mixup: 0.2, cutmix: 0.2, randaugment: {ops: 1}}"]),
+    ("embedding", ["phase_a.compression={embedding: 8, hidden: 16}", "phase_b.warm_start=teacher"]),
+    ("dense", ["phase_b.direction=student_teacher", "phase_b.temperature=2"]),
+    ("gaussian", ["precision=bfloat16", "phase_a.parametrisation=paper", "phase_a.mode=stochastic"]),
+    ("gaussian", ["phase_a.residual=false", "phase_b.model_args={depth: 3, num_heads: 4}",
+                  "phase_b.layer_map=[0, null, 1]", "phase_b.mean_heads=true"]),
+    ("gaussian", ["phase_b.model_args={patch_size: 1}", "phase_b.match_grid=true", "phase_b.rezero=true"]),
+], ids=["augmented", "embedding", "dense", "bfloat16-paper", "other-depth-and-heads", "other-grid-rezero"])
+def test_the_ways_to_distil(tmp_path, kind, overrides):
+    run_dir = make(tmp_path / "run", "phase_b.epochs=3", "phase_b.gamma=1", *overrides, kind=kind)
+    rows = phase_b.run(run_dir, "standard")
+    for name in ("train_loss", "loss_feat"):
+        assert rows[-1][name] < rows[0][name], name
+    assert torch.isfinite(torch.tensor([[row["train_loss"], row["val_loss"]] for row in rows])).all()
+
+
+@pytest.mark.parametrize("overrides,message", [
+    (["phase_b.model_args={depth: 3}"], "phase_b.layer_map"),
+    (["phase_b.layer_map=[0, 7]"], "0 to 1"),
+    (["phase_b.layer_weights=[1]"], "should have 2 entries"),
+    (["phase_b.model_args={num_heads: 4}"], "phase_b.mean_heads=true"),
+    (["phase_b.model_args={patch_size: 1}"], "phase_b.match_grid=true"),
+    (["phase_b.attention_options={gama: 2}"], "gama"),
+])
+def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
+    before = (run_dir / "config.yaml").read_text()
+    try:
+        with pytest.raises(UserError, match=message.replace("(", r"\(")):
+            phase_b.run(change(run_dir, *overrides), "attentionx", resume=True)
+    finally:
+        (run_dir / "config.yaml").write_text(before)
+
+
+def test_mixup_in_phase_a_and_unfollowable_augmentation_are_refused():
+    for override in ("phase_a.augment={mixup: 0.2}", "phase_b.augment={randaugment: {operations: [Rotate]}}"):
+        with pytest.raises(UserError):
+            config.load("digits", [override])
+
+
+def test_calibration_error_by_hand():
+    """Ten images with confidence 0.8 of which 6 are right, ten with 0.6 of which all are: (0.2 + 0.4) / 2."""
+    sure, unsure = torch.log(torch.tensor([0.8, 0.2])), torch.log(torch.tensor([0.6, 0.4]))
+    logits = torch.stack([sure] * 10 + [unsure] * 10)
+    labels = torch.tensor([0] * 6 + [1] * 4 + [0] * 10)
+    assert evaluate.metrics(logits, labels)["calibration_error"] == pytest.approx(0.3, abs=1e-6)
+
+
+def test_plain_training_goes_through_the_same_loop(run_dir):
+    rows = phase_b.run(run_dir, "standard", distilled=False)
+    assert rows[-1]["loss_soft"] is None and rows[-1]["gamma"] == 0 and rows[-1]["val_acc"] > 0.3
+    written = (run_dir / "plain" / "standard" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(written[-1]) == rows[-1]

@@ -1,0 +1,264 @@
+"""The store as a user of it alone meets it: what goes in comes out, and every mistake is answered in one line."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import store
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def make_schema(**changes) -> store.Schema:
+    return store.Schema(**{**dict(kind="gaussian", num_images=23, grid=(2, 3), layers=2, heads=3, num_classes=5,
+                                  dataset="toy", dataset_sha256="d" * 64, teacher_sha256="a" * 64), **changes})
+
+
+def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    arrays = {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in schema.arrays().items()}
+    if "gaussians" in arrays:
+        arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])
+    arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
+    return arrays
+
+
+def write_store(url, schema: store.Schema, arrays: dict[str, np.ndarray], **options) -> store.Writer:
+    writer = store.create(url, schema, **options)
+    for shard in writer.pending():
+        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+    writer.finish()
+    return writer
+
+
+def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], ids) -> None:
+    for name, values in written.items():
+        expected = values[ids].astype(np.int64 if name == "labels" else np.float16)
+        assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
+
+
+KINDS = [dict(kind="gaussian"), dict(kind="embedding", embedding_dim=7), dict(kind="dense")]
+
+
+def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
+    return {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)} if schema.embedding_dim else None
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
+@pytest.mark.parametrize("preload_bytes", [0, 10**6])
+def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
+    schema = make_schema(**kind)
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image, decoder=decoder_for(schema))
+    maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
+    ids = np.array([22, 0, 0, 7, 8, 3])
+    assert list(maps.gather(ids)) == list(schema.arrays())
+    assert_stored(maps.gather(ids), arrays, ids)
+    assert_stored(maps.gather([]), arrays, [])
+    assert (maps.schema, maps.complete) == (schema, True)
+    decoder = decoder_for(schema) or {}
+    assert maps.decoder().keys() == decoder.keys()
+    assert all(np.array_equal(maps.decoder()[name], values) for name, values in decoder.items())
+    on_disk = sum(path.stat().st_size for path in (tmp_path / "s").rglob("*") if path.is_file())
+    assert maps.size_on_disk() == on_disk
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), num_images=st.integers(1, 16), grid=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+       layers=st.integers(1, 3), heads=st.integers(1, 3), num_classes=st.sampled_from([1, 4, 127, 128, 300]),
+       kind=st.sampled_from(["gaussian", "dense"]), shard_images=st.floats(1, 20))
+def test_any_shape_and_shard_size(tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, shard_images):
+    schema = make_schema(kind=kind, num_images=num_images, grid=grid, layers=layers, heads=heads, num_classes=num_classes)
+    arrays, url = make_arrays(schema), tmp_path_factory.mktemp("any") / "s"
+    writer = write_store(url, schema, arrays, shard_bytes=int(shard_images * schema.bytes_per_image))
+    assert [image for shard in writer.shards for image in range(shard.start, shard.stop)] == list(range(num_images))
+    ids = data.draw(st.lists(st.integers(0, num_images - 1), max_size=30))
+    assert_stored(store.open(url).gather(ids), arrays, ids)
+    assert_stored({name: array[...] for name, array in zarr.open_group(url, mode="r").arrays() if name in arrays}, arrays,
+                  slice(None))
+    assert store.verify(url) == []
+
+
+def test_zarr_finds_the_contracted_group(tmp_path):
+    schema = make_schema(extra={"label_passes": 4})
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    group = zarr.open_group(tmp_path / "s", mode="r")
+    expected = dict(format="gaupipe-maps", format_version=1, kind="gaussian", grid=[2, 3], layers=2, heads=3,
+                    dataset="toy", num_classes=5, teacher_sha256="a" * 64, parametrisation="loc_scale", complete=True,
+                    extra={"label_passes": 4})
+    assert {name: group.attrs[name] for name in expected} == expected
+    gaussians = group["gaussians"]
+    assert (gaussians.shape, gaussians.dtype, gaussians.chunks) == ((23, 2, 3, 6, 4), np.float16, (1, 2, 3, 6, 4))
+    assert gaussians.metadata.dimension_names == ("image", "layer", "head", "query", "parameter")
+    assert group["labels"].dtype == np.int64 and group["logits"].dtype == np.float16
+
+
+def test_prefetch_keeps_the_order_and_passes_errors_on(tmp_path):
+    schema = make_schema()
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays)
+    maps, batches = store.open(tmp_path / "s"), np.random.default_rng(0).integers(0, 23, (9, 4))
+    for depth in (0, 2, 50):
+        read = list(maps.prefetch(batches, depth))
+        assert len(read) == 9
+        for ids, rows in zip(batches, read):
+            assert_stored(rows, arrays, ids)
+    stream = maps.prefetch([[1], [2], [99], [3]])
+    assert [len(next(stream)["labels"]), len(next(stream)["labels"])] == [1, 1]
+    with pytest.raises(store.StoreError, match="no image 99"):
+        next(stream)
+    stream = maps.prefetch(batches)
+    next(stream)
+    stream.close()  # a consumer that stops early waits for nothing
+
+
+def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
+    schema = make_schema()
+    arrays = make_arrays(schema)
+    arrays["gaussians"][3, 0, 0, 0] = [1e9, -np.inf, 0, np.inf]
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
+    stored = store.open(tmp_path / "s").gather([3])["gaussians"][0, 0, 0, 0]
+    assert stored.tolist() == [65504, -65504, 2**-14, 65504]
+    for name, value, message in (("gaussians", np.nan, "image 17: gaussians has NaN"),
+                                 ("logits", np.nan, "image 17: logits has NaN"),
+                                 ("gaussians", -1, "image 17: gaussians has a negative standard deviation"),
+                                 ("labels", 5, "image 17: labels out of range; 0 to 4")):
+        bad = make_arrays(schema)
+        bad[name][17].reshape(-1)[-1:] = value
+        if name == "labels":
+            bad[name][17] = value
+        with pytest.raises(store.StoreError, match=message):
+            write_store(tmp_path / "bad", schema, bad, overwrite=True, shard_bytes=4 * schema.bytes_per_image)
+        with pytest.raises(store.StoreError, match="incomplete"):
+            store.open(tmp_path / "bad")
+
+
+def test_uint8_codes_are_read_as_documented(tmp_path):
+    schema = make_schema(encoding="uint8")
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays)
+    array = zarr.open_group(tmp_path / "s", mode="r")["gaussians"]
+    codes, constants = array[...].astype(np.float64), array.attrs
+    decoded = np.concatenate([(codes[..., :2] - 128) * constants["mean_step"],
+                              np.exp(constants["log_std_min"] + (codes[..., 2:] - 1) * constants["log_std_step"])], axis=-1)
+    read = store.open(tmp_path / "s").gather(np.arange(23))["gaussians"]
+    assert array.dtype == np.uint8 and np.array_equal(read, decoded.astype(np.float16))
+    mean, std = arrays["gaussians"][..., :2], arrays["gaussians"][..., 2:]
+    assert np.abs(decoded[..., :2] - mean.clip(-2, 2)).max() <= 0.501 * constants["mean_step"]
+    assert np.abs(np.log(decoded[..., 2:]) - np.log(std.clip(2**-9, 8))).max() <= 0.501 * constants["log_std_step"]
+
+
+def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:
+    """The expected attention map of one query on an n x n grid, in float64, written from its closed form."""
+    from math import erf, exp, pi, sqrt
+
+    def axis(mean: float, std: float) -> np.ndarray:
+        m, s = (mean + 1) / 2 * (n - 1), std * (n - 1) / 2
+        def r(a):
+            z = (m - a) / s
+            return s * exp(-z * z / 2) / sqrt(2 * pi) + (m - a) * (1 + erf(z / sqrt(2))) / 2
+        inner = [r(j - 1) - 2 * r(j) + r(j + 1) for j in range(1, n - 1)]
+        return np.array([1 - r(0) + r(1), *inner, r(n - 2) - r(n - 1)])
+    mean_x, mean_y, std_x, std_y = gaussian
+    return np.outer(axis(mean_y, std_y), axis(mean_x, std_x)).ravel()
+
+
+@pytest.mark.parametrize("encoding, average, largest", [("float16", 5e-4, 2e-3), ("uint8", 0.02, 0.06)])
+def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
+    """Total variation between the maps of the numbers written and of those read."""
+    schema = make_schema(encoding=encoding, grid=(8, 8), num_images=5)
+    arrays = make_arrays(schema)
+    arrays["gaussians"] *= 0.4
+    write_store(tmp_path / "s", schema, arrays)
+    read = store.open(tmp_path / "s").gather(np.arange(5))["gaussians"].astype(np.float64).reshape(-1, 4)
+    written = arrays["gaussians"].astype(np.float64).reshape(-1, 4)
+    distance = [np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2 for a, b in zip(written, read)]
+    assert np.mean(distance) < average and np.max(distance) < largest
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(kind="maps"), "choose one of gaussian, embedding, dense"),
+    (dict(layers=0), "layers is 0"),
+    (dict(grid=(3,)), "grid"),
+    (dict(kind="embedding"), "embedding_dim is None"),
+    (dict(embedding_dim=8), "embedding_dim is 8"),
+    (dict(encoding="int4"), "choose one of float16, uint8"),
+    (dict(kind="dense", encoding="uint8"), "'uint8' is for the kind 'gaussian'"),
+    (dict(extra={"a": {1}}), "plain JSON"),
+    (dict(extra={"a": np.nan}), "plain JSON"),
+])
+def test_a_schema_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(store.StoreError, match=message):
+        make_schema(**changes)
+
+
+def test_mistakes_give_one_line(tmp_path):
+    schema, arrays = make_schema(), make_arrays(make_schema())
+    url = tmp_path / "s"
+
+    def refused(message: str, call) -> None:
+        with pytest.raises(store.StoreError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+    refused("no attention-map store there", lambda: store.open(url))
+    refused("no attention-map store there", lambda: store.verify(url))
+    refused("no attention-map store there", lambda: store.join(url))
+    assert not url.exists()
+    writer = store.create(url, schema, shard_bytes=4 * schema.bytes_per_image)
+    refused("6 of 6 shards are not written yet, first images 0 to 3", writer.finish)
+    refused("incomplete", lambda: store.open(url))
+    refused("labels of image 0 cannot be read: it is not there|gaussians of image 0 cannot be read: it is not there",
+            lambda: store.open(url, allow_incomplete=True).gather([0]))
+    refused("--overwrite replaces it", lambda: store.create(url, schema))
+    shard = writer.shards[0]
+    refused("has the arrays gaussians, logits, labels; given: logits", lambda: writer.write(shard, {"logits": arrays["logits"]}))
+    refused(r"gaussians of shard 0 has shape \(23, 2, 3, 6, 4\); \(4, 2, 3, 6, 4\) is right", lambda: writer.write(shard, arrays))
+    write_store(url, schema, arrays, resume=True)
+    refused("layers 3 against 2", lambda: store.create(url, make_schema(layers=3), resume=True))
+    refused("another data set", lambda: store.open(url, dataset_sha256="e" * 64))
+    refused("another teacher", lambda: store.open(url, teacher_sha256="e" * 64))
+    refused("no image 23; the store has images 0 to 22", lambda: store.open(url).gather([1, 23]))
+    refused("no image -1", lambda: store.open(url).gather([-1]))
+    refused("whole numbers", lambda: store.open(url).gather([0.5]))
+    refused("a store of kind 'gaussian' has no decoder", lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}))
+    refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="embedding", embedding_dim=7)))
+    refused("not a place for a store", lambda: store.open("ftp://somewhere/x"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("precious")
+    refused("not empty and not a store", lambda: store.create(tmp_path / "other", schema, overwrite=True))
+    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
+    zarr.create_group(tmp_path / "foreign")
+    refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
+    refused("not a store of attention maps", lambda: store.create(tmp_path / "foreign", schema, overwrite=True))
+
+
+def test_overwrite_replaces_everything(tmp_path):
+    write_store(tmp_path / "s", make_schema(num_images=12), make_arrays(make_schema(num_images=12)), shard_bytes=1)
+    schema = make_schema(kind="dense")
+    write_store(tmp_path / "s", schema, make_arrays(schema), overwrite=True)
+    write_store(tmp_path / "fresh", schema, make_arrays(schema))
+    names = [sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*") if path.is_file())
+             for folder in ("s", "fresh")]
+    assert names[0] == names[1] and store.verify(tmp_path / "s") == []
+
+
+def test_a_forked_process_is_refused(tmp_path):
+    schema = make_schema()
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    maps = store.open(tmp_path / "s")
+    child = os.fork()
+    if child == 0:
+        try:
+            maps.gather([0])
+        except store.StoreError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_errors_travel_between_processes():
+    error = pickle.loads(pickle.dumps(store.CorruptChunk("gone", 7, "maps")))
+    assert (str(error), error.image_id, error.array) == ("gone", 7, "maps")

@@ -1,0 +1,75 @@
+"""Writers that are killed and continued, and several that write one store at once."""
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import store
+from test_store import make_arrays, make_schema, write_store
+
+SCRIPT = """
+import sys
+import store
+from test_store import make_arrays, make_schema
+
+url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+schema = make_schema(num_images=60)
+arrays = make_arrays(schema)
+writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
+print("started", flush=True)
+for shard in writer.shards[rank::world]:
+    if shard in writer.pending():
+        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+if not writer.pending():
+    writer.finish()
+"""
+
+
+def start(url: Path, rank: int = 0, world: int = 1) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(url), str(rank), str(world)], cwd=Path(__file__).parent,
+                            stdout=subprocess.PIPE)
+
+
+def contents(url: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(url)): path.read_bytes() for path in url.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of the same store written without interruption."""
+    url, schema = tmp_path_factory.mktemp("whole") / "s", make_schema(num_images=60)
+    write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
+    return contents(url)
+
+
+def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
+    url, kills, draw = tmp_path / "s", 0, random.Random()
+    while kills < 5:
+        process = start(url)
+        process.stdout.readline()
+        time.sleep(draw.uniform(0, 0.1))
+        process.kill()
+        kills += process.wait() < 0
+        finished = {path: path.stat().st_mtime_ns for path in url.glob("shard_sha256/c/*/0/0")}
+        if process.returncode == 0:
+            break
+        with pytest.raises(store.StoreError, match="incomplete"):
+            store.open(url)
+        assert {p.what for p in store.verify(url)} <= {f"{url}: the store is incomplete",
+                                                       "not written yet, or the record of it is damaged"}
+    assert kills >= 1
+    process = start(url)
+    assert process.wait() == 0
+    assert all(path.stat().st_mtime_ns == written for path, written in finished.items())  # kept, not written again
+    assert contents(url) == whole and store.verify(url) == []
+
+
+def test_four_processes_write_one_store(tmp_path, whole):
+    url = tmp_path / "s"
+    processes = [start(url, rank, 4) for rank in range(4)]
+    assert [process.wait() for process in processes] == [0, 0, 0, 0]
+    assert contents(url) == whole and store.verify(url) == []
+    assert store.open(url).complete
