@@ -202,9 +202,13 @@ def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ov
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything else."""
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
+        if code == 130:
+            print("gaupipe: interrupted; 'gaupipe run' again, or a stage with --resume, continues", file=sys.stderr)
+        sys.exit(code)
     except UsageError as error:
-        _fail(f"{error.format_message().replace('Value error, ', '')} ({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)")
+        _fail(f"{error.format_message().replace('Value error, ', '')} "
+              f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)")
     except UserError as error:
         _fail(error)
     except ValueError as error:
@@ -212,9 +216,6 @@ def main() -> None:
         if store and isinstance(error, store.StoreError):
             _fail(error)
         raise
-    except (KeyboardInterrupt, typer.Abort):
-        print("gaupipe: interrupted; --resume continues", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)

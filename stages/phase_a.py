@@ -74,7 +74,7 @@ def build_rows(settings: Settings, teacher: Teacher, num_images: int, folder: Pa
 def load(run: RunDirectory) -> PhaseA:
     """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
     job = build(run.settings(), run.phase_a)
-    state = training_state(job, steps_per_epoch=1)
+    state = training_state(job, steps_per_epoch=100)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
         raise UserError(f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir {run.path} "
                         "--resume' does that")
@@ -140,9 +140,9 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> 
                         "seconds": round(seconds, 3), "images_per_s": round(len(job.data.train) / seconds, 1)})
             state.finished = train_acc >= phase.stop_accuracy or epoch + 1 == phase.max_epochs
             state.save(folder / "checkpoint")
-            unseen = f", unseen {val_acc:.4f} (prior alone)" if val_acc is not None else ""
+            unseen = f", unseen {val_acc:.4f}" if val_acc is not None else ""
             progress.line(f"phase A epoch {epoch + 1}/{phase.max_epochs}: loss {losses['loss']:.4f}, "
-                          f"train accuracy {train_acc:.4f}{unseen}, {seconds:.1f} s")
+                          f"train acc {train_acc:.4f}{unseen}, {seconds:.1f} s")
     log_end(progress, phase, state)
 
 

@@ -154,7 +154,7 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
             state.finished = epoch + 1 == phase.epochs
             state.save(folder / "checkpoint")
             progress.line(f"{label} epoch {epoch + 1}/{phase.epochs}: loss {losses['loss']:.4f}, "
-                          f"validation accuracy {scores['acc']:.4f}, {seconds:.1f} s")
+                          f"validation acc {scores['acc']:.4f}, {seconds:.1f} s")
 
 
 def plain_step(job: PhaseB, epoch: int):

@@ -15,7 +15,7 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
     key = key or settings.phase_b.student
     student = phase_b.build_student(settings, key, datasets.load(settings.data))  # what phase B cannot do is said now
-    build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, 1)
+    build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
     teacher = phase_a.run(settings, run_dir, resume=True)
     export_maps.ensure(run_dir)
     student = phase_b.run(run_dir, key, resume=True)

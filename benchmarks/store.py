@@ -1,0 +1,198 @@
+"""How fast stored maps are read in shuffled order, against zarr-python and np.memmap, and how large they are.
+
+    python benchmarks/store.py                      CIFAR-10 Atto: 7 layers, 12 heads, 64 tokens, every kind
+    python benchmarks/store.py --kinds gaussian --rounds 20 --megabytes 1000
+    python benchmarks/store.py --encoding           only what the encodings do to the maps (total variation per row)
+
+A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the other: our store,
+our store preloaded into memory, np.memmap of the same numbers uncompressed in one file, zarr-python on the store's own
+files (one batch only, it is slow). Ratios are taken within a round; the tables show medians with quartiles in brackets.
+Cold: before each reader's turn its files are dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it
+opens them anew. Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # else "store" is this file
+import store
+import zarr
+
+BATCH, BATCHES = 256, 4
+KINDS = {"gaussian": dict(kind="gaussian"), "uint8": dict(kind="gaussian", encoding="uint8"),
+         "embedding": dict(kind="embedding", embedding_dim=256), "dense": dict(kind="dense")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--megabytes", type=int, default=400, help="numbers in each store before compression")
+    parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
+    arguments = parser.parse_args()
+    if arguments.encoding:
+        print_encodings()
+        return
+    print(f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} {'/ zarr-python':<18} {'/ memmap':<20} "
+          "preloaded / memmap")
+    for name in arguments.kinds.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            bench(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
+
+
+def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
+    schema = make_schema(num_images=BATCH * BATCHES, **KINDS[name])
+    schema = make_schema(num_images=max(BATCH, num_bytes // schema.bytes_per_image), **KINDS[name])
+    main_array = next(iter(schema.arrays()))
+    url, raw = folder / "maps.zarr", folder / "raw"
+    write(url, raw, schema, main_array)
+    spec = schema.arrays()[main_array]
+    bytes_per_image = store.open(url).size_on_disk() / schema.num_images
+    readers: dict[str, tuple[Callable, int]] = {
+        "store": (lambda: store.open(url).gather, BATCHES),
+        "preloaded": (lambda: store.open(url, preload_bytes=2**40).gather, BATCHES),
+        "memmap": (lambda: np.memmap(raw, spec.dtype, "r", shape=spec.shape).__getitem__, BATCHES),
+        "zarr": (lambda: zarr.open_array(url / main_array, mode="r").oindex.__getitem__, 1),
+    }
+    rng = np.random.default_rng(0)
+    for cache in ("warm", "cold"):
+        speeds: dict[str, list[float]] = {reader: [] for reader in readers}
+        warm = {reader: opening() for reader, (opening, _) in readers.items()} if cache == "warm" else {}
+        for round_ in range(rounds + (cache == "warm")):
+            for reader, (opening, batches) in readers.items():
+                if cache == "cold" and reader == "preloaded":
+                    continue  # its files are not read again
+                if cache == "cold":
+                    drop_from_cache(folder)
+                gather = warm.get(reader) or opening()
+                ids = rng.permutation(schema.num_images)[:batches * BATCH]
+                started = time.perf_counter()
+                for start in range(0, len(ids), BATCH):
+                    gather(ids[start:start + BATCH])
+                if round_ or cache == "cold":  # the first round warms the cache
+                    speeds[reader].append(len(ids) / (time.perf_counter() - started))
+        against = {reader: [ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader])]
+                   for reader in ("zarr", "memmap")}
+        preloaded = [ours / theirs for ours, theirs in zip(speeds["preloaded"], speeds["memmap"])]
+        print(f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
+              f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
+              f"{spread(preloaded, '.2f') if preloaded else '-'}", flush=True)
+
+
+def spread(values: list[float], form: str) -> str:
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{median:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def drop_from_cache(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def make_schema(**changes) -> store.Schema:
+    return store.Schema(**{**dict(grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="benchmark", dataset_sha256="",
+                                  teacher_sha256=""), **changes})
+
+
+def write(url: Path, raw: Path, schema: store.Schema, main_array: str) -> None:
+    decoder = {"weight": np.ones((256, 256), np.float32)} if schema.kind == "embedding" else None
+    writer = store.create(url, schema, decoder=decoder)
+    spec = schema.arrays()[main_array]
+    uncompressed = np.memmap(raw, spec.dtype, "w+", shape=spec.shape)
+    for shard in writer.pending():
+        n = shard.stop - shard.start
+        values = make_numbers(schema, n, shard.index)
+        writer.write(shard, {main_array: values, "labels": np.arange(n) % 10,
+                             "logits": np.random.default_rng(shard.index).normal(size=(n, 10))})
+        uncompressed[shard.start:shard.stop] = values
+    writer.finish()
+    uncompressed.flush()
+
+
+def make_numbers(schema: store.Schema, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if schema.kind == "embedding":
+        return rng.normal(size=(n, schema.layers, schema.embedding_dim)).astype(np.float16)
+    gaussians = make_gaussians(rng, n, schema.layers, schema.heads, schema.grid[0])
+    if schema.kind == "gaussian":
+        return gaussians
+    maps = np.empty((n, *schema.arrays()["maps"].shape[1:]), np.float16)
+    for image, values in enumerate(gaussians):
+        maps[image] = expected_maps(values.astype(np.float32), schema.grid[0])
+    return maps
+
+
+def make_gaussians(rng: np.random.Generator, n: int, layers: int, heads: int, size: int) -> np.ndarray:
+    """[n, layers, heads, size * size, 4] float32: a prior that varies smoothly over the grid and noise of each image."""
+    x, y = np.meshgrid(np.linspace(-1, 1, size), np.linspace(-1, 1, size))
+    own_place = np.stack([x, y], axis=-1).reshape(-1, 2)
+    head_rng = np.random.default_rng(0)
+    reach, offset = head_rng.uniform(0.2, 1, (layers, heads, 1, 1)), head_rng.normal(0, 0.4, (layers, heads, 1, 2))
+    prior = np.concatenate([reach * own_place + offset,
+                            head_rng.normal(-1, 0.5, (layers, heads, 1, 2)) + 0.3 * own_place], axis=-1)
+    coarse = rng.normal(0, 0.3, (n, layers, heads, 2, 2, 4)).repeat(size // 2, 3).repeat(size // 2, 4)
+    smooth = coarse.reshape(n, layers, heads, size * size, 4)
+    raw = prior + smooth + rng.normal(0, 0.2, (n, layers, heads, size * size, 4))
+    return np.concatenate([raw[..., :2], np.exp(raw[..., 2:])], axis=-1).astype(np.float32)
+
+
+def expected_maps(gaussians: np.ndarray, size: int) -> np.ndarray:
+    """The expected attention maps [..., size * size] of Gaussians [..., 4] on a square grid, in their precision."""
+    axes = []
+    for axis in (0, 1):
+        m, s = (gaussians[..., axis, None] + 1) / 2 * (size - 1), gaussians[..., axis + 2, None] * ((size - 1) / 2)
+        z = (m - np.arange(size, dtype=gaussians.dtype)) / s
+        r = s * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) + s * z * normal_cdf(z)
+        axes.append(np.concatenate([1 - r[..., :1] + r[..., 1:2], r[..., :-2] - 2 * r[..., 1:-1] + r[..., 2:],
+                                    r[..., -2:-1] - r[..., -1:]], axis=-1))
+    return (axes[1][..., :, None] * axes[0][..., None, :]).reshape(*gaussians.shape[:-1], size * size)
+
+
+def normal_cdf(z: np.ndarray) -> np.ndarray:
+    """By interpolation in a fine table: numpy has no error function."""
+    grid = np.linspace(-9, 9, 360_001)
+    density = np.exp(-grid * grid / 2) / np.sqrt(2 * np.pi)
+    table = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2 * (grid[1] - grid[0]))])
+    return np.interp(z, grid, table / table[-1])
+
+
+def print_encodings() -> None:
+    print(f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} {'99th percentile':>16} {'largest':>8}")
+    for size in (8, 14):
+        for stds, log_std in (("wide", 0.0), ("teacher", None), ("narrow", -3.0)):
+            gaussians = make_gaussians(np.random.default_rng(1), 4, 4, 6, size).astype(np.float64)
+            if log_std is not None:
+                gaussians[..., 2:] = np.exp(log_std + 0.5 * np.random.default_rng(2).normal(size=gaussians[..., 2:].shape))
+            for encoding in ("float16", "uint8"):
+                stored = round_trip(gaussians, size, encoding).astype(np.float64)
+                distance = np.abs(expected_maps(stored, size) - expected_maps(gaussians, size)).sum(-1) / 2
+                print(f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} {np.quantile(distance, 0.99):>16.5f} "
+                      f"{distance.max():>8.4f}")
+
+
+def round_trip(gaussians: np.ndarray, size: int, encoding: str) -> np.ndarray:
+    n, layers, heads = gaussians.shape[:3]
+    schema = make_schema(kind="gaussian", num_images=n, grid=(size, size), layers=layers, heads=heads, encoding=encoding)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = store.create(folder, schema)
+        writer.write(writer.shards[0], {"gaussians": gaussians, "logits": np.zeros((n, 10)), "labels": np.zeros(n, int)})
+        writer.finish()
+        return store.open(folder).gather(np.arange(n))["gaussians"]
+
+
+if __name__ == "__main__":
+    main()
