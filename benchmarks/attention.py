@@ -37,12 +37,11 @@ STUDENTS = {  # name in the table: (key, options)
     "belief2": ("belief2", {}),
     "belief2 zz=False": ("belief2", {"zz": False}),
 }
-LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens in TOKENS
+LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens asked for
     "atto": (384, 12),
     "tiny": (768, 12),
     "deit_s": (384, 6),
 }
-TOKENS = (64, 196, 197)
 MODELS = {  # name: (entrypoint, arguments, image size)
     "atto": ("gauvit_atto_patch4_32", {}, 32),
     "tiny": ("gauvit_tiny_patch16_224", {}, 224),
@@ -58,6 +57,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="contenders, of " + ", ".join(STUDENTS))
     parser.add_argument("--match-params", action="store_true", help="models only: the FFN shrinks to equal parameters")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch")
+    parser.add_argument("--lengths", default="64,196,197", help="layers only: tokens in an image")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compile", action="store_true", help="torch.compile every contender")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -85,7 +85,7 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     for name in names:
         key, options = STUDENTS[name]
         layers[name] = ATTENTION[key](width, heads, qkv_bias=True, **options)
-    for tokens in TOKENS:
+    for tokens in map(int, arguments.lengths.split(",")):
         x = torch.randn(max(1, arguments.tokens // tokens), tokens, width, device=arguments.device)
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
         for i, kind in enumerate(("forward", "forward + backward")):
@@ -112,7 +112,7 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
 def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) -> tuple[Callable, Callable]:
     """(forward, forward + backward) of a module as functions that take no argument."""
     module = module.to(x.device)
-    run = torch.compile(module) if arguments.compile else module
+    run = torch.compile(module, dynamic=False) if arguments.compile else module
     half = torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda")
     needs_grad = x.clone().requires_grad_(x.ndim == 3)  # a layer hands a gradient on, a model does not
     gradient = None

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 
+sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # it holds another store.py
 import store
 import torch
 

@@ -87,13 +87,14 @@ def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What i
                 repair: Annotated[bool, typer.Option("--repair", help="Rewrite what 'gaupipe verify' finds damaged, and "
                                                                       "nothing else.")] = False,
                 shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of a file of the store before "
-                                                                                      "compression.")] = 32) -> None:
+                                                                                      "compression.")] = 32,
+                force: Force = False) -> None:
     """Write the teacher's attention maps, predictions and the labels to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
-    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb))
+    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb, force))
 
 
 @app.command("phase-b")

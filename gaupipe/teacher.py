@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, point_axes, sample
+from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, sample
 from gaupipe.models import run_blocks
 
 
@@ -72,7 +72,7 @@ class Teacher(nn.Module):
         def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
             if noise is None:
                 return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
-            return attention(tokens, point_axes(sample(gaussians[:, layer], noise[:, layer]), self.grid))
+            return attention.at_points(tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid)
 
         return run_blocks(self.vit, images, attend)
 

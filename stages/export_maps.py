@@ -19,6 +19,7 @@ from torch import Tensor
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, from_raw
+from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
 from gaupipe.teacher import Decoder, predict
 from stages import phase_a
@@ -30,18 +31,21 @@ WRITERS = min(4, os.cpu_count() or 1)
 
 
 def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite: bool = False,
-        repair: bool = False, shard_mb: float = 32) -> str:
+        repair: bool = False, shard_mb: float = 32, force: bool = False) -> str:
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
     An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
     ``overwrite``. ``repair`` rewrites what :func:`store.verify` finds damaged in the store that is there, and nothing
-    else; until that is done no reader opens it. A shard is a file of about ``shard_mb`` 10^6 bytes before compression.
+    else; until that is done no reader opens it. A store that the disk cannot hold is refused unless ``force``. A shard is
+    a file of about ``shard_mb`` 10^6 bytes before compression.
     """
     run = RunDirectory(run_dir)
     if overwrite and repair:
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
     url = out or str(run.maps)
+    if not force and "://" not in url:
+        check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
     schema, how = make_schema(job, kind), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if repair:
         writer = store.repair(url, schema, **how)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
+from stages.export_maps import gaussians_reader
 
 SHADES = " ░▒▓█"
 
@@ -33,7 +34,7 @@ def attention(url: str, image: int, layer: int, head: str, query: str) -> dict[s
     """The map of one image, block, head (or ``mean``) and query (or ``mean``), as plain numbers for JSON.
 
     ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x, std_y) in normalised
-    coordinates where one head and one query of a ``gaussian`` store are asked for.
+    coordinates where one head and one query are asked for and the store holds Gaussians or embeddings.
     """
     maps = store.open(url)
     schema = maps.schema
@@ -43,11 +44,11 @@ def attention(url: str, image: int, layer: int, head: str, query: str) -> dict[s
     heads = _choice("--head", head, schema.heads)
     queries = _choice("--query", query, tokens)
     stored = maps.gather([image])
-    if schema.kind == "gaussian":
-        gaussians = torch.from_numpy(stored["gaussians"][0, layer]).float()
-        rows = expected_map(gaussians, schema.grid)
-    else:
+    if schema.kind == "dense":
         gaussians, rows = None, torch.from_numpy(stored["maps"][0, layer]).float()
+    else:
+        gaussians = gaussians_reader(maps, torch.device("cpu"))(stored)[0, layer]
+        rows = expected_map(gaussians, schema.grid)
     weights = rows[heads][:, queries].mean((0, 1)).reshape(schema.grid)
     probabilities = torch.from_numpy(stored["logits"][0]).float().softmax(-1)
     one = gaussians is not None and "mean" not in (head, query)

@@ -140,6 +140,8 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> 
                         "seconds": round(seconds, 3), "images_per_s": round(len(job.data.train) / seconds, 1)})
             state.finished = train_acc >= phase.stop_accuracy or epoch + 1 == phase.max_epochs
             state.save(folder / "checkpoint")
+            if state.finished and job.rows:
+                job.rows.release()
             unseen = f", unseen {val_acc:.4f}" if val_acc is not None else ""
             progress.line(f"phase A epoch {epoch + 1}/{phase.max_epochs}: loss {losses['loss']:.4f}, "
                           f"train acc {train_acc:.4f}{unseen}, {seconds:.1f} s")

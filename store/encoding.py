@@ -9,6 +9,7 @@ with the three constants among the array's attributes.
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
@@ -16,10 +17,10 @@ from store.errors import StoreError
 from store.schema import Schema
 
 MEAN_STEP = 2 / 127
-LOG_STD_MIN, LOG_STD_MAX = np.log(2.0**-9), np.log(8.0)
+LOG_STD_MIN, LOG_STD_MAX = math.log(2**-9), math.log(8)
 LOG_STD_STEP = (LOG_STD_MAX - LOG_STD_MIN) / 254
-_LARGEST = float(np.finfo(np.float16).max)
-_SMALLEST_STD = float(np.finfo(np.float16).smallest_normal)
+# float16 as bits: numpy's float16 arithmetic is slow
+_SIGN, _INFINITY, _SMALLEST_NORMAL = np.uint16(0x8000), np.uint16(0x7C00), np.int16(0x0400)
 
 
 def encode(name: str, values: np.ndarray, schema: Schema, first_image: int) -> np.ndarray:
@@ -27,24 +28,37 @@ def encode(name: str, values: np.ndarray, schema: Schema, first_image: int) -> n
 
     Raises StoreError, with the image id, for NaN, for a negative standard deviation and for a label out of range.
     """
-    def refuse(bad: np.ndarray, what: str) -> None:
-        if bad.any():
-            image = int(np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))[0])
-            raise StoreError(f"image {first_image + image}: {name} {what}")
-
     if name == "labels":
-        refuse((values < 0) | (values >= schema.num_classes), f"out of range; 0 to {schema.num_classes - 1} are right")
+        _refuse((values < 0) | (values >= schema.num_classes), name, first_image,
+                f"out of range; 0 to {schema.num_classes - 1} are right")
         return np.ascontiguousarray(values, np.int64)
-    refuse(np.isnan(values), "has NaN; only finite numbers can be stored")
-    if name == "gaussians":
-        mean, std = values[..., :2], values[..., 2:]
-        refuse(std < 0, "has a negative standard deviation")
-        if schema.encoding == "uint8":
-            std = np.maximum(std, np.exp(LOG_STD_MIN), dtype=np.float32)
-            codes = np.concatenate([mean / MEAN_STEP + 128, (np.log(std) - LOG_STD_MIN) / LOG_STD_STEP + 1], axis=-1)
-            return np.clip(np.rint(codes), 1, 255).astype(np.uint8)
-        values = np.concatenate([mean, np.maximum(std, _SMALLEST_STD)], axis=-1)
-    return np.clip(values, -_LARGEST, _LARGEST).astype(np.float16)
+    with np.errstate(over="ignore"):
+        half = np.array(values, np.float16)
+    bits = half.view(np.uint16)
+    magnitude = bits & ~_SIGN
+    if magnitude.max(initial=0) >= _INFINITY:
+        _refuse(magnitude > _INFINITY, name, first_image, "has NaN; only finite numbers can be stored")
+        bits -= magnitude == _INFINITY  # the number below it is the largest finite one
+    if name != "gaussians":
+        return half
+    std = bits[..., 2:]
+    if std.max(initial=0) > _SIGN:  # which is -0
+        _refuse(std > _SIGN, name, first_image, "has a negative standard deviation")
+    std = std.view(np.int16)
+    np.maximum(std, _SMALLEST_NORMAL, out=std)
+    return _to_codes(half.astype(np.float32)) if schema.encoding == "uint8" else half
+
+
+def _refuse(bad: np.ndarray, name: str, first_image: int, what: str) -> None:
+    if bad.any():
+        image = int(np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))[0])
+        raise StoreError(f"image {first_image + image}: {name} {what}")
+
+
+def _to_codes(gaussians: np.ndarray) -> np.ndarray:
+    mean, std = gaussians[..., :2], gaussians[..., 2:]
+    codes = np.concatenate([mean / MEAN_STEP + 128, (np.log(std) - LOG_STD_MIN) / LOG_STD_STEP + 1], axis=-1)
+    return np.clip(np.rint(codes), 1, 255).astype(np.uint8)
 
 
 def decode(name: str, stored: np.ndarray, schema: Schema) -> np.ndarray:
@@ -71,4 +85,4 @@ def code_attributes(schema: Schema, name: str) -> dict[str, float]:
     """The attributes of array `name` that a reader needs to decode it; empty for plain numbers."""
     if name != "gaussians" or schema.encoding != "uint8":
         return {}
-    return {"mean_step": MEAN_STEP, "log_std_min": float(LOG_STD_MIN), "log_std_step": float(LOG_STD_STEP)}
+    return {"mean_step": MEAN_STEP, "log_std_min": LOG_STD_MIN, "log_std_step": LOG_STD_STEP}

@@ -89,7 +89,8 @@ def test_sampled_attention_equals_grid_sample(grid):
     v = attention.v(tokens).view(B, h, w, H, d_m).permute(0, 3, 4, 1, 2).reshape(B * H, d_m, h, w)
     read = F.grid_sample(v, points.view(B * H, T, 1, 2), mode="bilinear", padding_mode="border", align_corners=True)
     heads = read.view(B, H, d_m, T).permute(0, 3, 1, 2).reshape(B, T, H * d_m)
-    torch.testing.assert_close(attention(tokens, point_axes(points, grid)), attention.proj(heads), atol=1e-5, rtol=1e-5)
+    for update in (attention(tokens, point_axes(points, grid)), attention.at_points(tokens, points, grid)):
+        torch.testing.assert_close(update, attention.proj(heads), atol=1e-5, rtol=1e-5)
 
 
 def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():

@@ -117,7 +117,7 @@ def test_prefetch_keeps_the_order_and_passes_errors_on(tmp_path):
 def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
     schema = make_schema()
     arrays = make_arrays(schema)
-    arrays["gaussians"][3, 0, 0, 0] = [1e9, -np.inf, 0, np.inf]
+    arrays["gaussians"][3, 0, 0, 0] = [1e9, -np.inf, -0.0, np.inf]
     write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
     stored = store.open(tmp_path / "s").gather([3])["gaussians"][0, 0, 0, 0]
     assert stored.tolist() == [65504, -65504, 2**-14, 65504]
@@ -146,8 +146,8 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
     read = store.open(tmp_path / "s").gather(np.arange(23))["gaussians"]
     assert array.dtype == np.uint8 and np.array_equal(read, decoded.astype(np.float16))
     mean, std = arrays["gaussians"][..., :2], arrays["gaussians"][..., 2:]
-    assert np.abs(decoded[..., :2] - mean.clip(-2, 2)).max() <= 0.501 * constants["mean_step"]
-    assert np.abs(np.log(decoded[..., 2:]) - np.log(std.clip(2**-9, 8))).max() <= 0.501 * constants["log_std_step"]
+    assert np.abs(decoded[..., :2] - mean.clip(-2, 2)).max() <= 0.55 * constants["mean_step"]
+    assert np.abs(np.log(decoded[..., 2:]) - np.log(std.clip(2**-9, 8))).max() <= 0.55 * constants["log_std_step"]
 
 
 def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:

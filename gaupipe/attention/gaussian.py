@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaupipe.gaussians import outer
+from gaupipe.gaussians import outer, point_axes
 
 
 class GaussianAttention(nn.Module):
@@ -24,14 +25,34 @@ class GaussianAttention(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
-        """Residual update [B, T, d] of tokens x [B, T, d].
+        """Residual update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
 
-        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of the attention map, from
-        :func:`gaupipe.gaussians.point_axes` (``stochastic``, at most four non-zeros a row) or
-        :func:`gaupipe.gaussians.expected_axes` (``expected``).
+        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of the map, from
+        :func:`gaupipe.gaussians.expected_axes` or :func:`gaupipe.gaussians.point_axes`.
         """
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # [B, H, T, d_m]
-        attention = outer(*axes).to(v.dtype)                              # [B, H, T, T]
-        heads = (attention @ v).transpose(1, 2).flatten(2)                # [B, T, d]
-        return self.proj_drop(self.proj(heads))
+        v = self.project(x)
+        return self.combine(outer(*axes).to(v.dtype) @ v)
 
+    def at_points(self, x: Tensor, points: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Residual update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T, 2], (x, y) in
+        normalised coordinates, by bilinear interpolation.
+
+        The same numbers as :meth:`forward` with :func:`gaupipe.gaussians.point_axes`. On a CPU torch's grid_sample is the
+        faster way; elsewhere its gradient adds up in no fixed order, and a run would not repeat.
+        """
+        if x.device.type != "cpu":
+            return self(x, point_axes(points, grid))
+        v = self.project(x)
+        B, H, T, d_m = v.shape
+        planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
+        read = F.grid_sample(planes, points.reshape(B * H, T, 1, 2), mode="bilinear", padding_mode="border",
+                             align_corners=True)                          # [B * H, d_m, T, 1]
+        return self.combine(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
+
+    def project(self, x: Tensor) -> Tensor:
+        """V [B, H, T, d_m] of tokens x [B, T, d]."""
+        return self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def combine(self, heads: Tensor) -> Tensor:
+        """The update [B, T, d] from what each head read, [B, H, T, d_m]."""
+        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
