@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--json", help="write the ratios to this file as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 100  # the contenders share their forward method, and with it one cache
     torch.set_float32_matmul_precision("high")
     names = arguments.only.split(",") if arguments.only else list(STUDENTS)
     measure = layer_ratios if arguments.what == "layer" else model_ratios

@@ -45,7 +45,6 @@ def test_every_student_learns(run_dir, key):
 
 
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
-    pytest.importorskip("onnxruntime")
     onnxruntime = pytest.importorskip("onnxruntime")
     phase_b.run(run_dir, "belief2", resume=True)
     path, difference = export_student.run(run_dir, "belief2")
