@@ -220,6 +220,10 @@ def main() -> None:
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
+    except OSError as error:
+        if not error.filename and error.errno is None:
+            raise
+        _fail(f"{error.filename or 'the disk'}: {error.strerror}")
 
 
 def _fail(error: Exception | str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,10 +23,9 @@ class DataSettings(Section):
     """The data set and how its images become tensors."""
 
     name: str = "digits"
-    """``digits``, ``debian/fashion-mnist``, or any name of timm's ``create_dataset`` (``torch/cifar10``, ``hfds/...``,
-    ``folder``)."""
+    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's ``create_dataset``."""
     root: Path | None = None
-    """Folder of the files (timm data sets; for ``debian/fashion-mnist`` only when it is not the package's own)."""
+    """Folder of the files (timm data sets; for ``fashion_mnist`` only when they are not those of Debian's package)."""
     download: bool = False
     """Let torchvision fetch a data set that is not there."""
     train_images: Positive | None = None
@@ -183,7 +183,7 @@ class BaselineSettings(Section):
 class Settings(Section):
     """Everything that determines a run."""
 
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: str = "auto"
     """``auto`` takes a GPU where there is one; else any torch device, e.g. ``cpu``, ``cuda:1``."""
     threads: Positive | None = None
@@ -227,6 +227,19 @@ def parse(tree: dict, where: str) -> Settings:
 def dump(settings: Settings) -> str:
     """The resolved settings as YAML; ``load`` of it gives the same settings."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def flatten(settings: Settings) -> dict[str, Any]:
+    """{"a.b": value} of every setting, as JSON values."""
+    return dict(_leaves(settings.model_dump(mode="json"), ""))
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        yield name, tree
+        return
+    for key, branch in tree.items():
+        yield from _leaves(branch, f"{name}.{key}" if name else key)
 
 
 def shipped() -> list[str]:

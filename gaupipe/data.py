@@ -129,7 +129,7 @@ class Batches:
         # tensorstore must not be in use before a fork, so workers start from a clean process
         context = {"multiprocessing_context": "forkserver", "persistent_workers": True} if workers else {}
         self.loader = DataLoader(_Batches(split), batch_sampler=self.order, collate_fn=_as_is, num_workers=workers,
-                                 **context)
+                                 generator=torch.Generator(), **context)
         self.mean = torch.tensor(data.mean).view(-1, 1, 1) * 255
         self.std = torch.tensor(data.std).view(-1, 1, 1) * 255
 
@@ -243,8 +243,10 @@ def _sources(settings: DataSettings) -> tuple[ArrayImages | DecodedImages, Array
     elif settings.name == "fashion_mnist":
         root = settings.root or DEBIAN_FASHION_MNIST
         train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
+    elif settings.name == "folder":
+        return _folder_sources(settings)
     else:
-        return _timm_source(settings, "train"), _timm_source(settings, "validation")
+        return _timm_source(settings, "train"), _timm_source(settings, "validation", "test")
     if settings.image_size:
         train, test = train.resized(settings.image_size), test and test.resized(settings.image_size)
     return train, test
@@ -269,18 +271,37 @@ def _idx_images(root: Path, prefix: str) -> ArrayImages:
     return ArrayImages(pixels.reshape(len(labels), 1, 28, 28), labels)
 
 
-def _timm_source(settings: DataSettings, split: str) -> ArrayImages | DecodedImages:
+def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImages | None]:
+    """A folder that holds train/CLASS/* and, where there are test images, val, validation or test/CLASS/*."""
+    from timm.data import create_dataset
+    root, size = settings.root or Path("data"), settings.image_size or 224
+    if not (root / "train").is_dir():
+        raise UserError(f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png and, for test "
+                        "images, val/CLASS/*.png")
+    train = create_dataset("", root=str(root / "train"), search_split=False)
+    held_out = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
+    if held_out is None:
+        return DecodedImages(train, _labels(train), size), None
+    classes = train.reader.class_to_idx
+    unknown = sorted({path.name for path in held_out.iterdir() if path.is_dir()} - set(classes))
+    if unknown:
+        raise UserError(f"data.root: {held_out} has the class {unknown[0]!r}, which {root / 'train'} lacks")
+    test = create_dataset("", root=str(held_out), search_split=False, class_map=classes)
+    return DecodedImages(train, _labels(train), size), DecodedImages(test, _labels(test), size)
+
+
+def _timm_source(settings: DataSettings, *splits: str) -> ArrayImages | DecodedImages:
+    """The first of ``splits`` that the data set has."""
     from timm.data import create_dataset
     name, root = settings.name, settings.root or Path("data")
-    if "/" not in name and name != "folder":
+    if not name.startswith(("torch/", "hfds/")):
         raise UserError(f"data.name: unknown data set {name!r}; known: digits, fashion_mnist, folder (with data.root), "
                         "torch/NAME and hfds/NAME as timm's create_dataset names them")
-    if name == "folder" and not root.is_dir():
-        raise UserError(f"data.root: no folder {str(root)!r}; it should hold train/CLASS/*.png and val/CLASS/*.png")
     try:
-        source = create_dataset("" if name == "folder" else name, root=str(root), split=split,
-                                download=settings.download, is_training=False)
+        source = create_dataset(name, root=str(root), split=splits[0], download=settings.download, is_training=False)
     except (RuntimeError, FileNotFoundError, AssertionError, ImportError, ValueError, OSError) as error:
+        if len(splits) > 1:
+            return _timm_source(settings, *splits[1:])
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"data set {name} not found under {str(root)!r} ({reason}); put its files there, name their "
                         "folder with data.root, or set data.download=true") from None

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.augment import Mix, mixed_map
+from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
 from gaupipe.losses import feature_loss
 from gaupipe.models import run_blocks
@@ -96,7 +97,7 @@ def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: Teach
         return attention.proj_drop(attention.combine(attention.merge(heads, tokens), merge_heads(v)))
 
     logits = run_blocks(student, images, attend)
-    return logits, sum(divergences)
+    return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
 
 
 def separable_divergence(q: Tensor, k: Tensor, log_normaliser: Tensor, axes: tuple[Tensor, Tensor], scale: float
@@ -156,7 +157,15 @@ class _AttentionWithNormaliser(torch.autograd.Function):
 @torch.no_grad()
 def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
     """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position embedding, V,
-    output projection, FFN, norms and head. Q and K keep the start they have."""
+    output projection, FFN, norms and head. Q and K keep the start they have. Raises UserError for a student of another
+    size."""
+    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    differs = [name for name, tensor in teacher.items()
+               if name in shapes and shapes[name] != tensor.shape or name.endswith("attn.v.weight")
+               and name.replace("attn.v", "attn.qkv") not in shapes]
+    if differs:
+        raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
+                        "phase_b.model_args out or set warm_start to none")
     for name, parameter in student.named_parameters():
         if name.endswith(("attn.qkv.weight", "attn.qkv.bias")):
             own = name.replace("attn.qkv", "attn.v")

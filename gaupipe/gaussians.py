@@ -71,6 +71,7 @@ def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Ten
     outer product of the two.
     """
     h, w = grid
+    gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
     return (_expected_hat(gaussians[..., 1], gaussians[..., 3], h),
             _expected_hat(gaussians[..., 0], gaussians[..., 2], w))
 

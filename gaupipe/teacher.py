@@ -24,8 +24,9 @@ class Decoder(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Raw numbers [B, L, outputs] of embeddings [B, L, E]. Their bias is the shared prior."""
-        hidden = torch.einsum("ble,leh->blh", embeddings, self.weight1) + self.bias1
-        return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
+        with torch.autocast(embeddings.device.type, enabled=False):  # coordinates stay float32
+            hidden = torch.einsum("ble,leh->blh", embeddings.float(), self.weight1) + self.bias1
+            return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
 
 
 class Teacher(nn.Module):

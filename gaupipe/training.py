@@ -3,6 +3,7 @@ and the state that a checkpoint holds."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -68,14 +69,15 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
 
     ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule.
     """
-    from timm.optim import create_optimizer_v2, param_groups_weight_decay
+    from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
     from timm.scheduler import CosineLRScheduler
-    options = {"betas": optim.betas} if "adam" in optim.name.lower() or optim.name == "lamb" else {}
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
                 *extra_groups]
 
     try:
+        takes = inspect.signature(get_optimizer_class(optim.name, bind_defaults=False)).parameters
+        options = {"betas": optim.betas} if "betas" in takes else {}
         optimizer = create_optimizer_v2(vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
@@ -101,6 +103,8 @@ class TrainingState:
     optim: OptimSettings
     precision: str = "float32"
     rows: ImageState | None = None
+    identity: dict[str, Any] = field(default_factory=dict)
+    """What the state belongs to; a checkpoint of something else is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
 
@@ -122,17 +126,23 @@ class TrainingState:
             torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
                         "scaler": self.scaler.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
                         "rows": self.rows.state_dict() if self.rows else None, "metrics": self.metrics,
-                        "finished": self.finished}, file)
+                        "identity": self.identity, "finished": self.finished}, file)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(folder / "state.pt")
 
     def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing."""
+        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises UserError, with the
+        difference, for a checkpoint of another identity."""
         path = folder / "state.pt"
         if not path.is_file():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        for name in state["identity"] | self.identity:
+            old, new = state["identity"].get(name), self.identity.get(name)
+            if old != new:
+                raise UserError(f"{folder} was started with {name} {old}, now it is {new}: change it back, or start afresh "
+                                "in another --run-dir")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -169,11 +179,12 @@ def train_epoch(state: TrainingState, batches: Batches, device: torch.device, au
                             f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; "
                             "the checkpoint of the epoch before is kept")
         scale = state.scaler.get_scale()
-        state.scaler.scale(values["loss"] / accumulate).backward()
+        group = min(accumulate, steps - number // accumulate * accumulate)  # the last one may be smaller
+        state.scaler.scale(values["loss"] / group).backward()
         if rows is not None:
-            gradient = rows.grad * (len(image_ids) * accumulate / scale)
-            if state.precision != "float16" or torch.isfinite(gradient).all():
-                state.rows.update(image_ids, gradient)
+            gradient = (rows.grad * (len(image_ids) * group / scale)).cpu()
+            finite = torch.isfinite(gradient).flatten(1).all(1)  # float16 overflows now and then, in single images
+            state.rows.update(image_ids[finite], gradient[finite])
         if (number + 1) % accumulate == 0 or number + 1 == steps:
             if state.optim.clip_grad is not None:
                 state.scaler.unscale_(state.optimizer)

@@ -37,8 +37,8 @@ def load_student(run_dir: Path, key: str, distilled: bool = True) -> tuple[Setti
 
 
 def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there, also
-    how far student and teacher agree on training images."""
+    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there
+    and fits the student, also how far student and teacher agree on training images."""
     settings, student = load_student(run_dir, key, distilled)
     data = datasets.load(settings.data)
     images = getattr(data, split)
@@ -49,9 +49,12 @@ def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> 
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": key, "split": split, "images": len(images), **metrics(logits, labels)}
     url = str(RunDirectory(run_dir).maps)
-    if (Path(url) / "zarr.json").is_file():
-        scores |= teacher_agreement(student, store.open(url, dataset_sha256=data.sha256), data, settings, device)
-    return scores
+    try:
+        maps = store.open(url, dataset_sha256=data.sha256)
+        phase_b.check_fit(student, maps.schema, settings, url)
+    except (store.StoreError, UserError):
+        return scores  # maps that are not there or do not fit say nothing about this student
+    return scores | teacher_agreement(student, maps, data, settings, device)
 
 
 @torch.inference_mode()

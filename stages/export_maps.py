@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
 from gaupipe.teacher import Decoder, predict
 from stages import phase_a
-from stages.phase_a import PhaseA
+from stages.phase_a import PhaseA, teacher_sha256
 from stages.run_directory import RunDirectory
 
 WRITERS = min(4, os.cpu_count() or 1)
@@ -59,9 +58,10 @@ def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite
 
 def ensure(run_dir: Path) -> str:
     """The store of a run: as it is if it is complete, else written."""
-    url = str(RunDirectory(run_dir).maps)
+    run_ = RunDirectory(run_dir)
+    url = str(run_.maps)
     try:
-        store.open(url)
+        store.open(url, teacher_sha256=run_.teacher_sha256.read_text().strip())
     except store.StoreError:
         run(run_dir)
     return url
@@ -173,14 +173,3 @@ def teacher_outputs(job: PhaseA, kind: str, pixels: Tensor, ids: Tensor, generat
     if kind == "dense":
         return {"maps": expected_map(gaussians, job.teacher.grid), "logits": logits}
     return {"gaussians": gaussians, "logits": logits}
-
-
-def teacher_sha256(job: PhaseA) -> str:
-    """A digest of the teacher's weights and rows."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(job.teacher.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
-    for rows in job.rows.chunks() if job.rows else ():
-        digest.update(np.ascontiguousarray(rows.numpy()))
-    return digest.hexdigest()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -59,7 +61,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
     compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
-    return Teacher(build_vit(settings.model, data, "gaussian"), phase.parametrisation, phase.prior, compression)
+    vit = build_vit(settings.model, data, "gaussian")
+    if vit.num_prefix_tokens:
+        raise UserError("model.args: a class or register token has no place on the grid that Gaussians lie on: take "
+                        "class_token and reg_tokens out")
+    return Teacher(vit, phase.parametrisation, phase.prior, compression)
 
 
 def build_rows(settings: Settings, teacher: Teacher, num_images: int, folder: Path) -> ImageState:
@@ -102,7 +108,19 @@ def run(settings: Settings, run_dir: Path, resume: bool = False, force: bool = F
     job.data.write_split(run_dir / "split.json")
     state.load(run.phase_a / "checkpoint")
     train(job, batches, state, run.phase_a)
+    run.teacher_sha256.write_text(teacher_sha256(replace(job, teacher=state.kept)) + "\n")
     return state.metrics
+
+
+def teacher_sha256(job: PhaseA) -> str:
+    """A digest of the teacher's weights and rows."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(job.teacher.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
+    for rows in job.rows.chunks() if job.rows else ():
+        digest.update(np.ascontiguousarray(rows.numpy()))
+    return digest.hexdigest()
 
 
 def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> None:
@@ -179,6 +197,7 @@ def training_state(job: PhaseA, steps_per_epoch: int) -> TrainingState:
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
     if teacher.decoder:
-        groups.append({"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr})
+        groups.append({"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr,
+                       "weight_decay": phase.optim.weight_decay})
     optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, groups)
     return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows)

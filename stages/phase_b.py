@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from gaupipe import data as datasets
 from gaupipe.augment import Augment, Mix, mix, mixed_targets
-from gaupipe.config import OptimSettings, Settings
+from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches, ImageData
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
 from gaupipe.errors import UserError
@@ -29,6 +29,10 @@ from gaupipe.training import TrainingState, build_optimizer, build_vit, score_mo
 from stages import phase_a
 from stages.export_maps import gaussians_reader
 from stages.run_directory import RunDirectory
+
+
+IRRELEVANT = ("device", "threads", "data.workers", "data.eval_batch_size", "data.root", "data.download")
+"""Settings that may differ when a student is continued."""
 
 
 @dataclass
@@ -58,15 +62,17 @@ class PhaseB:
         return gaussians_reader(self.maps, self.device)
 
 
-def build(settings: Settings, key: str, maps_url: str | None) -> PhaseB:
-    """Everything phase B needs, freshly started; plain training where ``maps_url`` is None. Writes nothing."""
+def build(settings: Settings, key: str, maps_url: str | None, teacher_sha256: str | None = None) -> PhaseB:
+    """Everything phase B needs, freshly started; plain training where ``maps_url`` is None. Writes nothing.
+
+    Raises UserError for settings that do not fit, StoreError for maps of another data set or teacher."""
     device = select_device(settings)
     data = datasets.load(settings.data)
     student = build_student(settings, key, data).to(device)
     if maps_url is None:
         return PhaseB(settings, data, device, student, settings.baseline.optim or settings.phase_b.optim, None)
-    maps = store.open(maps_url, dataset_sha256=data.sha256)
-    check_fit(student, maps, settings)
+    maps = store.open(maps_url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
+    check_fit(student, maps.schema, settings, maps_url)
     return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
 
 
@@ -79,13 +85,14 @@ def build_student(settings: Settings, key: str, data: ImageData) -> nn.Module:
                      rezero=phase.rezero)
 
 
-def check_fit(student: nn.Module, maps: store.Store, settings: Settings) -> None:
-    """Raises UserError if the stored maps cannot be compared with the student's as the settings say."""
-    phase, schema = settings.phase_b, maps.schema
+def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
+    """Raises UserError if maps with the ``grid``, ``layers``, ``heads`` and ``kind`` of ``schema`` cannot be compared with
+    the student's as the settings say. ``where`` names the store."""
+    phase = settings.phase_b
     depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
     grid = tuple(student.patch_embed.grid_size)
     if phase.layer_map is None and depth != schema.layers:
-        raise UserError(f"{maps.url}: the store holds maps with layers {schema.layers}, the student has {depth}: use the "
+        raise UserError(f"{where}: the store holds maps with layers {schema.layers}, the student has {depth}: use the "
                         "model of phase A, or name the stored block for each of the student's in phase_b.layer_map")
     if phase.layer_map is not None and (
             len(phase.layer_map) != depth or any(layer is not None and layer >= schema.layers for layer in phase.layer_map)):
@@ -97,11 +104,14 @@ def check_fit(student: nn.Module, maps: store.Store, settings: Settings) -> None
                         "or set phase_b.augment.geometry=ignore")
     if phase.layer_weights is not None and len(phase.layer_weights) != depth:
         raise UserError(f"phase_b.layer_weights: should have {depth} entries, got {len(phase.layer_weights)}")
+    if phase.gamma and not any((weight and layer is not None) for weight, layer in zip(
+            phase.layer_weights or [1.0] * depth, phase.layer_map or range(depth))):
+        raise UserError("phase_b.layer_map and layer_weights leave no block to compare: set phase_b.gamma=0 for that")
     if not phase.mean_heads and heads != schema.heads:
-        raise UserError(f"{maps.url}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
+        raise UserError(f"{where}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
                         "model of phase A, or set phase_b.mean_heads=true")
     if grid != schema.grid and (not phase.match_grid or schema.kind == "dense"):
-        raise UserError(f"{maps.url}: the store holds {schema.kind} maps with grid {schema.grid}, the student has {grid}: "
+        raise UserError(f"{where}: the store holds {schema.kind} maps with grid {schema.grid}, the student has {grid}: "
                         "use the model of phase A, or a gaussian store and phase_b.match_grid=true")
 
 
@@ -119,12 +129,18 @@ def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resu
     folder = run.student(key, distilled)
     if not resume and folder.exists():
         raise UserError(f"{folder} already exists: --resume continues it, another --run-dir starts afresh")
-    job = build(settings, key, (maps_url or str(run.maps)) if distilled else None)
+    url = (maps_url or str(run.maps)) if distilled else None
+    own = run.teacher_sha256.read_text().strip() if maps_url is None and run.teacher_sha256.is_file() else None
+    job = build(settings, key, url, own)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
-    state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision)
-    if not state.load(folder / "checkpoint") and distilled and settings.phase_b.warm_start == "teacher":
+    if distilled and settings.phase_b.warm_start == "teacher":
         warm_start(job.student, phase_a.load(run).teacher.vit.state_dict())
+    identity = {name: value for name, value in flatten(settings).items() if name not in IRRELEVANT}
+    identity |= {"phase_b.student": key, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
+                 "the kind of store": job.maps and job.maps.schema.kind}
+    state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
+    state.load(folder / "checkpoint")
     train(job, batches, state, folder)
     save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics

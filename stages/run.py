@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from gaupipe import data as datasets
 from gaupipe.config import Settings
+from gaupipe.distillation import warm_start
 from gaupipe.training import build_optimizer
 from stages import export_maps, phase_a, phase_b
 
@@ -14,8 +16,8 @@ from stages import export_maps, phase_a, phase_b
 def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
     """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
     key = key or settings.phase_b.student
-    student = phase_b.build_student(settings, key, datasets.load(settings.data))  # what phase B cannot do is said now
-    build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
+    settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
+    check(settings, key)
     teacher = phase_a.run(settings, run_dir, resume=True)
     export_maps.ensure(run_dir)
     student = phase_b.run(run_dir, key, resume=True)
@@ -29,6 +31,18 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
         rows.append({"model": f"{key}, plain", "epochs": len(plain), "train_acc": plain[-1]["train_acc"],
                      "val_acc": plain[-1]["val_acc"], "seconds": _seconds(plain)})
     return rows
+
+
+def check(settings: Settings, key: str) -> None:
+    """Raises UserError now for what phase B could not do after hours of phase A."""
+    data = datasets.load(settings.data)
+    student, teacher = phase_b.build_student(settings, key, data), phase_a.build_teacher(settings, data)
+    schema = SimpleNamespace(grid=teacher.grid, layers=teacher.layers, heads=teacher.heads, kind="gaussian")
+    phase_b.check_fit(student, schema, settings, "maps.zarr")
+    if settings.phase_b.warm_start == "teacher":
+        warm_start(student, teacher.vit.state_dict())
+    for optim in (settings.phase_b.optim, settings.baseline.optim or settings.phase_b.optim):
+        build_optimizer(student, optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 
 def _seconds(metrics: list[dict[str, Any]]) -> float:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from gaupipe import config
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
@@ -23,6 +21,10 @@ class RunDirectory:
     @property
     def phase_a(self) -> Path:
         return self.path / "phase_a"
+
+    @property
+    def teacher_sha256(self) -> Path:
+        return self.phase_a / "teacher_sha256"
 
     @property
     def maps(self) -> Path:
@@ -46,7 +48,7 @@ class RunDirectory:
             if difference:
                 raise UserError(f"{self.path} holds a run with other settings ({difference}); "
                                 "choose another --run-dir or remove it")
-        elif self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+        elif self.path.is_file() or (self.path.is_dir() and any(path.name != "config.partial" for path in self.path.iterdir())):
             raise UserError(f"{self.path} exists and is not a run directory: choose another --run-dir")
 
     def start(self, settings: Settings) -> None:
@@ -60,15 +62,8 @@ class RunDirectory:
 
 def first_difference(old: Settings, new: Settings) -> str | None:
     """The first setting on which two settings differ, as 'a.b is 1, asked 2'; the student's key does not count."""
-    flat_old, flat_new = (_flatten(yaml.safe_load(config.dump(settings))) for settings in (old, new))
+    flat_old, flat_new = config.flatten(old), config.flatten(new)
     for key in flat_old | flat_new:
         if key != "phase_b.student" and flat_old.get(key) != flat_new.get(key):
             return f"{key} is {flat_old.get(key)}, asked {flat_new.get(key)}"
     return None
-
-
-def _flatten(tree: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    return {key: value for name, branch in tree.items()
-            for key, value in _flatten(branch, f"{prefix}.{name}" if prefix else name).items()}

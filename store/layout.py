@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import zarr
+import zarr.buffer
 from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
@@ -154,7 +155,7 @@ def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     keys = [key for key in layout.files_sha256 if key.startswith("decoder/")]
     if not keys:
         return {}
-    buffers = {key: zarr.core.buffer.default_buffer_prototype().buffer.from_bytes(read_checked(files, layout, key))
+    buffers = {key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(read_checked(files, layout, key))
                for key in keys}
     group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
     return {name: array[...] for name, array in group.arrays()}

@@ -115,3 +115,23 @@ def test_debians_fashion_mnist():
     assert (len(data.train), len(data.val), len(data.test)) == (54_000, 6_000, 10_000)
     assert np.bincount(data.test.labels).tolist() == [1000] * 10
     assert data.mean[0] == pytest.approx(0.286, abs=0.002)  # the data set's known mean
+
+
+def test_a_folder_without_test_images_has_no_test_split(image_folder):
+    import shutil
+    shutil.rmtree(image_folder / "val")
+    settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
+    assert datasets.load(settings).test is None
+    shutil.rmtree(image_folder / "train")
+    with pytest.raises(UserError, match="train"):
+        datasets.load(settings)
+
+
+def test_test_images_have_the_classes_of_the_training_images(image_folder):
+    import shutil
+    settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
+    shutil.rmtree(image_folder / "val" / "blue")
+    assert set(datasets.load(settings).test.labels) == {1}  # red alone is still class 1
+    (image_folder / "val" / "green").mkdir()
+    with pytest.raises(UserError, match="green"):
+        datasets.load(settings)

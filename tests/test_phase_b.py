@@ -109,3 +109,23 @@ def test_plain_training_goes_through_the_same_loop(run_dir):
     assert rows[-1]["loss_soft"] is None and rows[-1]["gamma"] == 0 and rows[-1]["val_acc"] > 0.3
     written = (run_dir / "plain" / "standard" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(written[-1]) == rows[-1]
+
+
+def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
+    phase_b.run(run_dir, "xsa", resume=True)
+    before = (run_dir / "config.yaml").read_text()
+    try:
+        with pytest.raises(UserError, match="phase_b.alpha 0.1, now it is 0.3"):
+            phase_b.run(change(run_dir, "phase_b.alpha=0.3"), "xsa", resume=True)
+    finally:
+        (run_dir / "config.yaml").write_text(before)
+
+
+def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
+    other = make(tmp_path / "other", "seed=7")
+    export_maps.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
+    try:
+        with pytest.raises(ValueError, match="teacher"):
+            phase_b.run(run_dir, "belief_star", resume=True)
+    finally:
+        export_maps.run(run_dir, overwrite=True)
