@@ -43,9 +43,9 @@ def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
     url = out or str(run.maps)
+    schema, how = make_schema(job, kind), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
         check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
-    schema, how = make_schema(job, kind), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if repair:
         writer = store.repair(url, schema, **how)
     else:

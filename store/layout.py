@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -111,14 +112,14 @@ def is_column(schema: Schema, name: str) -> bool:
     return math.prod(schema.arrays()[name].shape[1:]) * schema.stored_dtype(name).itemsize < COLUMN_BYTES
 
 
-def plan(schema: Schema, shard_bytes: int, decoder: dict[str, np.ndarray] | None) -> tuple[Layout, dict[str, bytes]]:
+def plan(schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None) -> tuple[Layout, dict[str, bytes]]:
     """The layout of a new store and its metadata files (root excluded) with the decoder's files, by name."""
     per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
     files = metadata_files(schema, per_shard, decoder)
     return Layout(schema, per_shard, {key: sha256(data) for key, data in files.items()}), files
 
 
-def metadata_files(schema: Schema, per_shard: int, decoder: dict[str, np.ndarray] | None) -> dict[str, bytes]:
+def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None) -> dict[str, bytes]:
     """Every file of the store that does not depend on the images, without the root's: zarr-python writes them."""
     if (schema.kind == "embedding") != bool(decoder):
         raise StoreError("a store of kind 'embedding' needs its decoder's arrays" if not decoder

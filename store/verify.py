@@ -130,17 +130,17 @@ def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_B
     files = Files(url)
     layout, metadata = plan(schema, shard_bytes, decoder)
     root = files.read(ROOT)
-    if root is None and not files.list():
-        raise StoreError(f"{files.url}: no attention-map store there to repair; export one with gaupipe export-maps")
     try:
-        if root is not None:
-            stored = Layout.from_root_file(root, files.url)
-            if difference := schema.difference(stored.schema):
-                raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
-            metadata = metadata_files(schema, stored.images_per_shard, decoder)
-            layout = Layout(schema, stored.images_per_shard, {key: sha256(data) for key, data in metadata.items()})
+        stored = Layout.from_root_file(root, files.url) if root is not None else None
     except DamagedStore:
-        pass  # the schema given is all we have to go by
+        stored = None
+    if stored is None and not files.list("shard_sha256/"):
+        raise StoreError(f"{files.url}: no attention-map store there to repair; export one with gaupipe export-maps")
+    if stored is not None:
+        if difference := schema.difference(stored.schema):
+            raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
+        metadata = metadata_files(schema, stored.images_per_shard, decoder)
+        layout = Layout(schema, stored.images_per_shard, {key: sha256(data) for key, data in metadata.items()})
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     writer = Writer(files, layout)

