@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gaupipe import config
+from gaupipe.errors import UserError
 
 # a process that has imported torch once and is forked for every attempt
 FORKS = multiprocessing.get_context("forkserver")
@@ -64,3 +65,21 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     students = [torch.load(tmp_path / name / "phase_b/standard/checkpoint/state.pt", weights_only=True)["modules"]
                 for name in ("unbroken", "killed")]
     assert all(torch.equal(students[0][name], students[1][name]) for name in students[0])
+
+
+def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
+    for name, budget in (("memory", 2), ("files", 0)):
+        settings = config.load("digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.enabled=false"])
+        assert attempt(tmp_path / name, settings, None) == 0
+    assert list((tmp_path / "files" / "phase_a" / "rows").iterdir()) and not (tmp_path / "memory/phase_a/rows").exists()
+    assert results(tmp_path / "files") == results(tmp_path / "memory")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
+    from stages import phase_a
+    settings = config.load("digits", [*TINY, "phase_a.optim.lr=1e30", "phase_a.optim.clip_grad=null",
+                                      "phase_a.optim.warmup_epochs=3", "phase_a.optim.min_lr=1e-5"])
+    with pytest.raises(UserError, match=r"the loss is (nan|inf|-inf) in epoch \d, step \d+ of 15 \(lr "):
+        phase_a.run(settings, tmp_path / "run")
+    metrics = results(tmp_path / "run")["phase_a/metrics.jsonl"]
+    assert all(row["train_loss"] < 1e30 for row in metrics)
