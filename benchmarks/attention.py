@@ -6,8 +6,9 @@
 
 Everything is timed in one process. A round runs every contender once, in random order; a ratio is taken within a round,
 and the table shows the median over the rounds, the quartiles in brackets and the ratio of the best times, so that a
-machine that slows down for a while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast; on a CPU it is float32, one thread, and
-the time is the processor's, not the wall clock's, so that what else runs on the machine counts less.
+machine that slows down for a while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast; on a CPU
+it is float32, one thread, and the time is the processor's, not the wall clock's, so that what else runs on the machine
+counts less.
 """
 
 from __future__ import annotations
@@ -174,7 +175,10 @@ def print_header(names: list[str]) -> None:
 
 
 def print_row(row: str, ratios: dict, names: list[str]) -> None:
-    cells = [f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f}) {r['best']:.2f}" for r in (ratios[name] for name in names)]
+    cells = []
+    for name in names:
+        r = ratios[name]
+        cells.append(f"{r['median']:.2f} ({r['low']:.2f}-{r['high']:.2f}) {r['best']:.2f}")
     print(f"| {row} | {ratios[BASELINE]['ms']:.1f} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -163,6 +163,8 @@ class PhaseBSettings(Section):
     temperature: Rate = 1.0
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
     augment: AugmentSettings = AugmentSettings()
+    preload_gb: Weight = 2.0
+    """Read the whole store into memory at the start if its numbers fit into this many GB."""
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")

@@ -71,7 +71,8 @@ def build(settings: Settings, key: str, maps_url: str | None, teacher_sha256: st
     student = build_student(settings, key, data).to(device)
     if maps_url is None:
         return PhaseB(settings, data, device, student, settings.baseline.optim or settings.phase_b.optim, None)
-    maps = store.open(maps_url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
+    maps = store.open(maps_url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256,
+                      preload_bytes=int(settings.phase_b.preload_gb * 1e9))
     check_fit(student, maps.schema, settings, maps_url)
     return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
 

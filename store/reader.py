@@ -8,13 +8,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import tensorstore as ts
 
 from store.encoding import decode
 from store.errors import CorruptChunk, StoreError
 from store.files import Files, damage, explain, refuse_after_fork
 from store.layout import ROOT, Layout, read_checked, read_decoder
-from store.schema import Schema
 
 INDEX_CACHE_BYTES = 64 * 2**20
 

@@ -111,14 +111,19 @@ def test_stock_timm_models_take_the_attention_by_key(key):
 
 
 @pytest.mark.parametrize("key", STUDENTS)
-def test_models_can_be_copied_pickled_and_compiled(key):
+def test_models_can_be_copied_and_pickled(key):
     torch.manual_seed(0)
     model = timm.create_model(PICO, attention=key, depth=1).eval()
     x = images(model)
-    expected = model(x)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)),
-                 torch.compile(model, backend="aot_eager", fullgraph=True)):
-        torch.testing.assert_close(twin(x), expected)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.testing.assert_close(twin(x), model(x))
+
+
+def test_a_whole_model_compiles_without_graph_breaks():
+    torch.manual_seed(0)
+    model = timm.create_model(PICO, attention="belief2", depth=2).eval()
+    x = images(model)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
     torch._dynamo.reset()
 
 
