@@ -13,6 +13,7 @@ optimizer's state: on a GPU its peak allocation, on a CPU the peak of resident m
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import statistics
 import sys
@@ -124,6 +125,7 @@ def peak_memory(step, device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() - before
     peaks = []
     for _ in range(3):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed goes back to the system first
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
         before = resident("VmRSS")
         step()
