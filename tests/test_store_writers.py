@@ -50,11 +50,11 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     while kills < 5:
         process = start(url)
         process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.1))
+        time.sleep(draw.uniform(0, 0.02 * (kills + 1)))  # the first kill comes early, on a fast machine too
         process.kill()
         kills += process.wait() < 0
         finished = {path: path.stat().st_mtime_ns for path in url.glob("shard_sha256/c/*/0/0")}
-        if process.returncode == 0:
+        if process.returncode == 0 or contents(url) == whole:  # it was done, or the kill came after its last byte
             break
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(url)
