@@ -171,5 +171,5 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
             own = name.replace("attn.qkv", "attn.v")
             if own in teacher:
                 parameter[len(parameter) // 3 * 2:].copy_(teacher[own])
-        elif name in teacher and teacher[name].shape == parameter.shape:
+        elif name in teacher:
             parameter.copy_(teacher[name])

@@ -71,6 +71,7 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
     from timm.scheduler import CosineLRScheduler
+
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
                 *extra_groups]
@@ -87,9 +88,9 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
     return optimizer, schedule
 
 
-def seed_epoch(seed: int, epoch: int, purpose: int = 0) -> None:
+def seed_epoch(seed: int, epoch: int) -> None:
     """Starts torch's generators from (seed, epoch) alone, so that a resumed run draws what an unbroken one draws."""
-    torch.manual_seed((seed * 1_000_003 + epoch) * 7 + purpose)
+    torch.manual_seed((seed * 1_000_003 + epoch) * 7)
 
 
 @dataclass

@@ -17,7 +17,7 @@ from gaupipe.data import Batches, ImageData, Split
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
-from gaupipe.training import select_device
+from gaupipe.training import score, select_device
 from stages import phase_b
 from stages.run_directory import RunDirectory
 
@@ -72,13 +72,14 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
     The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean distance of
     accuracy from confidence, weighted by the images in the bin.
     """
-    right = logits.topk(min(5, logits.shape[-1])).indices == labels.unsqueeze(-1)
+    scores = score([(logits, labels)])
+    right = logits.argmax(-1) == labels
     confidence = logits.softmax(-1).amax(-1)
     which = (confidence * bins).ceil().long().clamp(1, bins)
-    gaps = [(which == b).float().mean() * (right[which == b, 0].float().mean() - confidence[which == b].mean()).abs()
+    gaps = [(which == b).float().mean() * (right[which == b].float().mean() - confidence[which == b].mean()).abs()
             for b in which.unique()]
-    return {"top1": right[:, 0].sum().item() / len(labels), "top5": right.any(-1).sum().item() / len(labels),
-            "loss": nn.functional.cross_entropy(logits, labels).item(), "calibration_error": sum(gaps).item()}
+    return {"top1": scores["acc"], "top5": scores["top5"], "loss": scores["loss"],
+            "calibration_error": sum(gaps).item()}
 
 
 @torch.inference_mode()

@@ -25,7 +25,7 @@ from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
-from stages.run_directory import RunDirectory
+from stages.run_directory import RunDirectory, write_whole
 
 
 @dataclass
@@ -108,7 +108,8 @@ def run(settings: Settings, run_dir: Path, resume: bool = False, force: bool = F
     job.data.write_split(run_dir / "split.json")
     state.load(run.phase_a / "checkpoint")
     train(job, batches, state, run.phase_a)
-    run.teacher_sha256.write_text(teacher_sha256(replace(job, teacher=state.kept)) + "\n")
+    if not run.teacher_sha256.is_file():  # a finished teacher does not change, and its rows can be many
+        write_whole(run.teacher_sha256, teacher_sha256(replace(job, teacher=state.kept)) + "\n")
     return state.metrics
 
 

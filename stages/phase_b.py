@@ -135,13 +135,14 @@ def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resu
     job = build(settings, key, url, own)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
-    if distilled and settings.phase_b.warm_start == "teacher":
-        warm_start(job.student, phase_a.load(run).teacher.vit.state_dict())
     identity = {name: value for name, value in flatten(settings).items() if name not in IRRELEVANT}
     identity |= {"phase_b.student": key, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
                  "the kind of store": job.maps and job.maps.schema.kind}
     state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
-    state.load(folder / "checkpoint")
+    if not state.load(folder / "checkpoint") and distilled and settings.phase_b.warm_start == "teacher":
+        warm_start(job.student, phase_a.load(run).teacher.vit.state_dict())
+        if state.ema:
+            state.ema.set(job.student)
     train(job, batches, state, folder)
     save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics

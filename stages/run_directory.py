@@ -55,9 +55,14 @@ class RunDirectory:
         """Makes the folder and writes the resolved settings, in one step."""
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
-            partial = self.config.with_suffix(".partial")
-            partial.write_text(config.dump(settings))
-            partial.replace(self.config)
+            write_whole(self.config, config.dump(settings))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there with all of its text or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def first_difference(old: Settings, new: Settings) -> str | None:

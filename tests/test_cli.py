@@ -13,7 +13,6 @@ import zarr
 from PIL import Image
 
 from gaupipe import data as datasets
-from gaupipe.cli import main
 from gaupipe.config import DataSettings
 
 TINY = ["data.train_images=200", "data.batch_size=50", "phase_a.max_epochs=2", "phase_a.stop_accuracy=1.0",
@@ -23,18 +22,6 @@ TINY = ["data.train_images=200", "data.batch_size=50", "phase_a.max_epochs=2", "
 def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "gaupipe.cli", *map(str, arguments)], cwd=cwd, text=True,
                           capture_output=True, timeout=300, **options)
-
-
-@pytest.fixture
-def in_process(capfd, monkeypatch):
-    """Runs the command in this process, which saves importing torch: (exit code, stdout, stderr)."""
-    def call(*arguments, cwd) -> tuple[int, str, str]:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return (exit_.value.code or 0, *capfd.readouterr())
-    return call
 
 
 def sets(*overrides: str) -> list[str]:

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -13,25 +12,12 @@ import pytest
 import store
 import torch
 
-from gaupipe.cli import main
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
 
 SETTINGS = ["data.train_images=200", "data.eval_batch_size=8", "phase_a.max_epochs=1", "phase_a.mode=stochastic",
             "phase_a.label_passes=2", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
 SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
-
-
-@pytest.fixture
-def gaupipe(capfd, monkeypatch):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
-    def call(*arguments) -> tuple[int, str, str]:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return (exit_.value.code or 0, *capfd.readouterr())
-    return call
 
 
 def train(folder: Path, *settings: str) -> Path:
@@ -107,9 +93,9 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
     assert contents(maps) == contents(trained / "maps.zarr")
 
 
-def test_an_export_says_its_size_first_and_its_speed_last(run, gaupipe):
+def test_an_export_says_its_size_first_and_its_speed_last(run, in_process):
     shutil.rmtree(run / "maps.zarr")
-    code, out, err = gaupipe("export-maps", "--run-dir", run)
+    code, out, err = in_process("export-maps", "--run-dir", run)
     first, last = err.splitlines()
     assert code == 0 and Path(out.strip()) == run / "maps.zarr"
     assert "200 images as gaussian" in first and "MB" in first and "kB an image" in first
@@ -125,7 +111,7 @@ def test_what_is_stored_is_the_teachers(trained):
     np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
 
 
-def test_repair_rewrites_what_is_damaged_and_nothing_else(run, gaupipe):
+def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     maps = run / "maps.zarr"
     before, written, files, shards = contents(maps), changes(maps), shard_files(maps), store.join(maps).shards
     chosen = np.random.default_rng()
@@ -138,33 +124,33 @@ def test_repair_rewrites_what_is_damaged_and_nothing_else(run, gaupipe):
     (maps / removed).unlink()
     (maps / "logits" / "zarr.json").write_bytes(before["logits/zarr.json"].replace(b"float16", b"float32"))
 
-    code, out, err = gaupipe("verify", maps)
+    code, out, err = in_process("verify", maps)
     assert code == 1 and "logits/zarr.json" in out
     for name in (flipped, cut, removed):
         shard = shards[int(name.split("/")[2])]
         lines = [line for line in out.splitlines() if line.startswith(f"shard {shard.index}, gaussians, image")]
         assert any(f" {image}" in line for line in lines for image in range(shard.start, shard.stop))
-    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
     assert contents(maps) == before
     rewritten, now = {name.split("/")[2] for name in (flipped, cut, removed)}, changes(maps)
     assert all(now[name] == written[name] for name in files if name.split("/")[2] not in rewritten)
-    assert gaupipe("verify", maps) == (0, f"{maps}: complete and intact\n", "")
+    assert in_process("verify", maps) == (0, f"{maps}: complete and intact\n", "")
 
 
-def test_a_damaged_root_is_repaired(run, gaupipe):
+def test_a_damaged_root_is_repaired(run, in_process):
     maps = run / "maps.zarr"
     before = contents(maps)
     data = bytearray(before["zarr.json"])
     data[len(data) // 2] ^= 4
     (maps / "zarr.json").write_bytes(data)
-    assert gaupipe("verify", maps)[0] == 1
-    code, _, err = gaupipe("phase-b", "--run-dir", run, "--student", "standard")
+    assert in_process("verify", maps)[0] == 1
+    code, _, err = in_process("phase-b", "--run-dir", run, "--student", "standard")
     assert (code, err.count("\n")) == (2, 1) and "--repair" in err
-    assert gaupipe("export-maps", "--run-dir", run, "--repair", "--shard-mb", SHARD_MB)[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--repair", "--shard-mb", SHARD_MB)[0] == 0
     assert contents(maps) == before
 
 
-def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, gaupipe, monkeypatch):
+def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_process, monkeypatch):
     maps = run / "maps.zarr"
     before = contents(maps)
     (maps / shard_files(maps)[0]).unlink()
@@ -172,7 +158,7 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, gaupipe,
     def fail(*_arguments):
         raise KeyboardInterrupt
     monkeypatch.setattr(store.Writer, "write", fail)
-    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 130
+    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 130
     monkeypatch.undo()
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(maps)
@@ -180,10 +166,10 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, gaupipe,
     assert contents(maps) == before
 
 
-def test_repair_of_a_whole_store_writes_no_shard(run, gaupipe):
+def test_repair_of_a_whole_store_writes_no_shard(run, in_process):
     maps = run / "maps.zarr"
     before, written = contents(maps), changes(maps)
-    assert gaupipe("export-maps", "--run-dir", run, "--repair")[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
     now = changes(maps)
     assert contents(maps) == before and all(now[name] == written[name] for name in shard_files(maps))
 
@@ -199,26 +185,26 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize("arguments,message", MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
-def test_mistakes_give_one_line_and_change_nothing(trained, tmp_path, monkeypatch, gaupipe, arguments, message):
+def test_mistakes_give_one_line_and_change_nothing(trained, tmp_path, monkeypatch, in_process, arguments, message):
     monkeypatch.chdir(tmp_path)
     before = changes(trained)
-    code, _, err = gaupipe("export-maps", "--run-dir", trained, *arguments)
+    code, _, err = in_process("export-maps", "--run-dir", trained, *arguments)
     assert (code, err.count("\n")) == (2, 1) and message in err
     assert changes(trained) == before and list(tmp_path.iterdir()) == []
 
 
-def test_verify_runs_the_teacher_again(run, gaupipe):
+def test_verify_runs_the_teacher_again(run, in_process):
     maps = run / "maps.zarr"
-    code, out, _ = gaupipe("verify", maps, "--teacher", "--sample", 200)
+    code, out, _ = in_process("verify", maps, "--teacher", "--sample", 200)
     assert code == 0 and "as the teacher says" in out
     maps.rename(run.parent / "elsewhere.zarr")
-    assert gaupipe("verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1)[0] == 0
-    code, _, err = gaupipe("verify", run.parent / "elsewhere.zarr", "--teacher")
+    assert in_process("verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1)[0] == 0
+    code, _, err = in_process("verify", run.parent / "elsewhere.zarr", "--teacher")
     assert (code, err.count("\n")) == (2, 1) and "not a run directory" in err
 
 
 @pytest.mark.parametrize("name", ["gaussians", "logits", "labels"])
-def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, gaupipe, name):
+def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, in_process, name):
     maps = store.open(run / "maps.zarr")
     stored = maps.gather(np.arange(200))
     stored[name] = stored[name][::-1] * (10 if name == "logits" else 1)
@@ -226,22 +212,22 @@ def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, gau
     for shard in writer.pending():
         writer.write(shard, {key: array[shard.start:shard.stop] for key, array in stored.items()})
     writer.finish()
-    assert gaupipe("verify", run / "wrong.zarr")[0] == 0
-    code, out, _ = gaupipe("verify", run / "wrong.zarr", "--teacher", "--sample", 200)
+    assert in_process("verify", run / "wrong.zarr")[0] == 0
+    code, out, _ = in_process("verify", run / "wrong.zarr", "--teacher", "--sample", 200)
     assert code == 1 and f"{name} " in out and "not the teacher's" in out
 
 
-def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, gaupipe):
+def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_process):
     other = train(tmp_path / "other", "seed=1")
-    code, _, err = gaupipe("verify", trained / "maps.zarr", "--teacher", "--run-dir", other)
+    code, _, err = in_process("verify", trained / "maps.zarr", "--teacher", "--run-dir", other)
     assert (code, err.count("\n")) == (2, 1) and "another teacher" in err
 
 
-def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, gaupipe):
+def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_process):
     run = train(tmp_path / "run", "phase_a.compression={embedding: 8, hidden: 16}")
-    assert gaupipe("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
     read = export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(read, job.gaussians(ids, 3), rtol=2e-3, atol=2e-3)
-    assert gaupipe("verify", run / "maps.zarr", "--teacher")[0] == 0
+    assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0

@@ -5,7 +5,6 @@ import shutil
 import socket
 import socketserver
 import subprocess
-import sys
 import sysconfig
 import threading
 import time
@@ -17,7 +16,6 @@ import pytest
 import store
 
 from gaupipe import config
-from gaupipe.cli import main
 from stages import export_maps, phase_a
 
 SETTINGS = ["data.train_images=100", "data.eval_batch_size=16", "phase_a.max_epochs=1", "phase_b.epochs=1",
@@ -131,19 +129,12 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture
-def gaupipe(server, capfd, monkeypatch):
+def gaupipe(server, in_process, monkeypatch):
     """Runs a command in this process with the server's credentials: (exit code, stdout, stderr)."""
     for name, value in {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
                         "AWS_REGION": "us-east-1"}.items():
         monkeypatch.setenv(name, value)
-
-    def call(*arguments) -> tuple[int, str, str]:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return (exit_.value.code or 0, *capfd.readouterr())
-    return call
+    return in_process
 
 
 def test_every_command_takes_an_s3_url(run, gaupipe, tmp_path):
