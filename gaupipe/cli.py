@@ -30,6 +30,11 @@ class Kind(str, Enum):
     dense = "dense"
 
 
+class Encoding(str, Enum):
+    float16 = "float16"
+    uint8 = "uint8"
+
+
 ConfigArgument = Annotated[Optional[str], typer.Argument(
     metavar="[CONFIG]", help="A YAML file, or the name of a shipped configuration.", show_default="digits")]
 RunDir = Annotated[Path, typer.Option("--run-dir", help="Folder of the run.")]
@@ -88,13 +93,14 @@ def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What i
                                                                       "nothing else.")] = False,
                 shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of a file of the store before "
                                                                                       "compression.")] = 32,
+                encoding: Annotated[Encoding, typer.Option(help="How Gaussians are stored.")] = Encoding.float16,
                 force: Force = False) -> None:
     """Write the teacher's attention maps, predictions and the labels to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
-    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb, force))
+    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
 
 
 @app.command("phase-b")
@@ -132,6 +138,44 @@ def export_student(run_dir: RunDir, student: Annotated[Student, typer.Option(hel
     from stages import export_student as stage
     path, difference = stage.run(run_dir, student.value, out, not plain)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
+
+
+@app.command()
+def compare(config: ConfigArgument = None,
+            run_dir: Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the comparison.",
+                                                            show_default="runs/compare-NAME of the configuration")] = None,
+            overrides: Overrides = None,
+            students: Annotated[Optional[str], typer.Option(metavar="A,B", help="Attentions of the students.",
+                                                            show_default="phase_b.student of the settings")] = None,
+            seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")] = "0,1,2",
+            sweep: Annotated[Optional[str], typer.Option(metavar="SWEEP", help="Further cells: a YAML list of settings, or "
+                                                         "the name of a shipped sweep.", show_default="none")] = None,
+            targets: Annotated[Optional[str], typer.Option(metavar="0.8,0.84", help="Validation accuracies to compare at.",
+                                                           show_default="95, 98, 100 % of the plain ViT's last")] = None,
+            tune: Annotated[bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")] = True,
+            jobs: Annotated[int, typer.Option(min=1, help="Trainings at once, each in a process.")] = 1,
+            test: Annotated[bool, typer.Option("--test", help="Also score the finished runs on the test split.")] = False,
+            as_json: AsJson = False) -> None:
+    """Plain ViT, distilled students and controls over several seeds: epochs to accuracy, side by side.
+
+    Runs that have finished are not made again. Tables go to the terminal, CSV and JSON, curves to PNG and SVG.
+    """
+    settings, _ = _settings(config, overrides, None)
+    folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
+    keys = _listed("--students", students or settings.phase_b.student, str, lambda key: key in STUDENTS, ", ".join(STUDENTS))
+    numbers = _listed("--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2")
+    goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
+    from stages import compare as stage
+    from stages import compare_report
+    done = stage.run(settings, folder, keys, numbers, sweep, tune, jobs, test)
+    found = compare_report.report(done, goals)
+    compare_report.write(done, found, folder, Path(sweep).stem if sweep else "compare")
+    if as_json:
+        print(json.dumps(found))
+        return
+    for table in compare_report.tables(found):
+        Console().print(table)
+    print(folder)
 
 
 @app.command()
@@ -235,6 +279,20 @@ def _settings(config: str | None, overrides: list[str] | None, run_dir: Path | N
     from gaupipe.config import load
     config = config or "digits"
     return load(config, overrides or []), run_dir or Path("runs") / Path(config).stem
+
+
+def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:
+    """The values of an option that takes several, separated by commas, each once."""
+    values = []
+    for part in text.split(","):
+        try:
+            value = kind(part.strip())
+        except ValueError:
+            value = None
+        if value is None or not right(value):
+            raise UserError(f"{option} {text!r}: {part.strip()!r} is not right; {known}")
+        values.append(value)
+    return list(dict.fromkeys(values))
 
 
 def _percent(share: float | None) -> str:

@@ -48,6 +48,9 @@ class ModelSettings(Section):
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96, depth: 6}``."""
     init_std: Rate | None = None
     """Standard deviation of every linear layer's start; null keeps timm's 0.02."""
+    init: Literal["normal", "mimetic"] = "normal"
+    """``mimetic`` starts the attention so that it looks trained, and the position embedding sinusoidal unless
+    ``pos_embed_std`` is set (arXiv 2305.09828)."""
     pos_embed_std: Rate | None = None
     """Standard deviation of the position embedding's start; null keeps timm's 0.02."""
 
@@ -153,13 +156,15 @@ class PhaseBSettings(Section):
     """Weight of each of the student's blocks in L_feat; null weighs all the same."""
     mean_heads: bool = False
     """Compare each head with the mean over the teacher's heads; the head counts may then differ."""
+    shuffle_maps: bool = False
+    """Give every image the maps of another one: a control, which shows what the maps' belonging to an image is worth."""
     match_grid: bool = False
     """Let the student have another token grid than the store: the Gaussians are made into maps on its grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Literal["none", "teacher"] = "none"
+    warm_start: Literal["none", "teacher", "prior"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN, norms and head; Q and K
-    start fresh."""
+    start fresh. ``prior`` then fits Q and K to the attention of the shared prior."""
     temperature: Rate = 1.0
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
     augment: AugmentSettings = AugmentSettings()
@@ -194,11 +199,19 @@ class Settings(Section):
     """Mixed precision of the forward pass; Gaussians, coordinates and losses stay float32."""
     compile: bool = False
     """Compile the forward pass with torch.compile."""
+    key_snapshots: Count = 0
+    """Training images whose average attention per key is kept after every epoch of both phases."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.phase_b.warm_start == "prior" and not self.phase_a.prior:
+            raise ValueError("phase_b.warm_start=prior needs phase_a.prior=true")
+        return self
 
 
 def load(source: str | Path, overrides: list[str] = ()) -> Settings:
@@ -273,11 +286,16 @@ def _apply(tree: dict, override: str) -> None:
             value = float(value)
         except ValueError:
             pass
+    place(tree, key, value, f"--set {override!r}")
+
+
+def place(tree: dict, key: str, value: Any, where: str) -> None:
+    """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value."""
     *parents, leaf = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise UserError(f"--set {override!r}: {parent!r} is a value, not a section")
+            raise UserError(f"{where}: {parent!r} is a value, not a section")
     tree[leaf] = value
 
 

@@ -1,4 +1,4 @@
-"""The student's side of L_feat: a forward pass that compares attention maps block by block, and the warm start.
+"""The student's side of L_feat: a forward pass that compares attention maps block by block.
 
 Axis letters: B images, L stored blocks, H heads, T tokens on a grid (h, w).
 """
@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.augment import Mix, mixed_map
-from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
 from gaupipe.losses import feature_loss
 from gaupipe.models import run_blocks
@@ -152,24 +151,3 @@ class _AttentionWithNormaliser(torch.autograd.Function):
             grad, F.pad(q, (0, 1)), F.pad(k, (0, 1)), F.pad(v, (0, 1), value=1.0), F.pad(heads, (0, 1)), log_normaliser,
             0.0, False, scale=ctx.scale)
         return dq[..., :width], dk[..., :width], dv[..., :ctx.width], None
-
-
-@torch.no_grad()
-def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
-    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position embedding, V,
-    output projection, FFN, norms and head. Q and K keep the start they have. Raises UserError for a student of another
-    size."""
-    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
-    differs = [name for name, tensor in teacher.items()
-               if name in shapes and shapes[name] != tensor.shape or name.endswith("attn.v.weight")
-               and name.replace("attn.v", "attn.qkv") not in shapes]
-    if differs:
-        raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
-                        "phase_b.model_args out or set warm_start to none")
-    for name, parameter in student.named_parameters():
-        if name.endswith(("attn.qkv.weight", "attn.qkv.bias")):
-            own = name.replace("attn.qkv", "attn.v")
-            if own in teacher:
-                parameter[len(parameter) // 3 * 2:].copy_(teacher[own])
-        elif name in teacher:
-            parameter.copy_(teacher[name])

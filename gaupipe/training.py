@@ -20,6 +20,7 @@ from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
 from gaupipe.image_state import ImageState
+from gaupipe.initialisation import start_weights
 from gaupipe.progress import EpochProgress
 
 
@@ -53,13 +54,7 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
                         f"{model.args}: {error}") from None
-    if model.init_std is not None:
-        for name, module in vit.named_modules():
-            if isinstance(module, nn.Linear) and name != "head":
-                nn.init.trunc_normal_(module.weight, std=model.init_std, a=-2 * model.init_std, b=2 * model.init_std)
-    if model.pos_embed_std is not None:
-        nn.init.trunc_normal_(vit.pos_embed, std=model.pos_embed_std, a=-2 * model.pos_embed_std,
-                              b=2 * model.pos_embed_std)
+    start_weights(vit, model)
     return vit
 
 
@@ -83,7 +78,8 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
     warmup = min(optim.warmup_epochs, epochs) * steps_per_epoch
-    schedule = CosineLRScheduler(optimizer, t_initial=max(epochs * steps_per_epoch - warmup, 1), lr_min=optim.min_lr,
+    rest = epochs * steps_per_epoch - warmup or 2  # all of it warm-up: any length will do, but timm comments on 1
+    schedule = CosineLRScheduler(optimizer, t_initial=rest, lr_min=optim.min_lr,
                                  warmup_t=warmup, warmup_lr_init=optim.min_lr, warmup_prefix=True, t_in_epochs=False)
     return optimizer, schedule
 

@@ -29,7 +29,7 @@ WRITERS = min(4, os.cpu_count() or 1)
 
 
 def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite: bool = False,
-        repair: bool = False, shard_mb: float = 32, force: bool = False) -> str:
+        repair: bool = False, shard_mb: float = 32, force: bool = False, encoding: str = "float16") -> str:
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
     An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
@@ -42,47 +42,47 @@ def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
     url = out or str(run.maps)
-    schema, how = make_schema(job, kind), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
+    schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
         check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
     if repair:
         writer = store.repair(url, schema, **how)
     else:
-        if not overwrite:
-            refuse_complete(url)
+        if not overwrite and is_complete(url):
+            raise UserError(f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites what is "
+                            "damaged")
         writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
     write(job, writer)
     return url
 
 
-def ensure(run_dir: Path) -> str:
+def ensure(run_dir: Path, out: str | None = None, kind: str = "gaussian", encoding: str = "float16") -> str:
     """The store of a run: as it is if it is complete, else written."""
     run_ = RunDirectory(run_dir)
-    url = str(run_.maps)
-    try:
-        store.open(url, teacher_sha256=run_.teacher_sha256.read_text().strip())
-    except store.StoreError:
-        run(run_dir)
+    url = out or str(run_.maps)
+    if not is_complete(url, run_.teacher_sha256.read_text().strip()):
+        run(run_dir, kind, out, encoding=encoding)
     return url
 
 
-def refuse_complete(url: str) -> None:
-    """Raises UserError where a complete store lies."""
+def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
+    """Whether a complete store (of this teacher) is there. Damaged metadata counts as none."""
     try:
-        store.open(url)
+        store.open(url, teacher_sha256=teacher_sha256)
     except store.StoreError:
-        return  # none, unfinished or damaged: create() says what is in the way
-    raise UserError(f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites what is damaged")
+        return False
+    return True
 
 
-def make_schema(job: PhaseA, kind: str) -> store.Schema:
-    """What the store of this teacher says about itself. Raises UserError for a kind that this teacher does not have."""
+def make_schema(job: PhaseA, kind: str, encoding: str = "float16") -> store.Schema:
+    """What the store of this teacher says about itself. Raises UserError for a kind that this teacher does not have,
+    StoreError for an encoding that the kind does not have."""
     phase = job.settings.phase_a
     if kind == "embedding" and not (job.teacher.decoder and job.rows):
         raise UserError("--kind embedding: this teacher keeps no embeddings (phase_a.compression is null); "
                         "choose gaussian or dense")
     return store.Schema(
-        kind=kind, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
+        kind=kind, encoding=encoding, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
         heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
         dataset_sha256=job.data.sha256, teacher_sha256=teacher_sha256(job), parametrisation=phase.parametrisation,
         embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,

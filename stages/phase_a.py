@@ -19,12 +19,13 @@ from gaupipe.augment import Augment
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
-from gaupipe.gaussians import Geometry, move
+from gaupipe.gaussians import Geometry, expected_map, move
 from gaupipe.image_state import ImageState
 from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
+from stages.key_attention import save_snapshot
 from stages.run_directory import RunDirectory, write_whole
 
 
@@ -158,6 +159,8 @@ def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> 
             log.append({"epoch": epoch + 1, "train_loss": losses["loss"], "train_acc": train_acc, "val_acc": val_acc,
                         "seconds": round(seconds, 3), "images_per_s": round(len(job.data.train) / seconds, 1)})
             state.finished = train_acc >= phase.stop_accuracy or epoch + 1 == phase.max_epochs
+            save_snapshot(folder, epoch + 1, job.settings, job.data, lambda _images, ids: list(
+                expected_map(kept.gaussians(ids, len(ids)), job.teacher.grid).unbind(1)))
             state.save(folder / "checkpoint")
             if state.finished and job.rows:
                 job.rows.release()

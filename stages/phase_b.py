@@ -19,20 +19,26 @@ from gaupipe import data as datasets
 from gaupipe.augment import Augment, Mix, mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches, ImageData
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
+from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.errors import UserError
-from gaupipe.gaussians import Geometry
+from gaupipe.gaussians import Geometry, expected_map
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, MetricsLog
+from gaupipe.teacher import Teacher
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score_model, select_device, train_epoch
+from gaupipe.warm_start import fit_queries_and_keys, warm_start
 from stages import phase_a
 from stages.export_maps import gaussians_reader
+from stages.key_attention import save_snapshot, student_rows
 from stages.run_directory import RunDirectory
 
 
-IRRELEVANT = ("device", "threads", "data.workers", "data.eval_batch_size", "data.root", "data.download")
+IRRELEVANT = ("device", "threads", "data.workers", "data.eval_batch_size", "data.root", "data.download", "key_snapshots")
 """Settings that may differ when a student is continued."""
+
+WARM_START_IMAGES = 256
+"""Training images, evenly spaced, on which Q and K are fitted to the prior."""
 
 
 @dataclass
@@ -130,8 +136,19 @@ def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resu
     folder = run.student(key, distilled)
     if not resume and folder.exists():
         raise UserError(f"{folder} already exists: --resume continues it, another --run-dir starts afresh")
-    url = (maps_url or str(run.maps)) if distilled else None
-    own = run.teacher_sha256.read_text().strip() if maps_url is None and run.teacher_sha256.is_file() else None
+    return train_student(settings, key, folder, run if distilled else None, maps_url)
+
+
+def train_student(settings: Settings, key: str, folder: Path, teacher: RunDirectory | None, maps_url: str | None = None
+                  ) -> list[dict[str, Any]]:
+    """Trains a student into ``folder``, or goes on with the one that is there, and returns its metrics.
+
+    ``teacher`` is the run whose phase A it learns from, None for the labels alone; ``maps_url`` its store, null for the
+    run's own, which must then be of that teacher.
+    """
+    url = (maps_url or str(teacher.maps)) if teacher else None
+    own = (teacher.teacher_sha256.read_text().strip()
+           if teacher and maps_url is None and teacher.teacher_sha256.is_file() else None)
     job = build(settings, key, url, own)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
@@ -139,13 +156,30 @@ def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resu
     identity |= {"phase_b.student": key, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
                  "the kind of store": job.maps and job.maps.schema.kind}
     state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
-    if not state.load(folder / "checkpoint") and distilled and settings.phase_b.warm_start == "teacher":
-        warm_start(job.student, phase_a.load(run).teacher.vit.state_dict())
+    if not state.load(folder / "checkpoint") and teacher and settings.phase_b.warm_start != "none":
+        start_from_teacher(job, phase_a.load(teacher).teacher)
         if state.ema:
             state.ema.set(job.student)
     train(job, batches, state, folder)
     save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics
+
+
+def start_from_teacher(job: PhaseB, teacher: Teacher) -> None:
+    """The warm start that the settings ask for."""
+    phase, student = job.settings.phase_b, job.student
+    warm_start(student, teacher.vit.state_dict())
+    if phase.warm_start == "prior":
+        with torch.no_grad():
+            prior = expected_map(teacher.gaussians(None), teacher.grid)                # [1, L, H, T, T]
+        if phase.mean_heads:
+            prior = prior.mean(2, keepdim=True)
+        layers = phase.layer_map or range(len(student.blocks))
+        ids = np.linspace(0, len(job.data.train) - 1, min(WARM_START_IMAGES, len(job.data.train))).astype(np.int64)
+        batches = Batches(job.data.train, job.data, job.settings.data.batch_size, workers=0)
+        images = torch.cat([images for images, _, _ in batches.epoch(job.device, image_ids=ids)])
+        fit_queries_and_keys(student, [None if layer is None else prior[:, layer] for layer in layers], images,
+                             job.settings.seed)
 
 
 def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> None:
@@ -170,6 +204,7 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
                         **{name: losses.get(name) for name in ("loss_soft", "loss_hard", "loss_feat")},
                         "gamma": gamma if job.maps else 0.0})
             state.finished = epoch + 1 == phase.epochs
+            save_snapshot(folder, epoch + 1, job.settings, job.data, student_rows(state.kept, job.device))
             state.save(folder / "checkpoint")
             progress.line(f"{label} epoch {epoch + 1}/{phase.epochs}: loss {losses['loss']:.4f}, "
                           f"validation acc {scores['acc']:.4f}, {seconds:.1f} s")
@@ -196,6 +231,7 @@ def distillation_step(job: PhaseB, epoch: int, gamma: float, order: list[np.ndar
     """
     phase = job.settings.phase_b
     targets = job.maps.prefetch(order)
+    others = np.random.default_rng(job.settings.seed).permutation(len(job.maps)) if phase.shuffle_maps else None
     forward = torch.compile(job.student) if job.settings.compile else job.student
 
     def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
@@ -203,8 +239,9 @@ def distillation_step(job: PhaseB, epoch: int, gamma: float, order: list[np.ndar
         images, mixed = mix(images, image_ids, job.settings.seed, epoch, phase.augment)
         losses = {}
         if gamma:
+            maps = stored if others is None else job.maps.gather(others[image_ids.numpy()])
             logits, losses["loss_feat"] = forward_with_feature_loss(
-                job.student, images, job.teacher_maps(stored, geometry, mixed), phase.layer_weights, phase.temperature,
+                job.student, images, job.teacher_maps(maps, geometry, mixed), phase.layer_weights, phase.temperature,
                 phase.direction)
         else:
             logits = forward(images)

@@ -8,8 +8,8 @@ from typing import Any
 
 from gaupipe import data as datasets
 from gaupipe.config import Settings
-from gaupipe.distillation import warm_start
 from gaupipe.training import build_optimizer
+from gaupipe.warm_start import warm_start
 from stages import export_maps, phase_a, phase_b
 
 
@@ -39,7 +39,7 @@ def check(settings: Settings, key: str) -> None:
     student, teacher = phase_b.build_student(settings, key, data), phase_a.build_teacher(settings, data)
     schema = SimpleNamespace(grid=teacher.grid, layers=teacher.layers, heads=teacher.heads, kind="gaussian")
     phase_b.check_fit(student, schema, settings, "maps.zarr")
-    if settings.phase_b.warm_start == "teacher":
+    if settings.phase_b.warm_start != "none":
         warm_start(student, teacher.vit.state_dict())
     for optim in (settings.phase_b.optim, settings.baseline.optim or settings.phase_b.optim):
         build_optimizer(student, optim, settings.phase_b.epochs, steps_per_epoch=100)

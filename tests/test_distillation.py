@@ -1,4 +1,4 @@
-"""L_feat without maps in memory, against the loss on explicit maps; what is compared with what; the warm start."""
+"""L_feat without maps in memory, against the loss on explicit maps; what is compared with what."""
 
 import pytest
 import timm
@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 
 import gaupipe.models  # noqa: F401
 from gaupipe import STUDENTS
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss, warm_start
+from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
@@ -83,19 +83,3 @@ def test_a_finer_grid_keeps_the_gaussians_of_the_tokens_it_shares():
     torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 25), atol=1e-4, rtol=0)
     corners = fine.view(B, H, 5, 5, 25)[:, :, ::2, ::2].flatten(2, 3)  # every other token of 5 x 5 is one of 3 x 3
     torch.testing.assert_close(corners, expected_map(stored[:, 0], (5, 5)), atol=1e-4, rtol=1e-3)
-
-
-def test_warm_start_copies_all_but_q_and_k():
-    model = student("belief2")
-    teacher = timm.create_model("gauvit_pico_patch2_8", attention="gaussian", depth=L, embed_dim=32, in_chans=1)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    warm_start(model, teacher.state_dict())
-    for name, parameter in model.named_parameters():
-        if "qkv" in name:
-            qk, v = parameter[:64], parameter[64:]
-            assert torch.equal(qk, before[name][:64])
-            assert torch.equal(v, teacher.state_dict()[name.replace("qkv", "v")])
-        elif "proj_parallel" in name or ".z." in name:
-            assert torch.equal(parameter, before[name])
-        else:
-            assert torch.equal(parameter, teacher.state_dict()[name])

@@ -1,0 +1,76 @@
+"""A student that starts from the teacher: its weights and, if asked for, Q and K fitted to the shared prior."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from gaupipe.errors import UserError
+from gaupipe.losses import feature_loss
+from gaupipe.models import embed
+
+FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
+"""Adam's steps a block, images a step, and rate, of :func:`fit_queries_and_keys`."""
+
+
+@torch.no_grad()
+def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
+    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position embedding, V,
+    output projection, FFN, norms and head. Q and K keep the start they have. Raises UserError for a student of another
+    size."""
+    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    differs = [name for name, tensor in teacher.items()
+               if name in shapes and shapes[name] != tensor.shape or name.endswith("attn.v.weight")
+               and name.replace("attn.v", "attn.qkv") not in shapes]
+    if differs:
+        raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
+                        "phase_b.model_args out or set warm_start to none")
+    for name, parameter in student.named_parameters():
+        if name.endswith(("attn.qkv.weight", "attn.qkv.bias")):
+            own = name.replace("attn.qkv", "attn.v")
+            if own in teacher:
+                parameter[len(parameter) // 3 * 2:].copy_(teacher[own])
+        elif name in teacher:
+            parameter.copy_(teacher[name])
+
+
+def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0) -> list[float | None]:
+    """Trains Q and K alone, block after block, until the student's rows look like given maps on these images.
+
+    maps    for each block [1, H or 1, T, T] float32, rows sum to 1: the expected maps of the shared prior; None leaves a
+            block as it is
+    images  [N, C, height, width], on the student's device
+
+    Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
+    last batch. The draws of batches depend on ``seed`` alone.
+    """
+    student.eval()
+    divergences: list[float | None] = []
+    x = embed(student, images).detach()
+    for block, wanted in zip(student.blocks, maps, strict=True):
+        with torch.no_grad():
+            tokens = block.norm1(x)
+        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, seed))
+        with torch.no_grad():
+            x = x + block.ls1(block.attn(tokens))
+            x = x + block.ls2(block.mlp(block.norm2(x)))
+    return divergences
+
+
+def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, seed: int) -> float:
+    """Fits the attention's rows on tokens [N, T, d] to one map; its last divergence."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
+    hidden = (torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+              if getattr(attention, "mask_diagonal", False) else None)
+    for _ in range(FIT_STEPS):
+        chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
+        q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
+        rows = attention.log_rows(q, k, None, False)
+        loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return loss.item()

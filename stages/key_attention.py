@@ -1,0 +1,49 @@
+"""Key selection: the average attention that each key gets, kept after every epoch (*GauTransformer, figure 4*)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gaupipe.config import Settings
+from gaupipe.data import Batches, ImageData
+from gaupipe.models import forward_with_maps
+
+Rows = Callable[[Tensor, Tensor], list[Tensor]]
+"""(images [B, C, height, width], image ids [B]) -> the maps [B, H, T, T] of every block."""
+
+
+def snapshot_ids(count: int, num_images: int) -> np.ndarray:
+    """The training images that are kept: evenly spaced."""
+    return np.linspace(0, num_images - 1, min(count, num_images)).astype(np.int64)
+
+
+@torch.no_grad()
+def save_snapshot(folder: Path, epoch: int, settings: Settings, data: ImageData, rows: Rows) -> None:
+    """Writes ``folder``/key_attention/NNNN.npy for an epoch, float32 [images, L, T]: the mean over heads and queries of
+    what each key gets. Nothing where ``settings.key_snapshots`` is 0."""
+    if not settings.key_snapshots:
+        return
+    batches = Batches(data.train, data, settings.data.batch_size, workers=0)
+    ids = snapshot_ids(settings.key_snapshots, len(data.train))
+    kept = [torch.stack([row.mean((1, 2)) for row in rows(images, image_ids)], dim=1).float().cpu()
+            for images, _, image_ids in batches.epoch(torch.device("cpu"), image_ids=ids)]
+    (folder / "key_attention").mkdir(parents=True, exist_ok=True)
+    np.save(folder / "key_attention" / f"{epoch:04d}.npy", torch.cat(kept).numpy())
+
+
+def student_rows(student: nn.Module, device: torch.device) -> Rows:
+    """What :func:`save_snapshot` needs of a student."""
+    def rows(images: Tensor, _image_ids: Tensor) -> list[Tensor]:
+        student.eval()
+        return [row.exp() for row in forward_with_maps(student, images.to(device))[1]]
+    return rows
+
+
+def read(folder: Path) -> np.ndarray:
+    """All snapshots in ``folder``: float32 [epochs, images, L, T]."""
+    return np.stack([np.load(path) for path in sorted((folder / "key_attention").glob("*.npy"))])

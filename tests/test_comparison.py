@@ -1,0 +1,203 @@
+"""The arithmetic of comparisons on made-up curves; which runs are the same run; a tiny comparison from end to end."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gaupipe import config
+from gaupipe.comparison import (PLAIN, Cell, Run, Spread, as_run, as_teacher, compare_at, default_cells, digest, epochs_to,
+                                resolved, sweep_cells)
+from gaupipe.errors import UserError
+
+TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
+        "phase_a.max_epochs=1", "phase_b.epochs=2"]
+
+
+def made_up(seed: int, accuracies: list[float], phase_a: int = 0, seconds: float = 2.0) -> Run:
+    return Run(seed, [{"val_acc": accuracy, "seconds": seconds} for accuracy in accuracies],
+               [{"seconds": 10.0}] * phase_a)
+
+
+def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
+    assert epochs_to([.1, .5, .4, .6], .5) == 2
+    assert epochs_to([.1, .5, .4, .6], .55) == 4
+    assert epochs_to([.1, .5], .1) == 1
+    assert epochs_to([.1, .5], .500001) is None
+    assert epochs_to([], .1) is None
+
+
+def test_speed_up_is_taken_seed_by_seed_with_and_without_phase_a():
+    reference = [made_up(0, [.2, .4, .6, .8]), made_up(1, [.1, .3, .7, .9])]
+    cell = [made_up(0, [.5, .7, .9, .9], phase_a=1, seconds=4.0), made_up(1, [.7, .8, .8, .8], phase_a=2, seconds=4.0)]
+    row = compare_at(cell, reference, target=.7)
+    assert row["reached"] == 2
+    assert row["epochs"] == Spread(1.5, pytest.approx(.5**.5))                   # 2 and 1, the reference 4 and 3
+    assert row["epochs_with_phase_a"].mean == 3                                  # 3 and 3
+    assert row["speedup_epochs"].mean == pytest.approx((4 / 2 + 3 / 1) / 2)
+    assert row["speedup_epochs_with_phase_a"].mean == pytest.approx((4 / 3 + 3 / 3) / 2)
+    assert row["seconds"].mean == pytest.approx((8 + 4) / 2)
+    assert row["seconds_with_phase_a"].mean == pytest.approx((18 + 24) / 2)
+    assert row["speedup_seconds_with_phase_a"].mean == pytest.approx((8 / 18 + 6 / 24) / 2)
+    assert row["accuracy"].mean == pytest.approx(.7)
+
+
+def test_a_share_is_of_the_references_final_accuracy_with_the_same_seed():
+    reference = [made_up(0, [.2, .8]), made_up(1, [.2, .4])]
+    cell = [made_up(1, [.39, .41]), made_up(0, [.5, .81])]
+    assert compare_at(cell, reference, share=1.0)["epochs"].mean == 2
+    assert compare_at(cell, reference, share=.5)["epochs"].mean == 1
+    assert compare_at(reference, reference, share=1.0)["speedup_epochs"] == Spread(1.0, 0.0)
+
+
+def test_never_reached_gives_no_mean_and_no_speed_up():
+    reference, cell = [made_up(0, [.8]), made_up(1, [.8])], [made_up(0, [.9]), made_up(1, [.7])]
+    row = compare_at(cell, reference, target=.8)
+    assert row["reached"] == 1
+    assert row["epochs"] == row["speedup_epochs"] == row["accuracy"] == Spread(None, None)
+    row = compare_at(cell, reference, target=.65)
+    assert row["reached"] == 2 and row["speedup_epochs"].mean == 1
+    row = compare_at(cell[:1], [made_up(0, [.1])], target=.8)                     # the reference never gets there
+    assert row["epochs"].mean == 1 and row["speedup_epochs"].mean is None
+
+
+def test_one_seed_has_no_spread():
+    assert Spread.of([3]) == Spread(3, None) and Spread.of([]) == Spread(None, None)
+
+
+def cells_of(base, *students, tune=True):
+    return {cell.name: cell for cell in default_cells(base, list(students), tune)}
+
+
+def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
+    base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
+    cells = cells_of(base, "standard", "belief2")
+    assert list(cells) == [PLAIN, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
+                           "  prior alone", "  no soft labels", "  shuffled maps"]
+    assert len(cells[PLAIN].tries) >= len(cells["distilled standard"].tries) > 1
+    chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
+    settings = {name: resolved(cell, cells, chosen, base) for name, cell in cells.items()}
+    assert settings["plain ViT, ReZero"].phase_b.rezero
+    assert not settings["  prior alone"].phase_a.residual and settings["  prior alone"].phase_b.optim.lr == 0.5
+    assert settings["  no soft labels"].phase_b.alpha == 0 and settings["  no soft labels"].phase_b.beta == pytest.approx(.3)
+    assert settings["  shuffled maps"].phase_b.shuffle_maps and settings["distilled belief2"].phase_b.optim.lr == 0.5
+    assert settings["distilled standard"].phase_b.optim.lr == base.phase_b.optim.lr  # its own try is added by the caller
+
+
+def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
+    base = config.load("digits")
+    other = config.load("digits", ["phase_b.gamma=0.5", "phase_a.mode=stochastic", "threads=1", "device=cpu"])
+    assert digest(as_run(base, 0, plain=True)) == digest(as_run(other, 0, plain=True))
+    assert digest(as_run(base, 0, plain=False)) != digest(as_run(other, 0, plain=False))
+    assert digest(as_run(base, 0, plain=True)) != digest(as_run(base, 1, plain=True))
+    epochs = config.load("digits", ["phase_b.epochs=3"])
+    assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
+    assert as_run(base, 0, plain=True).phase_b.optim == base.baseline.optim
+
+
+@pytest.mark.parametrize("entries,message", [
+    ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"),
+    ([{"phase_b.gama": 1}], "did you mean 'phase_b.gamma'"), ([{"seed.a": 1}], "'seed' is a value"),
+    ([{"kind": "tall"}], "gaussian, embedding, dense"), ([{"tries": [{"phase_b.epochs": 0}]}], "phase_b.epochs")])
+def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
+    with pytest.raises(UserError, match=message):
+        sweep_cells(entries, "mine.yaml", config.load("digits"), "distilled")
+
+
+def test_a_cell_like_one_that_is_not_there_is_refused():
+    cell = Cell("a", {}, like="b")
+    with pytest.raises(UserError, match="no such cell"):
+        resolved(cell, {"a": cell}, {}, config.load("digits"))
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The folder of a finished comparison and what its command printed."""
+    folder = tmp_path_factory.mktemp("compare") / "c"
+    sweep = folder.parent / "mine.yaml"
+    sweep.write_text("- {name: plain longer, plain: true, phase_b.epochs: 3}\n- {phase_b.gamma: 0.5, encoding: uint8}\n")
+    return folder, sweep, command(folder, "--sweep", sweep, "--jobs", 2)
+
+
+def command(folder, *arguments):
+    sets = [argument for setting in TINY for argument in ("--set", setting)]
+    return subprocess.run([sys.executable, "-m", "gaupipe.cli", "compare", "digits", "--run-dir", folder, "--seeds", "0,1",
+                           "--no-tune", *map(str, arguments), *sets], text=True, capture_output=True, timeout=300,
+                          env={**os.environ, "COLUMNS": "80"})
+
+
+def test_a_tiny_comparison(compared):
+    folder, _, done = compared
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "mine.json").read_text())
+    names = [cell["cell"] for cell in found["cells"]]
+    assert names == [PLAIN, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
+                     "plain longer", "gamma 0.5"]
+    assert all(name in done.stdout for name in names) and max(map(len, done.stdout.splitlines())) <= 80
+    by_name = {cell["cell"]: cell for cell in found["cells"]}
+    assert [len(run["val_acc"]) for run in by_name["plain longer"]["runs"]] == [3, 3]
+    for cell in found["cells"]:
+        runs, last = cell["runs"], cell["at"][-1]
+        assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
+        assert cell["final"]["val_acc"]["mean"] == pytest.approx(sum(run["val_acc"][-1] for run in runs) / 2)
+        goals = [run["val_acc"][-1] for run in by_name[PLAIN]["runs"]]
+        reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals)]
+        assert last["reached"] == sum(epochs is not None for epochs in reached)
+        if None not in reached:
+            assert last["epochs"]["mean"] == pytest.approx(sum(reached) / 2)
+            assert last["epochs_with_phase_a"]["mean"] == pytest.approx(sum(reached) / 2 + (not cell["plain"]))
+    curves = {name: [run["val_loss"] for run in cell["runs"]] for name, cell in by_name.items()}
+    assert curves["distilled"] == curves["no soft labels"]  # the digits' settings have none: one run stands for both
+    assert curves["distilled"] != curves["shuffled maps"] != curves["prior alone"]
+    with (folder / "mine.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 3 * len(names)
+    assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(by_name[PLAIN]["final"]["val_acc"]["mean"])
+    for name in ("mine", "key_selection"):
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (folder / f"{name}.svg").read_text()
+
+
+def test_finished_cells_are_not_run_again(compared):
+    folder, sweep, _ = compared
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
+    again = command(folder, "--sweep", sweep, "--targets", "0.05,0.99")
+    assert again.returncode == 0 and "seed" not in again.stderr
+    assert "To 5.0 % accuracy" in again.stdout and "never" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
+    assert len(before) == 4 + 14  # teachers: two a seed; students: one cell of eight is another's
+
+
+def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
+    for arguments, message in [(["--seeds", "0,x"], "--seeds"), (["--students", "standart"], "standart"),
+                               (["--targets", "84"], "from 0 to 1"), (["--sweep", "none"], "loss_weights"), (["--test"], "test split")]:
+        code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "new", *arguments)
+        assert (code, err.count("\n")) == (2, 1) and message in err, err
+        assert not (tmp_path / "new").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "full")
+    assert (code, err.count("\n")) == (2, 1) and "holds no comparison" in err
+
+
+def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, tmp_path):
+    folder, sweep, _ = compared
+    sets = [argument for setting in TINY for argument in ("--set", setting)]
+    call = [sys.executable, "-m", "gaupipe.cli", "compare", "digits", "--run-dir", tmp_path / "c", "--seeds", "0,1", "--no-tune",
+            "--sweep", sweep, "--jobs", "2", *sets]
+    process = subprocess.Popen(list(map(str, call)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("c/students/*/student"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "c" / "mine.json").exists()
+    done = subprocess.run(list(map(str, call)), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found, unbroken = (json.loads((where / "mine.json").read_text()) for where in (tmp_path / "c", folder))
+    for cell, other in zip(found["cells"], unbroken["cells"], strict=True):
+        assert [run["val_loss"] for run in cell["runs"]] == [run["val_loss"] for run in other["runs"]]

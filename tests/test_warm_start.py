@@ -1,0 +1,103 @@
+"""Students that start from a teacher: what is copied, and Q and K fitted to the shared prior."""
+
+import pytest
+import timm
+import torch
+
+import gaupipe.models  # noqa: F401
+from gaupipe import STUDENTS, config
+from gaupipe.data import Batches
+from gaupipe.errors import UserError
+from gaupipe.gaussians import expected_map
+from gaupipe.losses import feature_loss
+from gaupipe.models import forward_with_maps
+from gaupipe.training import score_model
+from gaupipe.warm_start import fit_queries_and_keys, warm_start
+from stages import export_maps, phase_a, phase_b
+from stages.run_directory import RunDirectory
+
+L, GRID = 2, (4, 4)
+
+
+def vit(attention: str, **options) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=L, embed_dim=32, in_chans=1, **options).eval()
+
+
+def test_warm_start_copies_all_but_q_and_k():
+    model = vit("belief2")
+    teacher = vit("gaussian")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    warm_start(model, teacher.state_dict())
+    for name, parameter in model.named_parameters():
+        if "qkv" in name:
+            qk, v = parameter[:64], parameter[64:]
+            assert torch.equal(qk, before[name][:64])
+            assert torch.equal(v, teacher.state_dict()[name.replace("qkv", "v")])
+        elif "proj_parallel" in name or ".z." in name:
+            assert torch.equal(parameter, before[name])
+        else:
+            assert torch.equal(parameter, teacher.state_dict()[name])
+
+
+def prior() -> list[torch.Tensor]:
+    """A map for each of two blocks, [1, 4, 16, 16]: heads that look up, left, around and everywhere."""
+    torch.manual_seed(1)
+    y, x = torch.meshgrid(torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4), indexing="ij")
+    here = torch.stack([x, y], dim=-1).view(1, 16, 2)
+    means = here + torch.tensor([[0., -.7], [-.7, 0.], [0., 0.], [0., 0.]]).view(4, 1, 2)
+    stds = torch.tensor([.3, .3, .4, 2.]).view(4, 1, 1).expand(4, 16, 2)
+    return [expected_map(torch.cat([means, stds], dim=-1).unsqueeze(0), GRID)] * L
+
+
+@pytest.mark.parametrize("attention", STUDENTS)
+def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(attention):
+    model, images = vit(attention), torch.randn(64, 1, 8, 8)
+    torch.nn.init.trunc_normal_(model.pos_embed, std=0.5)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
+    unseen = torch.randn(16, 1, 8, 8)
+
+    def divergence() -> list[float]:
+        return [feature_loss(row, wanted.expand_as(row), hidden=hidden).item()
+                for row, wanted in zip(forward_with_maps(model, unseen)[1], prior())]
+
+    at_start = divergence()
+    fit_queries_and_keys(model, prior(), images)
+    assert all(now < 0.25 * then for now, then in zip(divergence(), at_start))
+    for name, parameter in model.named_parameters():
+        if ".attn.qkv." in name:
+            assert torch.equal(parameter[64:], before[name][64:]) and not torch.equal(parameter[:64], before[name][:64])
+        elif ".attn.z." not in name:
+            assert torch.equal(parameter, before[name]), name
+
+
+def test_a_block_without_a_map_is_left_alone_and_the_fit_repeats():
+    fitted = []
+    for _ in range(2):
+        model = vit("standard")
+        before = {name: parameter.detach().clone() for name, parameter in model.blocks[0].named_parameters()}
+        divergences = fit_queries_and_keys(model, [None, prior()[1]], torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(3)))
+        assert divergences[0] is None and divergences[1] > 0
+        assert all(torch.equal(parameter, before[name]) for name, parameter in model.blocks[0].named_parameters())
+        fitted.append(model.blocks[1].attn.qkv.weight.detach().clone())
+    assert torch.equal(*fitted)
+
+
+def test_a_student_that_starts_from_the_prior_knows_the_digits_before_its_first_step(tmp_path):
+    settings = ["phase_a.max_epochs=2", "threads=1", "phase_a.optim.lr=2e-3"]
+    phase_a.run(config.load("digits", settings), tmp_path / "run")
+    export_maps.run(tmp_path / "run")
+    accuracy = {}
+    for start in ("teacher", "prior"):
+        job = phase_b.build(config.load("digits", [*settings, f"phase_b.warm_start={start}"]), "standard",
+                            str(tmp_path / "run" / "maps.zarr"))
+        phase_b.start_from_teacher(job, phase_a.load(RunDirectory(tmp_path / "run")).teacher)
+        validation = Batches(job.data.val, job.data, 512, 0)
+        accuracy[start] = score_model(job.student, validation, job.device)["acc"]
+    assert accuracy["prior"] > 0.5 and accuracy["prior"] > accuracy["teacher"]
+
+
+def test_the_prior_as_a_start_needs_a_prior():
+    with pytest.raises(UserError, match="phase_a.prior=true"):
+        config.load("digits", ["phase_b.warm_start=prior", "phase_a.prior=false"])
