@@ -54,7 +54,7 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
     first student, three controls.
 
     The plain ViT is tuned over starts (timm's, timm's with a position embedding from std 0.5, the configuration's,
-    mimetic) and two rates, the distilled student over as many tries. Controls and further students take what was best
+    mimetic) and two rates, the distilled student over as many tries, ReZero over half of them. Controls and further students take what was best
     for the distilled one, except for their name's difference.
     """
     lr, gamma = base.phase_b.optim.lr, base.phase_b.gamma
@@ -72,7 +72,7 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
     first, *further = students
     cells = [Cell(PLAIN, {"phase_b.student": "standard"}, plain=True, tries=tries((plain_lr, plain_lr / 2), starts)),
              Cell(REZERO, {"phase_b.student": "standard", "phase_b.rezero": True}, plain=True,
-                  tries=tries((plain_lr, plain_lr / 2), starts))]
+                  tries=tries((plain_lr, plain_lr / 2), [starts[0], starts[2]]))]
     cells += [Cell(f"{PLAIN}, {key}", {"phase_b.student": key}, PLAIN, plain=True)
               for key in students if key != "standard"]
     named = DISTILLED if students == ["standard"] else f"{DISTILLED} {first}"

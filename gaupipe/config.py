@@ -56,13 +56,18 @@ class ModelSettings(Section):
 
 
 class OptimSettings(Section):
-    """The optimizer of network weights: any name of timm's ``create_optimizer_v2``, cosine rate with linear warm-up."""
+    """The optimizer of network weights and its rate, by timm's names (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "adamw"
     lr: Rate = 1e-3
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     weight_decay: Weight = 0.03
+    schedule: str = "cosine"
+    """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``: what follows the warm-up."""
+    schedule_args: dict[str, Any] = {}
+    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30, decay_rate: 0.1}``."""
     warmup_epochs: Count = 1
+    """Epochs of linear warm-up, among those of the phase."""
     min_lr: Weight = 1e-5
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient; null does not clip."""

@@ -209,10 +209,7 @@ def load(settings: DataSettings) -> ImageData:
             _, kept = _stratified(kept, labels[kept], settings.train_images)
     split = Split(train, kept)
     if isinstance(train, ArrayImages):
-        images = train.images[torch.from_numpy(kept)]
-        channels = tuple(range(images.shape[1]))
-        scaled = [images[:, channel].double() / 255 for channel in channels]
-        mean, std = tuple(c.mean().item() for c in scaled), tuple(c.std().item() for c in scaled)
+        mean, std = _mean_and_std(train.images[torch.from_numpy(kept)])
     else:
         from timm.data import IMAGENET_DEFAULT_MEAN as mean, IMAGENET_DEFAULT_STD as std
     image_size = settings.image_size or (train.images.shape[-1] if isinstance(train, ArrayImages) else 224)
@@ -224,6 +221,18 @@ def load(settings: DataSettings) -> ImageData:
         test=Split(test, np.arange(len(test))) if test is not None else None,
         num_classes=int(labels.max()) + 1, channels=len(mean), image_size=image_size, mean=tuple(mean), std=tuple(std),
         sha256=digest.hexdigest())
+
+
+def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as shares of 255, from counts of
+    the 256 values: no copy of the images is made."""
+    values, means, stds = torch.arange(256, dtype=torch.float64) / 255, [], []
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten(), minlength=256).double()
+        mean = (counts * values).sum() / counts.sum()
+        means.append(mean.item())
+        stds.append(((counts * (values - mean)**2).sum() / (counts.sum() - 1)).sqrt().item())
+    return tuple(means), tuple(stds)
 
 
 def _stratified(positions: np.ndarray, labels: np.ndarray, share: float | int) -> tuple[np.ndarray, np.ndarray]:

@@ -60,12 +60,13 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
 
 def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
                     extra_groups: list[dict[str, Any]] = ()) -> tuple[torch.optim.Optimizer, Any]:
-    """timm's optimizer for ``vit`` and its cosine schedule with linear warm-up, stepped with the update number.
+    """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule.
+    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule. Raises UserError for
+    what timm cannot make.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
-    from timm.scheduler import CosineLRScheduler
+    from timm.scheduler import create_scheduler_v2
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
@@ -77,10 +78,17 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
         optimizer = create_optimizer_v2(vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options)
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
-    warmup = min(optim.warmup_epochs, epochs) * steps_per_epoch
-    rest = epochs * steps_per_epoch - warmup or 2  # all of it warm-up: any length will do, but timm comments on 1
-    schedule = CosineLRScheduler(optimizer, t_initial=rest, lr_min=optim.min_lr,
-                                 warmup_t=warmup, warmup_lr_init=optim.min_lr, warmup_prefix=True, t_in_epochs=False)
+    warmup = min(optim.warmup_epochs, epochs)
+    try:
+        schedule, _ = create_scheduler_v2(
+            optimizer, optim.schedule, num_epochs=epochs - warmup or 1, min_lr=optim.min_lr, warmup_lr=optim.min_lr,
+            warmup_epochs=warmup, warmup_prefix=True, step_on_epochs=False, updates_per_epoch=steps_per_epoch,
+            **optim.schedule_args)
+        if schedule is None:
+            raise ValueError("'constant' holds the rate")
+    except (AssertionError, ValueError, TypeError) as error:
+        raise UserError(f"optim.schedule: timm cannot make {optim.schedule!r} of {epochs} epochs with "
+                        f"{optim.schedule_args}: {error}") from None
     return optimizer, schedule
 
 

@@ -232,7 +232,8 @@ def distillation_step(job: PhaseB, epoch: int, gamma: float, order: list[np.ndar
     phase = job.settings.phase_b
     targets = job.maps.prefetch(order)
     others = np.random.default_rng(job.settings.seed).permutation(len(job.maps)) if phase.shuffle_maps else None
-    forward = torch.compile(job.student) if job.settings.compile else job.student
+    compiled = torch.compile if job.settings.compile else (lambda function: function)
+    forward, forward_with_loss = compiled(job.student), compiled(forward_with_feature_loss)
 
     def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
         stored = next(targets)
@@ -240,7 +241,7 @@ def distillation_step(job: PhaseB, epoch: int, gamma: float, order: list[np.ndar
         losses = {}
         if gamma:
             maps = stored if others is None else job.maps.gather(others[image_ids.numpy()])
-            logits, losses["loss_feat"] = forward_with_feature_loss(
+            logits, losses["loss_feat"] = forward_with_loss(
                 job.student, images, job.teacher_maps(maps, geometry, mixed), phase.layer_weights, phase.temperature,
                 phase.direction)
         else:

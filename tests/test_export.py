@@ -217,6 +217,24 @@ def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, in_
     assert code == 1 and f"{name} " in out and "not the teacher's" in out
 
 
+def test_an_8_bit_store_is_smaller_and_verified_to_a_code(run, in_process):
+    other = run.parent / "small.zarr"
+    assert in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--out", other)[0] == 0
+    whole, small = store.open(run / "maps.zarr"), store.open(other)
+    assert small.schema.bytes_per_image < 0.6 * whole.schema.bytes_per_image
+    assert in_process("verify", other, "--teacher", "--run-dir", run, "--sample", 200)[0] == 0
+    stored = small.gather(np.arange(200))
+    stored["gaussians"] = np.roll(stored["gaussians"], 1, axis=0)
+    writer = store.create(other, small.schema, overwrite=True)
+    for shard in writer.pending():
+        writer.write(shard, {key: array[shard.start:shard.stop] for key, array in stored.items()})
+    writer.finish()
+    code, out, _ = in_process("verify", other, "--teacher", "--run-dir", run, "--sample", 200)
+    assert code == 1 and "gaussians not the teacher's" in out
+    code, _, err = in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--kind", "dense", "--out", run / "d")
+    assert (code, err.count("\n")) == (2, 1) and "for the kind 'gaussian'" in err
+
+
 def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_process):
     other = train(tmp_path / "other", "seed=1")
     code, _, err = in_process("verify", trained / "maps.zarr", "--teacher", "--run-dir", other)

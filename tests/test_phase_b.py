@@ -61,10 +61,12 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     ("embedding", ["phase_a.compression={embedding: 8, hidden: 16}", "phase_b.warm_start=teacher"]),
     ("dense", ["phase_b.direction=student_teacher", "phase_b.temperature=2"]),
     ("gaussian", ["precision=bfloat16", "phase_a.parametrisation=paper", "phase_a.mode=stochastic"]),
+    ("gaussian", ["precision=float16", "phase_a.optim.clip_grad=0.5", "phase_b.optim.accumulate=2", "phase_b.optim.ema=0.8"]),
+    ("gaussian", ["phase_b.optim.name=muon", "phase_b.optim.schedule=wsd", "phase_b.optim.lr=1e-3"]),
     ("gaussian", ["phase_a.residual=false", "phase_b.model_args={depth: 3, num_heads: 4}",
                   "phase_b.layer_map=[0, null, 1]", "phase_b.mean_heads=true"]),
     ("gaussian", ["phase_b.model_args={patch_size: 1}", "phase_b.match_grid=true", "phase_b.rezero=true"]),
-], ids=["augmented", "embedding", "dense", "bfloat16-paper", "other-depth-and-heads", "other-grid-rezero"])
+], ids=["augmented", "embedding", "dense", "bfloat16-paper", "float16-accumulate-ema", "muon-wsd", "other-depth-and-heads", "other-grid-rezero"])
 def test_the_ways_to_distil(tmp_path, kind, overrides):
     run_dir = make(tmp_path / "run", "phase_b.epochs=3", "phase_b.gamma=1", *overrides, kind=kind)
     rows = phase_b.run(run_dir, "standard")
@@ -73,7 +75,27 @@ def test_the_ways_to_distil(tmp_path, kind, overrides):
     assert torch.isfinite(torch.tensor([[row["train_loss"], row["val_loss"]] for row in rows])).all()
 
 
+def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
+    """Traced by torch.compile, run without its code generator, which takes a minute a model."""
+    traced = []
+
+    def compile_eagerly(function):
+        traced.append(function)
+        return torch_compile(function, backend="eager")
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    overrides = ["data.train_images=200", "phase_a.max_epochs=1", "phase_b.epochs=2", "phase_b.gamma_schedule=stop_after",
+                 "phase_b.gamma_epochs=1", "phase_b.augment={flip: true, mixup: 0.5}"]
+    losses = []
+    for compiled in ("false", "true"):
+        run_dir = make(tmp_path / compiled, *overrides, f"compile={compiled}")
+        losses.append([row["train_loss"] for row in phase_b.run(run_dir, "belief2")])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(traced) == 1 + 2 * 2
+
+
 @pytest.mark.parametrize("overrides,message", [
+    (["phase_b.optim.schedule=cosinus"], "timm cannot make 'cosinus'"), (["phase_b.optim.schedule=none"], "'constant' holds"),
+    (["phase_b.optim.schedule_args={decay: 3}"], "decay"), (["phase_b.optim.name=adan2"], "optim.name"),
     (["phase_b.model_args={depth: 3}"], "phase_b.layer_map"),
     (["phase_b.layer_map=[0, 7]"], "0 to 1"),
     (["phase_b.layer_weights=[1]"], "should have 2 entries"),
@@ -88,6 +110,28 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
             phase_b.run(change(run_dir, *overrides), "attentionx", resume=True)
     finally:
         (run_dir / "config.yaml").write_text(before)
+
+
+def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir, monkeypatch):
+    settings = config.load(run_dir / "config.yaml", ["phase_b.epochs=2", "phase_b.shuffle_maps=true", "data.batch_size=1437"])
+    job = phase_b.build(settings, "standard", str(run_dir / "maps.zarr"))
+    seen, orders = [], []
+
+    def stop_at_the_maps(_job, stored, *_more):
+        seen.append(stored)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(phase_b.PhaseB, "teacher_maps", stop_at_the_maps)
+    for epoch in range(2):
+        order = torch.randperm(1437)
+        step = phase_b.distillation_step(job, epoch, 1.0, [order.numpy()])
+        with pytest.raises(KeyboardInterrupt):
+            step(torch.zeros(1, 1, 8, 8), None, order, None)
+        orders.append(order)
+    for stored, order in zip(seen, orders):
+        own = job.maps.gather(order.numpy())["logits"]
+        assert (stored["logits"] == own).all(1).mean() < 0.05
+    first, second = (stored["logits"][order.argsort()] for stored, order in zip(seen, orders))
+    assert (first == second).all()
 
 
 def test_mixup_in_phase_a_and_unfollowable_augmentation_are_refused():
