@@ -166,14 +166,12 @@ def compare(config: ConfigArgument = None,
     numbers = _listed("--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2")
     goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
     from stages import compare as stage
-    from stages import compare_report
-    done = stage.run(settings, folder, keys, numbers, sweep, tune, jobs, test)
-    found = compare_report.report(done, goals)
-    compare_report.write(done, found, folder, Path(sweep).stem if sweep else "compare")
+    from stages.compare_report import tables
+    found = stage.run(settings, folder, keys, numbers, goals, sweep, tune, jobs, test)
     if as_json:
         print(json.dumps(found))
         return
-    for table in compare_report.tables(found):
+    for table in tables(found):
         Console().print(table)
     print(folder)
 
@@ -249,7 +247,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
-            print("gaupipe: interrupted; 'gaupipe run' again, or a stage with --resume, continues", file=sys.stderr)
+            print("gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues", file=sys.stderr)
         sys.exit(code)
     except UsageError as error:
         _fail(f"{error.format_message().replace('Value error, ', '')} "

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any, Literal
 
-from gaupipe import config
-from gaupipe.config import BaselineSettings, PhaseASettings, PhaseBSettings, Settings
-from gaupipe.errors import UserError
+from pydantic import ValidationError
 
-IRRELEVANT = ("device", "threads", "key_snapshots", "data.workers", "data.eval_batch_size", "data.root", "data.download")
-"""Settings that do not make another run of it."""
+from gaupipe import config
+from gaupipe.config import IRRELEVANT, BaselineSettings, PhaseASettings, PhaseBSettings, Settings
+from gaupipe.errors import UserError
+from gaupipe.sections import Section
 
 LEARNED_FROM = ("alpha", "beta", "gamma", "gamma_schedule", "gamma_epochs", "layer_map", "layer_weights", "mean_heads",
                 "shuffle_maps", "match_grid", "warm_start", "temperature", "direction", "preload_gb")
@@ -27,26 +27,22 @@ PLAIN, REZERO = "plain ViT", "plain ViT, ReZero"
 DISTILLED = "distilled"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A way to train.
-
-    name      as the tables print it
-    settings  changes {"a.b": value} from what it starts with
-    like      the cell whose settings, with those of its best try, it starts with; None starts with the configuration
-    plain     on the labels alone
-    tries     further changes, of which the best by validation accuracy on the first seed is taken; none tries nothing
-    kind      of the store
-    encoding  of the store
-    """
+class Cell(Section):
+    """A way to train. Controls of the default comparison are cells like any other."""
 
     name: str
-    settings: dict[str, Any]
+    """As the tables print it."""
+    settings: dict[str, Any] = {}
+    """Changes {"a.b": value} from what it starts with."""
     like: str | None = None
+    """The cell whose settings, with those of its best try, it starts with; None starts with the configuration."""
     plain: bool = False
+    """On the labels alone."""
     tries: tuple[dict[str, Any], ...] = ()
+    """Further changes, of which the best by validation accuracy on the first seed is taken; none tries nothing."""
     kind: Literal["gaussian", "embedding", "dense"] = "gaussian"
     encoding: Literal["float16", "uint8"] = "float16"
+    """Of the store that it reads."""
 
 
 def default_cells(base: Settings, students: Sequence[str], tune: bool = True) -> list[Cell]:
@@ -54,11 +50,11 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
     first student, three controls.
 
     The plain ViT is tuned over starts (timm's, timm's with a position embedding from std 0.5, the configuration's,
-    mimetic) and two rates, the distilled student over as many tries, ReZero over half of them. Controls and further students take what was best
-    for the distilled one, except for their name's difference.
+    mimetic) and two rates, the distilled student over as many tries, ReZero over half of them; tries that come out the
+    same count once. Controls and further students take what was best for the distilled one.
     """
-    lr, gamma = base.phase_b.optim.lr, base.phase_b.gamma
-    plain_lr = (base.baseline.optim or base.phase_b.optim).lr
+    plain_optim = (base.baseline.optim or base.phase_b.optim).model_dump(mode="json")
+    rates, plain_rates = ((rate, rate / 2) for rate in (base.phase_b.optim.lr, plain_optim["lr"]))
     starts = [{"model.init": "normal", "model.init_std": None, "model.pos_embed_std": None},
               {"model.init": "normal", "model.init_std": None, "model.pos_embed_std": 0.5},
               {f"model.{name}": getattr(base.model, name) for name in ("init", "init_std", "pos_embed_std")},
@@ -68,49 +64,65 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
         every = [{**other, "phase_b.optim.lr": rate} for other in others for rate in rates]
         return tuple(entry for number, entry in enumerate(every) if entry not in every[:number]) if tune else ()
 
-    distilled_starts = [{**start, "phase_b.gamma": weight} for start in starts[2:] for weight in (gamma, 3 * gamma)]
-    first, *further = students
-    cells = [Cell(PLAIN, {"phase_b.student": "standard"}, plain=True, tries=tries((plain_lr, plain_lr / 2), starts)),
-             Cell(REZERO, {"phase_b.student": "standard", "phase_b.rezero": True}, plain=True,
-                  tries=tries((plain_lr, plain_lr / 2), [starts[0], starts[2]]))]
-    cells += [Cell(f"{PLAIN}, {key}", {"phase_b.student": key}, PLAIN, plain=True)
-              for key in students if key != "standard"]
-    named = DISTILLED if students == ["standard"] else f"{DISTILLED} {first}"
-    cells.append(Cell(named, {"phase_b.student": first}, tries=tries((lr, lr / 2), distilled_starts)))
-    cells += [Cell(f"{DISTILLED} {key}", {"phase_b.student": key}, named) for key in further]
-    soft = base.phase_b.alpha
-    cells += [Cell("  prior alone", {"phase_a.residual": False, "phase_a.compression": None}, named),
-              Cell("  no soft labels", {"phase_b.alpha": 0.0, "phase_b.beta": round(base.phase_b.beta + soft, 6)}, named),
-              Cell("  shuffled maps", {"phase_b.shuffle_maps": True}, named)]
-    return cells
+    weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
+    distilled_starts = [{**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights]
+
+    def student(key: str) -> dict[str, Any]:
+        """An attention, with the options of the settings if they are meant for it."""
+        options = base.phase_b.attention_options if key == base.phase_b.student else {}
+        return {"phase_b.student": key, "phase_b.attention_options": options}
+
+    standard = {**student("standard"), "phase_b.match_params": False, "phase_b.rezero": False,
+                "phase_b.optim": plain_optim, "baseline.optim": None}
+    named = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {students[0]}"
+    cells = [Cell(name=PLAIN, settings=standard, plain=True, tries=tries(list(plain_rates), starts)),
+             Cell(name=REZERO, settings={**standard, "phase_b.rezero": True}, plain=True,
+                  tries=tries([plain_optim["lr"], plain_optim["lr"] / 2], [starts[0], starts[2]]))]
+    cells += [Cell(name=f"{PLAIN}, {key}", settings={**student(key), "phase_b.match_params": base.phase_b.match_params},
+                   like=PLAIN, plain=True) for key in students if key != "standard"]
+    cells.append(Cell(name=named, settings=student(students[0]), tries=tries(list(rates), distilled_starts)))
+    cells += [Cell(name=f"{DISTILLED} {key}", settings=student(key), like=named) for key in students[1:]]
+    hard = round(base.phase_b.beta + base.phase_b.alpha, 6)
+    controls = {"prior alone": {"phase_a.prior": True, "phase_a.residual": False, "phase_a.compression": None},
+                "no soft labels": {"phase_b.alpha": 0.0, "phase_b.beta": hard},
+                "shuffled maps": {"phase_b.shuffle_maps": True}}
+    return cells + [Cell(name=name, settings=settings, like=named) for name, settings in controls.items()]
 
 
-RESERVED = {"name", "like", "plain", "tries", "kind", "encoding"}
+def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
+    """``cells`` and those of a sweep: a list of settings by dotted name, each with what :class:`Cell` has besides.
 
-
-def sweep_cells(entries: Any, where: str, base: Settings, like: str) -> list[Cell]:
-    """The cells of a sweep: a list of settings by dotted name, each with what :class:`Cell` names besides.
-
-    An entry without ``like`` starts with the settings of ``like``, a plain one with those of the plain ViT; ``like:
-    null`` starts with the configuration. Raises UserError for what cannot be run.
+    An entry without ``like`` starts with the settings of the first distilled cell, a plain one with those of the plain
+    ViT; ``like: null`` starts with the configuration. It is plain if what it is like is. Raises UserError for entries that
+    are no cells; their settings are for the caller to try.
     """
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries) or not entries:
         raise UserError(f"{where}: a sweep is a list of settings, such as '- {{phase_b.gamma: 0.5, phase_b.alpha: 0.1}}'")
-    cells = []
+    by_name = {cell.name: cell for cell in cells}
+    distilled = next(cell.name for cell in cells if not cell.plain)
     for entry in entries:
-        settings = {key: value for key, value in entry.items() if key not in RESERVED}
-        named = {key: entry[key] for key in RESERVED & entry.keys()}
-        plain = named.get("plain", False)
-        cell = Cell(**{"name": ", ".join(f"{key.split('.')[-1]} {value}" for key, value in settings.items()),
-                       "like": PLAIN if plain else like, **named,
-                       "settings": settings, "tries": tuple(named.get("tries", ()))})
-        for allowed, given in ((("gaussian", "embedding", "dense"), cell.kind), (("float16", "uint8"), cell.encoding)):
-            if given not in allowed:
-                raise UserError(f"{where}: {cell.name}: {given!r} should be one of {', '.join(allowed)}")
-        for changes in cell.tries or [{}]:
-            apply(base, {**cell.settings, **changes}, f"{where}: {cell.name}")
-        cells.append(cell)
-    return cells
+        own = {name: entry[name] for name in Cell.model_fields.keys() & entry.keys() - {"settings"}}
+        settings = {name: value for name, value in entry.items() if name not in own}
+        own.setdefault("like", PLAIN if own.get("plain") is True else distilled)
+        like = by_name.get(own["like"]) if isinstance(own["like"], str) else None
+        own.setdefault("plain", like is not None and like.plain)
+        shown = {**settings, **{name: entry[name] for name in ("kind", "encoding") if name in entry}}
+        own.setdefault("name", ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in shown.items()))
+        try:
+            cell = Cell(settings=settings, **own)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            place = ".".join(map(str, problem["loc"]))
+            raise UserError(f"{where}: {own['name']}: {place}: {problem['msg'].lower()}, got {problem['input']!r}") from None
+        if cell.like is not None and like is None:
+            raise UserError(f"{where}: {cell.name}: like {cell.like!r}: no such cell before it; there are "
+                            f"{', '.join(map(repr, by_name))}")
+        if any("seed" in changes for changes in (settings, *cell.tries)):
+            raise UserError(f"{where}: {cell.name}: seed: every cell is run with each of --seeds")
+        if cell.name in by_name:
+            raise UserError(f"{where}: two cells are called {cell.name!r}: give one of them another name")
+        by_name[cell.name] = cell
+    return list(by_name.values())
 
 
 def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
@@ -139,7 +151,8 @@ def as_teacher(settings: Settings) -> Settings:
 
 
 def digest(settings: Settings, *more: Any) -> str:
-    """Names a run: the same for the same settings, whatever settings a later version adds."""
+    """Names a run on a data set: the same for the same settings, whatever settings a later version adds. ``more`` is what
+    counts besides, the data set's sha256 first of all."""
     defaults = config.flatten(Settings())
     told = {name: value for name, value in config.flatten(settings).items()
             if name not in IRRELEVANT and (name not in defaults or value != defaults[name])}
@@ -226,15 +239,20 @@ def compare_at(runs: list[Run], reference: list[Run], target: float | None = Non
     return row
 
 
-def resolved(cell: Cell, cells: dict[str, Cell], chosen: dict[str, dict[str, Any]], base: Settings) -> Settings:
+def ancestors(cell: Cell, by_name: dict[str, Cell]) -> list[str]:
+    """The names of the cells whose settings a cell starts with, nearest first."""
+    names = []
+    while cell.like:
+        names.append(cell.like)
+        cell = by_name[cell.like]
+    return names
+
+
+def resolved(cell: Cell, by_name: dict[str, Cell], chosen: dict[str, dict[str, Any]], base: Settings) -> Settings:
     """The settings of a cell, without its own tries; ``chosen`` holds the changes of the best try of the cells it is like.
 
-    Raises UserError for a cell that is like one that is not there or comes after it."""
-    if cell.like is None:
-        return apply(base, cell.settings, cell.name)
-    if cell.like not in cells:
-        raise UserError(f"{cell.name}: like {cell.like!r}: no such cell before it; there are "
-                        f"{', '.join(map(repr, cells))}")
-    before = {name: other for name, other in cells.items() if name != cell.name}
-    start = resolved(cells[cell.like], before, chosen, base)
-    return apply(start, {**chosen.get(cell.like, {}), **cell.settings}, cell.name)
+    Raises UserError for what is not a setting."""
+    settings = base
+    for name in reversed(ancestors(cell, by_name)):
+        settings = apply(settings, {**by_name[name].settings, **chosen.get(name, {})}, name)
+    return apply(settings, cell.settings, cell.name)

@@ -18,6 +18,9 @@ from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight
 
 StudentKey = Literal[STUDENTS]
 
+IRRELEVANT = ("device", "threads", "key_snapshots", "data.workers", "data.eval_batch_size", "data.root", "data.download")
+"""Settings that do not make another run of it: they may differ when one is continued."""
+
 
 class DataSettings(Section):
     """The data set and how its images become tensors."""

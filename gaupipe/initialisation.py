@@ -17,6 +17,8 @@ VALUE_PROJECTION = (0.4, -0.4)
 
 def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
     """Gives a freshly built ``vit`` the start that the settings ask for. Raises UserError where it cannot be."""
+    if vit.pos_embed is None and (model.init == "mimetic" or model.pos_embed_std is not None):
+        raise UserError("model.args: without a position embedding, model.init should be normal and model.pos_embed_std null")
     if model.init_std is not None:
         for name, module in vit.named_modules():
             if isinstance(module, nn.Linear) and name != "head":

@@ -15,7 +15,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from gaupipe.augment import Augment
-from gaupipe.config import ModelSettings, OptimSettings, Settings
+from gaupipe.config import ModelSettings, OptimSettings, Settings, flatten
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
@@ -143,8 +143,9 @@ class TrainingState:
         if not path.is_file():
             return False
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        for name in state["identity"] | self.identity:
-            old, new = state["identity"].get(name), self.identity.get(name)
+        known = flatten(Settings()) | state["identity"]  # a setting that a later version adds was at its default
+        for name in known.keys() & self.identity.keys() | state["identity"].keys():
+            old, new = known[name], self.identity.get(name)
             if old != new:
                 raise UserError(f"{folder} was started with {name} {old}, now it is {new}: change it back, or start afresh "
                                 "in another --run-dir")

@@ -73,4 +73,5 @@ def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, seed: int) -> flo
         loss.backward()
         optimizer.step()
         schedule.step()
+    optimizer.zero_grad()
     return loss.item()

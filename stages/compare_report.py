@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.table import Table
 
 from gaupipe.comparison import COSTS, PLAIN, Run, Spread, compare_at
-from gaupipe.errors import UserError
 from stages import key_attention
 from stages.compare import Comparison
 from stages.run_directory import write_whole
@@ -21,22 +20,18 @@ SHARES = (0.95, 0.98, 1.0)
 """Shares of the reference's final accuracy, on the same seed, at which cells are compared by default."""
 
 
-def report(done: Comparison, targets: list[float]) -> dict[str, Any]:
-    """Everything a comparison found, as JSON values. The reference is the plain ViT.
-
-    Raises UserError if that one failed."""
+def report(done: Comparison, targets: Sequence[float] = ()) -> dict[str, Any]:
+    """Everything a comparison found, as JSON values. The reference is the plain ViT; ``targets`` are accuracies to compare
+    at, by default the :data:`SHARES`."""
     reference = done.runs[PLAIN]
-    if len(reference) < len(done.seeds):
-        raise UserError(f"{PLAIN}: {next(iter(done.failures.values()))}")
     goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
     cells = []
     for cell in done.cells:
         runs, trainings = done.runs[cell.name], done.trainings[cell.name]
-        failed = sorted({done.failures[str(entry.folder)] for entry in trainings if str(entry.folder) in done.failures})
-        best = max((score for _, score in done.tries.get(cell.name, []) if score is not None), default=None)
+        failed = sorted({done.failures[entry.folder] for entry in trainings if entry.folder in done.failures})
         cells.append({
-            "cell": cell.name.strip(), "plain": cell.plain, "like": cell.like, "settings": cell.settings, "failed": failed,
-            "tries": [{"settings": changes, "val_acc": score, "taken": score is not None and score == best}
+            "cell": cell.name, "plain": cell.plain, "like": cell.like, "settings": cell.settings, "failed": failed,
+            "tries": [{"settings": changes, "val_acc": score, "taken": changes is done.chosen[cell.name]}
                       for changes, score in done.tries.get(cell.name, [])],
             "final": {name: asdict(spread) for name, spread in finals(runs).items()},
             "at": [{**goal, **{name: asdict(value) if isinstance(value, Spread) else value
@@ -128,8 +123,9 @@ def _pm(spread: dict[str, float | None], form: str, with_std: bool = True, scale
     return f"{text} ±{form.format(scale * spread['std'])}" if with_std and spread["std"] is not None else text
 
 
-def write(done: Comparison, found: dict[str, Any], run_dir: Path, name: str) -> None:
+def write(done: Comparison, found: dict[str, Any], name: str) -> None:
     """Writes ``name``.json, .csv, .png and .svg, and key_selection.png and .svg, into the folder of the comparison."""
+    run_dir = done.run_dir
     write_whole(run_dir / f"{name}.json", json.dumps(found, indent=1) + "\n")
     partial = run_dir / f"{name}.partial"
     with partial.open("w", newline="") as file:
@@ -215,17 +211,18 @@ def distinct(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def key_selection(done: Comparison) -> Any:
     """How attention settles on keys over the epochs (*GauTransformer, figure 4*): for each kept image, the mean over
-    heads and queries of the first block, in the plain ViT, in phase A and in the distilled student. None if that failed."""
+    heads and queries of the first block, in the plain ViT, in phase A and in the distilled student, on the first seed. None
+    where one of them has none, or not of the same images."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     distilled = next(cell.name for cell in done.cells if not cell.plain)
-    if not done.runs[distilled]:
-        return None
     plain, student = done.trainings[PLAIN][0], done.trainings[distilled][0]
     columns = {PLAIN: key_attention.read(plain.folder), "phase A": key_attention.read(student.teacher.phase_a),
                distilled: key_attention.read(student.folder)}
-    images = columns[PLAIN].shape[1]
+    images = len(columns[PLAIN][0]) if len(columns[PLAIN]) else 0
+    if not images or any(not len(kept) or kept.shape[1:] != columns[PLAIN].shape[1:] for kept in columns.values()):
+        return None
     highest = max(kept[:, :, 0].max() for kept in columns.values())
     figure = Figure(figsize=(10, 0.9 + 2.1 * images), layout="constrained")
     FigureCanvasAgg(figure)

@@ -74,17 +74,17 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
     return True
 
 
-def make_schema(job: PhaseA, kind: str, encoding: str = "float16") -> store.Schema:
-    """What the store of this teacher says about itself. Raises UserError for a kind that this teacher does not have,
+def make_schema(job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None) -> store.Schema:
+    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for a kind that this teacher does not have,
     StoreError for an encoding that the kind does not have."""
     phase = job.settings.phase_a
-    if kind == "embedding" and not (job.teacher.decoder and job.rows):
+    if kind == "embedding" and not (job.teacher.decoder and phase.residual):
         raise UserError("--kind embedding: this teacher keeps no embeddings (phase_a.compression is null); "
                         "choose gaussian or dense")
     return store.Schema(
         kind=kind, encoding=encoding, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
         heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
-        dataset_sha256=job.data.sha256, teacher_sha256=teacher_sha256(job), parametrisation=phase.parametrisation,
+        dataset_sha256=job.data.sha256, teacher_sha256=sha256 or teacher_sha256(job), parametrisation=phase.parametrisation,
         embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
         extra={"mode": phase.mode, "label_passes": label_passes(job), "data": job.settings.data.model_dump(mode="json")})
 

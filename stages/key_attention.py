@@ -45,5 +45,7 @@ def student_rows(student: nn.Module, device: torch.device) -> Rows:
 
 
 def read(folder: Path) -> np.ndarray:
-    """All snapshots in ``folder``: float32 [epochs, images, L, T]."""
-    return np.stack([np.load(path) for path in sorted((folder / "key_attention").glob("*.npy"))])
+    """All snapshots in ``folder``: float32 [epochs, images, L, T]; of no epochs where there are none or not all are of the
+    same images."""
+    kept = [np.load(path) for path in sorted((folder / "key_attention").glob("*.npy"))]
+    return np.stack(kept) if len({snapshot.shape for snapshot in kept}) == 1 else np.empty((0, 0, 0, 0))

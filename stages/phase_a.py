@@ -204,4 +204,5 @@ def training_state(job: PhaseA, steps_per_epoch: int) -> TrainingState:
         groups.append({"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr,
                        "weight_decay": phase.optim.weight_decay})
     optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, groups)
-    return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows)
+    return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows,
+                         identity={"the data set": job.data.sha256})

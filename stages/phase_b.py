@@ -17,7 +17,7 @@ from torch.nn.functional import one_hot
 
 from gaupipe import data as datasets
 from gaupipe.augment import Augment, Mix, mix, mixed_targets
-from gaupipe.config import OptimSettings, Settings, flatten
+from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
 from gaupipe.data import Batches, ImageData
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.errors import UserError
@@ -33,9 +33,6 @@ from stages.export_maps import gaussians_reader
 from stages.key_attention import save_snapshot, student_rows
 from stages.run_directory import RunDirectory
 
-
-IRRELEVANT = ("device", "threads", "data.workers", "data.eval_batch_size", "data.root", "data.download", "key_snapshots")
-"""Settings that may differ when a student is continued."""
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -153,7 +150,7 @@ def train_student(settings: Settings, key: str, folder: Path, teacher: RunDirect
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
     identity = {name: value for name, value in flatten(settings).items() if name not in IRRELEVANT}
-    identity |= {"phase_b.student": key, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
+    identity |= {"phase_b.student": key, "the data set": job.data.sha256, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
                  "the kind of store": job.maps and job.maps.schema.kind}
     state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
     if not state.load(folder / "checkpoint") and teacher and settings.phase_b.warm_start != "none":

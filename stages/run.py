@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from gaupipe import data as datasets
 from gaupipe.config import Settings
@@ -18,6 +19,8 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     key = key or settings.phase_b.student
     settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
     check(settings, key)
+    if settings.baseline.enabled:
+        check_plain(settings, key)
     teacher = phase_a.run(settings, run_dir, resume=True)
     export_maps.ensure(run_dir)
     student = phase_b.run(run_dir, key, resume=True)
@@ -33,16 +36,23 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     return rows
 
 
-def check(settings: Settings, key: str) -> None:
-    """Raises UserError now for what phase B could not do after hours of phase A."""
+def check(settings: Settings, key: str, kind: str = "gaussian", encoding: str = "float16") -> None:
+    """Raises UserError (StoreError for a kind and encoding that do not go together) now for what phase B could not do
+    after hours of phase A."""
     data = datasets.load(settings.data)
     student, teacher = phase_b.build_student(settings, key, data), phase_a.build_teacher(settings, data)
-    schema = SimpleNamespace(grid=teacher.grid, layers=teacher.layers, heads=teacher.heads, kind="gaussian")
-    phase_b.check_fit(student, schema, settings, "maps.zarr")
+    job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
+    phase_a.training_state(job, steps_per_epoch=100)
+    phase_b.check_fit(student, export_maps.make_schema(job, kind, encoding, "0" * 64), settings, "maps.zarr")
     if settings.phase_b.warm_start != "none":
         warm_start(student, teacher.vit.state_dict())
-    for optim in (settings.phase_b.optim, settings.baseline.optim or settings.phase_b.optim):
-        build_optimizer(student, optim, settings.phase_b.epochs, steps_per_epoch=100)
+    build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
+
+
+def check_plain(settings: Settings, key: str) -> None:
+    """Raises UserError for what training on the labels alone could not do."""
+    student = phase_b.build_student(settings, key, datasets.load(settings.data))
+    build_optimizer(student, settings.baseline.optim or settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 
 def _seconds(metrics: list[dict[str, Any]]) -> float:

@@ -10,6 +10,10 @@ from gaupipe.config import Settings
 from gaupipe.errors import UserError
 
 
+FREE = {"phase_b.student", *config.IRRELEVANT}
+"""Settings that may differ between the commands of a run."""
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     path: Path
@@ -66,9 +70,10 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def first_difference(old: Settings, new: Settings) -> str | None:
-    """The first setting on which two settings differ, as 'a.b is 1, asked 2'; the student's key does not count."""
+    """The first setting on which two settings differ, as 'a.b is 1, asked 2'; the student's key does not count, nor does
+    what makes no other run of it."""
     flat_old, flat_new = config.flatten(old), config.flatten(new)
     for key in flat_old | flat_new:
-        if key != "phase_b.student" and flat_old.get(key) != flat_new.get(key):
+        if key not in FREE and flat_old.get(key) != flat_new.get(key):
             return f"{key} is {flat_old.get(key)}, asked {flat_new.get(key)}"
     return None

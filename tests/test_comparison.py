@@ -11,7 +11,7 @@ import time
 import pytest
 
 from gaupipe import config
-from gaupipe.comparison import (PLAIN, Cell, Run, Spread, as_run, as_teacher, compare_at, default_cells, digest, epochs_to,
+from gaupipe.comparison import (PLAIN, Run, Spread, apply, as_run, as_teacher, compare_at, default_cells, digest, epochs_to,
                                 resolved, sweep_cells)
 from gaupipe.errors import UserError
 
@@ -78,15 +78,43 @@ def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     cells = cells_of(base, "standard", "belief2")
     assert list(cells) == [PLAIN, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
-                           "  prior alone", "  no soft labels", "  shuffled maps"]
+                           "prior alone", "no soft labels", "shuffled maps"]
     assert len(cells[PLAIN].tries) >= len(cells["distilled standard"].tries) > 1
     chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
     settings = {name: resolved(cell, cells, chosen, base) for name, cell in cells.items()}
     assert settings["plain ViT, ReZero"].phase_b.rezero
-    assert not settings["  prior alone"].phase_a.residual and settings["  prior alone"].phase_b.optim.lr == 0.5
-    assert settings["  no soft labels"].phase_b.alpha == 0 and settings["  no soft labels"].phase_b.beta == pytest.approx(.3)
-    assert settings["  shuffled maps"].phase_b.shuffle_maps and settings["distilled belief2"].phase_b.optim.lr == 0.5
+    assert not settings["prior alone"].phase_a.residual and settings["prior alone"].phase_b.optim.lr == 0.5
+    assert settings["no soft labels"].phase_b.alpha == 0 and settings["no soft labels"].phase_b.beta == pytest.approx(.3)
+    assert settings["shuffled maps"].phase_b.shuffle_maps and settings["distilled belief2"].phase_b.optim.lr == 0.5
     assert settings["distilled standard"].phase_b.optim.lr == base.phase_b.optim.lr  # its own try is added by the caller
+
+
+def test_every_try_of_the_default_cells_is_another_run():
+    for name in ("digits", "fashion_mnist"):
+        base = config.load(name)
+        cells = cells_of(base, "standard")
+        for cell in cells.values():
+            runs = {digest(as_run(apply(resolved(cell, cells, {}, base), changes, ""), 0, cell.plain)) for changes in cell.tries}
+            assert len(runs) == len(cell.tries)
+        assert len(cells[PLAIN].tries) == len(cells["distilled"].tries) == 8
+
+
+def test_the_plain_vit_is_plain_whatever_the_student_is():
+    base = config.load("digits", ["phase_b.student=belief2", "phase_b.attention_options={zz: false}", "phase_b.rezero=true",
+                                  "phase_b.match_params=true"])
+    cells = cells_of(base, "belief2", "attentionx")
+    settings = {name: as_run(resolved(cell, cells, {}, base), 0, cell.plain).phase_b for name, cell in cells.items()}
+    assert not settings[PLAIN].rezero and not settings[PLAIN].match_params and not settings[PLAIN].attention_options
+    assert settings["plain ViT, ReZero"].rezero and settings["plain ViT, belief2"].attention_options == {"zz": False}
+    assert settings["distilled belief2"].attention_options == {"zz": False} and settings["distilled belief2"].rezero
+    assert settings["distilled attentionx"].attention_options == {} == settings["plain ViT, attentionx"].attention_options
+    assert settings[PLAIN].optim == base.baseline.optim != settings["distilled belief2"].optim
+
+
+def test_the_controls_fit_settings_without_a_prior():
+    base = config.load("cifar10_atto")
+    cells = cells_of(base, "standard")
+    assert resolved(cells["prior alone"], cells, {}, base).phase_a.prior
 
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
@@ -100,19 +128,31 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert as_run(base, 0, plain=True).phase_b.optim == base.baseline.optim
 
 
+def swept(entries):
+    return sweep_cells(entries, "mine.yaml", default_cells(config.load("digits"), ["standard"]))
+
+
 @pytest.mark.parametrize("entries,message", [
-    ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"),
-    ([{"phase_b.gama": 1}], "did you mean 'phase_b.gamma'"), ([{"seed.a": 1}], "'seed' is a value"),
-    ([{"kind": "tall"}], "gaussian, embedding, dense"), ([{"tries": [{"phase_b.epochs": 0}]}], "phase_b.epochs")])
+    ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"), ([{1: 2}], "valid string"),
+    ([{"kind": "tall"}], "'gaussian', 'embedding' or 'dense'"), ([{"plain": "perhaps"}], "plain"), ([{"name": 5}], "name"),
+    ([{"tries": {"phase_b.epochs": 3}}], "tries"), ([{"tries": None}], "tries"), ([{"like": ["a"]}], "like"),
+    ([{"like": "b"}], "no such cell"), ([{"seed": 4}], "--seeds"), ([{"name": "distilled"}], "two cells are called")])
 def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
-    with pytest.raises(UserError, match=message):
-        sweep_cells(entries, "mine.yaml", config.load("digits"), "distilled")
+    with pytest.raises(UserError, match=message) as refused:
+        swept(entries)
+    assert "\n" not in str(refused.value)
 
 
-def test_a_cell_like_one_that_is_not_there_is_refused():
-    cell = Cell("a", {}, like="b")
-    with pytest.raises(UserError, match="no such cell"):
-        resolved(cell, {"a": cell}, {}, config.load("digits"))
+def test_an_entry_is_plain_if_what_it_is_like_is():
+    cells = {cell.name: cell for cell in swept([{"name": "longer", "plain": True, "phase_b.epochs": 3},
+                                                {"like": "longer", "phase_b.optim.lr": 0.1}, {"encoding": "uint8"},
+                                                {"like": None, "phase_b.gamma": 2}])}
+    assert cells["longer"].like == PLAIN and cells["lr 0.1"].plain
+    assert cells["encoding uint8"].like == "distilled" and not cells["encoding uint8"].plain
+    base = config.load("digits")
+    assert resolved(cells["gamma 2"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim == base.phase_b.optim
+    assert resolved(cells["encoding uint8"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim.lr == 9
+    assert resolved(cells["lr 0.1"], cells, {PLAIN: {"model.init": "mimetic"}}, base).model.init == "mimetic"
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +177,7 @@ def test_a_tiny_comparison(compared):
     found = json.loads((folder / "mine.json").read_text())
     names = [cell["cell"] for cell in found["cells"]]
     assert names == [PLAIN, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
-                     "plain longer", "gamma 0.5"]
+                     "plain longer", "gamma 0.5, encoding uint8"]
     assert all(name in done.stdout for name in names) and max(map(len, done.stdout.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in found["cells"]}
     assert [len(run["val_acc"]) for run in by_name["plain longer"]["runs"]] == [3, 3]
@@ -173,8 +213,13 @@ def test_finished_cells_are_not_run_again(compared):
 
 
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
+    wrong, unknown = tmp_path / "wrong.yaml", tmp_path / "unknown.yaml"
+    wrong.write_text("- {kind: dense, encoding: uint8}")
+    unknown.write_text("- {phase_b.gama: 1}")
     for arguments, message in [(["--seeds", "0,x"], "--seeds"), (["--students", "standart"], "standart"),
-                               (["--targets", "84"], "from 0 to 1"), (["--sweep", "none"], "loss_weights"), (["--test"], "test split")]:
+                               (["--targets", "84"], "from 0 to 1"), (["--sweep", "none"], "loss_weights"), (["--test"], "test split"),
+                               (["--set", "phase_a.optim.name=adamv"], "adamv"), (["--sweep", wrong], "for the kind 'gaussian'"),
+                               (["--sweep", unknown], "did you mean 'phase_b.gamma'")]:
         code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "new", *arguments)
         assert (code, err.count("\n")) == (2, 1) and message in err, err
         assert not (tmp_path / "new").exists()

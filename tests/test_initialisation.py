@@ -1,11 +1,14 @@
 """How weights start, and the snapshots of key selection."""
 
+from importlib import resources
+
 import numpy as np
 import pytest
 import torch
 
 from gaupipe import config
 from gaupipe import data as datasets
+from gaupipe.comparison import default_cells, resolved, sweep_cells
 from gaupipe.errors import UserError
 from gaupipe.initialisation import factors
 from gaupipe.training import build_vit
@@ -83,11 +86,16 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
 
 
 def test_the_shipped_sweeps_can_be_run():
-    from importlib import resources
-    from gaupipe.comparison import sweep_cells
     names = [entry.name.removesuffix(".yaml") for entry in (resources.files("gaupipe.configs") / "sweeps").iterdir()
              if entry.name.endswith(".yaml")]
-    base = config.load("digits")
     assert "loss_weights" in names
+    base = config.load("fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"])
     for name in names:
-        assert sweep_cells(compare.read_sweep(name), name, base, "distilled")
+        cells = sweep_cells(compare.read_sweep(name), name, default_cells(base, ["standard"], tune=False))
+        for cell in cells:
+            compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base))
+
+
+def test_a_vit_without_a_position_embedding_cannot_start_mimetic():
+    with pytest.raises(UserError, match="without a position embedding"):
+        build(init="mimetic", args={"pos_embed": "none"})

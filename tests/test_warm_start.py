@@ -64,6 +64,7 @@ def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(atten
 
     at_start = divergence()
     fit_queries_and_keys(model, prior(), images)
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert all(now < 0.25 * then for now, then in zip(divergence(), at_start))
     for name, parameter in model.named_parameters():
         if ".attn.qkv." in name:
