@@ -15,7 +15,8 @@ import yaml
 
 from gaupipe import data as datasets
 from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, default_cells, resolved, sweep_cells
-from gaupipe.config import Settings
+from gaupipe.config import DataSettings, Settings
+from gaupipe.data import ImageData
 from gaupipe.errors import UserError
 from stages import run as whole_run
 from stages.compare_runs import Training, Workers
@@ -26,15 +27,16 @@ SNAPSHOTS = 3
 
 @dataclass
 class Comparison:
-    """What was run. ``tries``: for each tuned cell [(changes, final validation accuracy or None)]; ``chosen``: the best
-    of them; ``trainings`` and ``runs``: for each cell one for every seed, a run only where it did not fail."""
+    """What was run. ``data``: the data sets that cells name; ``tries``: for each tuned cell [(changes, final validation
+    accuracy or None)]; ``chosen``: the best of them; ``trainings`` and ``runs``: for each cell one for every seed, a run
+    only where it did not fail."""
 
     settings: Settings
     cells: list[Cell]
     seeds: list[int]
     run_dir: Path
-    data_sha256: str
     test: bool
+    data: dict[DataSettings, ImageData]
     tries: dict[str, list[tuple[dict[str, Any], float | None]]] = field(default_factory=dict)
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainings: dict[str, list[Training]] = field(default_factory=dict)
@@ -45,11 +47,17 @@ class Comparison:
     def by_name(self) -> dict[str, Cell]:
         return {cell.name: cell for cell in self.cells}
 
+    def load(self, data: DataSettings) -> ImageData:
+        """A data set, read once."""
+        if data not in self.data:
+            self.data[data] = datasets.load(data)
+        return self.data[data]
+
     def training(self, cell: Cell, changes: dict[str, Any], seed: int, label: str, test: bool = False) -> Training:
         """A cell's run with a seed and the changes of one of its tries."""
         own = apply(resolved(cell, self.by_name, self.chosen, self.settings), changes, cell.name)
         return Training(f"{cell.name}, {label}", as_run(own, seed, cell.plain), cell.plain, cell.kind, cell.encoding,
-                        self.run_dir, self.data_sha256, test)
+                        self.run_dir, self.load(own.data).sha256, test)
 
 
 def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Sequence[int], targets: Sequence[float] = (),
@@ -68,10 +76,11 @@ def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Seque
     data = datasets.load(settings.data)
     if test and data.test is None:
         raise UserError(f"--test: data set {settings.data.name} has no test split")
-    done = Comparison(settings, cells, list(seeds), run_dir, data.sha256, test)
+    done = Comparison(settings, cells, list(seeds), run_dir, test, {settings.data: data})
     for cell in cells:
         for changes in ({}, *cell.tries):
-            check(cell, apply(resolved(cell, done.by_name, {}, settings), changes, cell.name))
+            own = apply(resolved(cell, done.by_name, {}, settings), changes, cell.name)
+            check(cell, own, done.load(own.data))
     with locked(run_dir):
         with Workers(jobs) as workers:
             execute(done, workers)
@@ -95,14 +104,14 @@ def read_sweep(source: str) -> Any:
         raise UserError(f"--sweep {source}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
-def check(cell: Cell, settings: Settings) -> None:
+def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
         settings = as_run(settings, settings.seed, cell.plain)
         if cell.plain:
-            whole_run.check_plain(settings, settings.phase_b.student)
+            whole_run.check_plain(settings, settings.phase_b.student, data)
         else:
-            whole_run.check(settings, settings.phase_b.student, cell.kind, cell.encoding)
+            whole_run.check(settings, settings.phase_b.student, data, cell.kind, cell.encoding)
     except (UserError, store.StoreError) as error:
         raise UserError(f"{cell.name}: {error}") from None
 

@@ -66,7 +66,8 @@ def tables(found: dict[str, Any]) -> list[Table]:
     for number, goal in enumerate(next(cell["at"] for cell in found["cells"] if cell["at"])):
         what = (f"{100 * goal['target']:.1f} % accuracy" if "target" in goal
                 else f"{100 * goal['share']:.0f} % of the final accuracy of the {found['reference']}")
-        table = Table(title=f"To {what}, {_seeds(seeds)}", title_justify="left")
+        table = Table(title=f"To {what}, {_seeds(seeds)}", caption="with A: phase A counted too", title_justify="left",
+                      caption_justify="left")
         for column in ("", "epochs", "with A", "speed-up", "with A", "s", "with A"):
             table.add_column(column, justify="left" if not column else "right", no_wrap=bool(column))
         for cell in found["cells"]:

@@ -9,6 +9,7 @@ import torch
 
 from gaupipe import data as datasets
 from gaupipe.config import Settings
+from gaupipe.data import ImageData
 from gaupipe.training import build_optimizer
 from gaupipe.warm_start import warm_start
 from stages import export_maps, phase_a, phase_b
@@ -18,9 +19,10 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
     key = key or settings.phase_b.student
     settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
-    check(settings, key)
+    data = datasets.load(settings.data)
+    check(settings, key, data)
     if settings.baseline.enabled:
-        check_plain(settings, key)
+        check_plain(settings, key, data)
     teacher = phase_a.run(settings, run_dir, resume=True)
     export_maps.ensure(run_dir)
     student = phase_b.run(run_dir, key, resume=True)
@@ -36,10 +38,9 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     return rows
 
 
-def check(settings: Settings, key: str, kind: str = "gaussian", encoding: str = "float16") -> None:
+def check(settings: Settings, key: str, data: ImageData, kind: str = "gaussian", encoding: str = "float16") -> None:
     """Raises UserError (StoreError for a kind and encoding that do not go together) now for what phase B could not do
     after hours of phase A."""
-    data = datasets.load(settings.data)
     student, teacher = phase_b.build_student(settings, key, data), phase_a.build_teacher(settings, data)
     job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
     phase_a.training_state(job, steps_per_epoch=100)
@@ -49,9 +50,9 @@ def check(settings: Settings, key: str, kind: str = "gaussian", encoding: str = 
     build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 
-def check_plain(settings: Settings, key: str) -> None:
+def check_plain(settings: Settings, key: str, data: ImageData) -> None:
     """Raises UserError for what training on the labels alone could not do."""
-    student = phase_b.build_student(settings, key, datasets.load(settings.data))
+    student = phase_b.build_student(settings, key, data)
     build_optimizer(student, settings.baseline.optim or settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 

@@ -90,10 +90,11 @@ def test_the_shipped_sweeps_can_be_run():
              if entry.name.endswith(".yaml")]
     assert "loss_weights" in names
     base = config.load("fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"])
+    data = datasets.load(base.data)
     for name in names:
         cells = sweep_cells(compare.read_sweep(name), name, default_cells(base, ["standard"], tune=False))
         for cell in cells:
-            compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base))
+            compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base), data)
 
 
 def test_a_vit_without_a_position_embedding_cannot_start_mimetic():
