@@ -224,7 +224,6 @@ def key_selection(done: Comparison) -> Any:
     images = len(columns[PLAIN][0]) if len(columns[PLAIN]) else 0
     if not images or any(not len(kept) or kept.shape[1:] != columns[PLAIN].shape[1:] for kept in columns.values()):
         return None
-    highest = max(kept[:, :, 0].max() for kept in columns.values())
     figure = Figure(figsize=(10, 0.9 + 2.1 * images), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(images, len(columns), squeeze=False)
@@ -232,11 +231,11 @@ def key_selection(done: Comparison) -> Any:
         for image in range(images):
             panel, attention = panels[image, column], kept[:, image, 0].T             # [T, epochs]
             drawn = panel.imshow(attention, aspect="auto", origin="lower", cmap="viridis", interpolation="nearest",
-                                 extent=(0.5, attention.shape[1] + 0.5, -0.5, len(attention) - 0.5), vmin=0, vmax=highest)
+                                 extent=(0.5, attention.shape[1] + 0.5, -0.5, len(attention) - 0.5), vmin=0, vmax=kept[:, :, 0].max())
             panel.set_title(title if image == 0 else "", fontsize=10)
             panel.set(xlabel="epoch" if image == images - 1 else "",
                       ylabel=f"image {image + 1}: key" if column == 0 else "")
             for axis in (panel.xaxis, panel.yaxis):
                 axis.get_major_locator().set_params(integer=True)
-    figure.colorbar(drawn, ax=panels, fraction=0.03, label="attention, mean over heads and queries, first block")
+        figure.colorbar(drawn, ax=panels[:, column], location="bottom", fraction=0.03, label="attention")
     return figure
