@@ -54,7 +54,7 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
     same count once. Controls and further students take what was best for the distilled one.
     """
     plain_optim = (base.baseline.optim or base.phase_b.optim).model_dump(mode="json")
-    rates, plain_rates = ((rate, rate / 2) for rate in (base.phase_b.optim.lr, plain_optim["lr"]))
+    rates, plain_rates = ([rate, rate / 2] for rate in (base.phase_b.optim.lr, plain_optim["lr"]))
     starts = [{"model.init": "normal", "model.init_std": None, "model.pos_embed_std": None},
               {"model.init": "normal", "model.init_std": None, "model.pos_embed_std": 0.5},
               {f"model.{name}": getattr(base.model, name) for name in ("init", "init_std", "pos_embed_std")},
@@ -75,12 +75,12 @@ def default_cells(base: Settings, students: Sequence[str], tune: bool = True) ->
     standard = {**student("standard"), "phase_b.match_params": False, "phase_b.rezero": False,
                 "phase_b.optim": plain_optim, "baseline.optim": None}
     named = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {students[0]}"
-    cells = [Cell(name=PLAIN, settings=standard, plain=True, tries=tries(list(plain_rates), starts)),
+    cells = [Cell(name=PLAIN, settings=standard, plain=True, tries=tries(plain_rates, starts)),
              Cell(name=REZERO, settings={**standard, "phase_b.rezero": True}, plain=True,
-                  tries=tries([plain_optim["lr"], plain_optim["lr"] / 2], [starts[0], starts[2]]))]
+                  tries=tries(plain_rates, [starts[0], starts[2]]))]
     cells += [Cell(name=f"{PLAIN}, {key}", settings={**student(key), "phase_b.match_params": base.phase_b.match_params},
                    like=PLAIN, plain=True) for key in students if key != "standard"]
-    cells.append(Cell(name=named, settings=student(students[0]), tries=tries(list(rates), distilled_starts)))
+    cells.append(Cell(name=named, settings=student(students[0]), tries=tries(rates, distilled_starts)))
     cells += [Cell(name=f"{DISTILLED} {key}", settings=student(key), like=named) for key in students[1:]]
     hard = round(base.phase_b.beta + base.phase_b.alpha, 6)
     controls = {"prior alone": {"phase_a.prior": True, "phase_a.residual": False, "phase_a.compression": None},

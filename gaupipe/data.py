@@ -88,6 +88,10 @@ class Split:
         """Labels [N] int64 in the order of the image ids."""
         return self.source.labels[self.positions]
 
+    def evenly_spaced(self, count: int) -> np.ndarray:
+        """``count`` image ids from the first to the last, int64; all of them where there are fewer."""
+        return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
+
     def image(self, image_id: int) -> np.ndarray:
         """One image as the model sees it before normalisation: uint8 [height, width, C]."""
         images, _ = self.source.__getitems__([int(self.positions[image_id])])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import store
 import timm
 import torch
@@ -87,8 +86,8 @@ def teacher_agreement(student: nn.Module, maps: store.Store, data: ImageData, se
                       ) -> dict[str, Any]:
     """Over training images: the share on which student and teacher predict the same class, and the KL of each block's
     map from the teacher's (teacher first, mean over images, heads and queries; null for a block without one)."""
-    count = min(TEACHER_IMAGES, len(data.train))
-    image_ids = np.linspace(0, len(data.train) - 1, count).astype(np.int64)
+    image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
+    count = len(image_ids)
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, settings.data.batch_size, settings.data.workers)
     same, divergence = 0, {}

@@ -17,11 +17,6 @@ Rows = Callable[[Tensor, Tensor], list[Tensor]]
 """(images [B, C, height, width], image ids [B]) -> the maps [B, H, T, T] of every block."""
 
 
-def snapshot_ids(count: int, num_images: int) -> np.ndarray:
-    """The training images that are kept: evenly spaced."""
-    return np.linspace(0, num_images - 1, min(count, num_images)).astype(np.int64)
-
-
 @torch.no_grad()
 def save_snapshot(folder: Path, epoch: int, settings: Settings, data: ImageData, rows: Rows) -> None:
     """Writes ``folder``/key_attention/NNNN.npy for an epoch, float32 [images, L, T]: the mean over heads and queries of
@@ -29,7 +24,7 @@ def save_snapshot(folder: Path, epoch: int, settings: Settings, data: ImageData,
     if not settings.key_snapshots:
         return
     batches = Batches(data.train, data, settings.data.batch_size, workers=0)
-    ids = snapshot_ids(settings.key_snapshots, len(data.train))
+    ids = data.train.evenly_spaced(settings.key_snapshots)
     kept = [torch.stack([row.mean((1, 2)) for row in rows(images, image_ids)], dim=1).float().cpu()
             for images, _, image_ids in batches.epoch(torch.device("cpu"), image_ids=ids)]
     (folder / "key_attention").mkdir(parents=True, exist_ok=True)

@@ -172,7 +172,7 @@ def start_from_teacher(job: PhaseB, teacher: Teacher) -> None:
         if phase.mean_heads:
             prior = prior.mean(2, keepdim=True)
         layers = phase.layer_map or range(len(student.blocks))
-        ids = np.linspace(0, len(job.data.train) - 1, min(WARM_START_IMAGES, len(job.data.train))).astype(np.int64)
+        ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
         batches = Batches(job.data.train, job.data, job.settings.data.batch_size, workers=0)
         images = torch.cat([images for images, _, _ in batches.epoch(job.device, image_ids=ids)])
         fit_queries_and_keys(student, [None if layer is None else prior[:, layer] for layer in layers], images,

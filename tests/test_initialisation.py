@@ -82,7 +82,7 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
         assert kept.shape == (epochs, 5, 4, 16)                                  # epochs, images, blocks, keys
         np.testing.assert_allclose(kept.sum(-1), 1, atol=1e-4)
         assert (kept[0] != kept[-1]).any()
-    assert list(key_attention.snapshot_ids(5, 100)) == [0, 24, 49, 74, 99]
+    assert list(datasets.load(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]
 
 
 def test_the_shipped_sweeps_can_be_run():
