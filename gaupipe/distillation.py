@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.augment import Mix, mixed_map
 from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
-from gaupipe.losses import feature_loss
+from gaupipe.losses import FLOOR, feature_loss
 from gaupipe.models import run_blocks
 
 
@@ -77,15 +77,15 @@ def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: Teach
         if teacher.layers[layer] is None or not weight:
             return attention(tokens)
         q, k, v = attention.project(tokens)
-        hides_diagonal = getattr(attention, "mask_diagonal", False)
+        hidden = None
+        if getattr(attention, "mask_diagonal", False):
+            hidden = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
         axes = teacher.axes(layer)
-        if axes and not hides_diagonal and temperature == 1.0 and direction == "teacher_student" \
-                and q.device.type == "cpu" and not (attention.training and attention.attn_drop.p):
-            heads, log_normaliser = _AttentionWithNormaliser.apply(q, k, v, attention.scale)
-            divergence = separable_divergence(q, k, log_normaliser, axes, attention.scale)
+        if axes and temperature == 1.0 and direction == "teacher_student" and q.device.type == "cpu" \
+                and q.shape[-2] > 1 and not (attention.training and attention.attn_drop.p):
+            heads, log_normaliser = _AttentionWithNormaliser.apply(q, k, v, hidden, attention.scale)
+            divergence = separable_divergence(q, k, log_normaliser, axes, attention.scale, hidden)
         else:
-            hidden = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device) if hides_diagonal else None
-
             def compare(q: Tensor, k: Tensor) -> Tensor:
                 return feature_loss(attention.log_rows(q, k, None, False), teacher.map(layer), temperature, direction,
                                     hidden)
@@ -99,55 +99,71 @@ def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: Teach
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
 
 
-def separable_divergence(q: Tensor, k: Tensor, log_normaliser: Tensor, axes: tuple[Tensor, Tensor], scale: float
-                         ) -> Tensor:
+def separable_divergence(q: Tensor, k: Tensor, log_normaliser: Tensor, axes: tuple[Tensor, Tensor], scale: float,
+                         hidden: Tensor | None = None) -> Tensor:
     """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map with two factors.
 
     With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k) - H(P): the student's
-    map is not needed, only its log-normaliser Z [B, H, T], and the entropy of P is that of its factors.
+    map is not needed, only its log-normaliser Z [B, H, T], and the entropy of P is that of its factors. Keys that are
+    ``hidden`` [T, T] leave P without factors, so its entropy is then taken entry by entry.
     """
-    rows_y, rows_x = axes
-    entropy = torch.special.entr(rows_y).sum(-1) + torch.special.entr(rows_x).sum(-1)
-    pulled = _MapTimesKeys.apply(rows_y, rows_x, k)
+    pulled, entropy = _MapTimesKeys.apply(*axes, hidden, k)
     return (log_normaliser - scale * (q.float() * pulled.float()).sum(-1) - entropy).mean()
 
 
+def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
+    """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where there are some."""
+    rows = outer(rows_y, rows_x)
+    if hidden is None:
+        return rows
+    rows = rows.clamp_min_(FLOOR).masked_fill_(hidden, 0.0)
+    return rows.div_(rows.sum(-1, keepdim=True))
+
+
 class _MapTimesKeys(torch.autograd.Function):
-    """P k [B, H, T, d_m] for keys k and P the outer product of its factors, which is made again for the gradient."""
+    """P k [B, H, T, d_m] for keys k and the map P of two factors, which is made again for the gradient; and H(P) [B, H, T]."""
 
     @staticmethod
-    def forward(ctx, rows_y: Tensor, rows_x: Tensor, k: Tensor) -> Tensor:
-        ctx.save_for_backward(rows_y, rows_x)
-        return outer(rows_y, rows_x).to(k.dtype) @ k
+    def forward(ctx, rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows_y, rows_x, hidden)
+        rows = _rows(rows_y, rows_x, hidden)
+        if hidden is None:
+            entropy = torch.special.entr(rows_y).sum(-1) + torch.special.entr(rows_x).sum(-1)
+        else:
+            entropy = -torch.linalg.vecdot(rows, rows.clamp_min(FLOOR).log_())
+        ctx.mark_non_differentiable(entropy)
+        return rows.to(k.dtype) @ k, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, None, Tensor]:
-        rows_y, rows_x = ctx.saved_tensors
-        return None, None, outer(rows_y, rows_x).to(grad.dtype).mT @ grad
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, _rows(*ctx.saved_tensors).to(grad.dtype).mT @ grad
 
 
 class _AttentionWithNormaliser(torch.autograd.Function):
-    """softmax(q k' scale) v and the log-normaliser of its rows, both differentiable, by the CPU's fused kernel.
+    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of its rows, both differentiable, by the CPU's
+    fused kernel.
 
     The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient of the scores, and
     the kernel computes s_ij (dO_i v_j - sum(dO_i * O_i)): one more channel in which v is 1, O is 0 and dO is g does it.
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
         ctx.width = v.shape[-1]
         v = F.pad(v, (0, q.shape[-1] - ctx.width))
-        heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, scale=scale)
-        ctx.save_for_backward(q, k, v, heads, log_normaliser)
+        mask = None if hidden is None else torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
         ctx.scale = scale
         return heads[..., :ctx.width], log_normaliser
 
     @staticmethod
-    def backward(ctx, grad_heads: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        q, k, v, heads, log_normaliser = ctx.saved_tensors
+    def backward(ctx, grad_heads: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
         width, dtype = q.shape[-1], q.dtype
         grad = torch.cat([F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)], dim=-1)
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, F.pad(q, (0, 1)), F.pad(k, (0, 1)), F.pad(v, (0, 1), value=1.0), F.pad(heads, (0, 1)), log_normaliser,
-            0.0, False, scale=ctx.scale)
-        return dq[..., :width], dk[..., :width], dv[..., :ctx.width], None
+            0.0, False, attn_mask=mask, scale=ctx.scale)
+        return dq[..., :width], dk[..., :width], dv[..., :ctx.width], None, None

@@ -54,6 +54,21 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
 
 
+def test_a_teacher_that_looks_only_at_what_is_hidden():
+    model, images, stored = student("attentionx"), torch.randn(B, 1, 8, 8), gaussians()
+    along = torch.linspace(-1, 1, 4)
+    stored[:, :, :2, :, 0], stored[:, :, :2, :, 1] = along.repeat(4), along.repeat_interleave(4)  # two heads at themselves
+    stored[..., 2:] = 1e-3
+    _, rows = forward_with_maps(model, images)
+    expected = sum(feature_loss(row, expected_map(stored[:, layer], GRID), hidden=torch.eye(16, dtype=torch.bool))
+                   for layer, row in enumerate(rows))
+    oracle = gradients(model, expected)
+    _, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(gradients(model, loss), oracle, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
+
+
 def test_hiding_the_diagonal_renormalises_the_teachers_row():
     log_rows = torch.randn(1, 1, 3, 3).masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf).log_softmax(-1)
     teacher = torch.tensor([[[[.5, .3, .2], [.1, .8, .1], [1., 0., 0.]]]])
