@@ -227,11 +227,7 @@ def load(source: str | Path, overrides: list[str] = ()) -> Settings:
 
     ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for whatever is wrong.
     """
-    path = _find(source)
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(source) or {}
     if not isinstance(tree, dict):
         raise UserError(f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}")
     for override in overrides:
@@ -265,20 +261,24 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(branch, f"{name}.{key}" if name else key)
 
 
-def shipped() -> list[str]:
-    """Names of the configurations inside the package."""
-    return sorted(path.name.removesuffix(".yaml") for path in resources.files("gaupipe.configs").iterdir()
+def shipped(kind: str = "") -> list[str]:
+    """Names of the configurations inside the package, or of what lies in a folder beside them: ``sweeps``."""
+    return sorted(path.name.removesuffix(".yaml") for path in (resources.files("gaupipe.configs") / kind).iterdir()
                   if path.name.endswith(".yaml"))
 
 
-def _find(source: str | Path) -> Any:
-    path = Path(source)
-    if path.is_file():
-        return path
-    if str(source) in shipped():
-        return resources.files("gaupipe.configs") / f"{source}.yaml"
-    raise UserError(f"no settings file {str(source)!r}: give the path of a YAML file or one of "
-                    f"{', '.join(shipped())} (shipped with gaupipe)")
+def read_yaml(source: str | Path, kind: str = "") -> Any:
+    """What a YAML file holds, or the one of this name that is :func:`shipped`. Raises UserError."""
+    path: Any = Path(source)
+    if not path.is_file():
+        if str(source) not in shipped(kind):
+            raise UserError(f"no {kind.removesuffix('s') or 'settings'} file {str(source)!r}: give the path of a YAML file or "
+                            f"one of {', '.join(shipped(kind))} (shipped with gaupipe)")
+        path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
 def _apply(tree: dict, override: str) -> None:

@@ -6,16 +6,14 @@ import contextlib
 import fcntl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import store
-import yaml
 
 from gaupipe import data as datasets
 from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, default_cells, resolved, sweep_cells
-from gaupipe.config import DataSettings, Settings
+from gaupipe.config import DataSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
 from stages import run as whole_run
@@ -72,7 +70,7 @@ def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Seque
         settings = settings.model_copy(update={"key_snapshots": SNAPSHOTS})
     cells = default_cells(settings, list(students), tune)
     if sweep:
-        cells = sweep_cells(read_sweep(sweep), sweep, cells)
+        cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
     data = datasets.load(settings.data)
     if test and data.test is None:
         raise UserError(f"--test: data set {settings.data.name} has no test split")
@@ -87,21 +85,6 @@ def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Seque
         found = compare_report.report(done, targets)
         compare_report.write(done, found, Path(sweep).stem if sweep else "compare")
     return found
-
-
-def read_sweep(source: str) -> Any:
-    """The YAML of a sweep: a file, or the name of one shipped with gaupipe."""
-    shipped = resources.files("gaupipe.configs") / "sweeps"
-    path = Path(source)
-    if not path.is_file():
-        names = sorted(entry.name.removesuffix(".yaml") for entry in shipped.iterdir() if entry.name.endswith(".yaml"))
-        if source not in names:
-            raise UserError(f"--sweep {source!r}: no such file; shipped with gaupipe: {', '.join(names)}")
-        path = shipped / f"{source}.yaml"
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"--sweep {source}: not readable as YAML: {' '.join(str(error).split())}") from None
 
 
 def check(cell: Cell, settings: Settings, data: ImageData) -> None:

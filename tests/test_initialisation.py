@@ -1,7 +1,5 @@
 """How weights start, and the snapshots of key selection."""
 
-from importlib import resources
-
 import numpy as np
 import pytest
 import torch
@@ -86,13 +84,12 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
 
 
 def test_the_shipped_sweeps_can_be_run():
-    names = [entry.name.removesuffix(".yaml") for entry in (resources.files("gaupipe.configs") / "sweeps").iterdir()
-             if entry.name.endswith(".yaml")]
+    names = config.shipped("sweeps")
     assert "loss_weights" in names
     base = config.load("fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"])
     data = datasets.load(base.data)
     for name in names:
-        cells = sweep_cells(compare.read_sweep(name), name, default_cells(base, ["standard"], tune=False))
+        cells = sweep_cells(config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False))
         for cell in cells:
             compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base), data)
 
