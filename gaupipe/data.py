@@ -272,16 +272,24 @@ def _digits() -> ArrayImages:
 
 
 def _idx_images(root: Path, prefix: str) -> ArrayImages:
+    """Fashion-MNIST's files, or others of that format: images uint8 [N, height, width] and labels [N]."""
     arrays = []
-    for kind, ending, header in (("images", "idx3", 16), ("labels", "idx1", 8)):
-        path = root / f"{prefix}-{kind}-{ending}-ubyte.gz"
+    for kind, axes in (("images", 3), ("labels", 1)):
+        path = root / f"{prefix}-{kind}-idx{axes}-ubyte.gz"
         if not path.is_file():
             raise UserError(f"data set fashion_mnist: {path} is not there; 'apt-get install dataset-fashion-mnist' "
                             "provides it on Debian, data.name=torch/fashion_mnist with data.download=true elsewhere")
-        with gzip.open(path) as file:
-            arrays.append(np.frombuffer(file.read(), dtype=np.uint8, offset=header))
-    pixels, labels = arrays
-    return ArrayImages(pixels.reshape(len(labels), 1, 28, 28), labels)
+        try:
+            with gzip.open(path) as file:
+                content = file.read()
+            shape = np.frombuffer(content, dtype=">i4", count=axes, offset=4)
+            arrays.append(np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape))
+        except (OSError, EOFError, ValueError) as error:
+            raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
+    images, labels = arrays
+    if len(images) != len(labels):
+        raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
+    return ArrayImages(images[:, None], labels)
 
 
 def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImages | None]:

@@ -1,5 +1,6 @@
 """Data sets: stable image ids, fixed splits, and what is said when one is not there."""
 
+import gzip
 import json
 
 import numpy as np
@@ -115,6 +116,28 @@ def test_debians_fashion_mnist():
     assert (len(data.train), len(data.val), len(data.test)) == (54_000, 6_000, 10_000)
     assert np.bincount(data.test.labels).tolist() == [1000] * 10
     assert data.mean[0] == pytest.approx(0.286, abs=0.002)  # the data set's known mean
+
+
+def write_idx(path, array):
+    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+def test_other_images_in_fashion_mnists_format(tmp_path):
+    images = np.random.default_rng(0).integers(256, size=(20, 6, 6), dtype=np.uint8)
+    for prefix in ("train", "t10k"):
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
+        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(20, dtype=np.uint8) % 2)
+    data = datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+    assert data.image_size == 6 and np.array_equal(data.test.source.images[:, 0], images)
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.zeros(19, dtype=np.uint8))
+    with pytest.raises(UserError, match="20 t10k images, but 19 labels"):
+        datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+    whole = (tmp_path / "train-images-idx3-ubyte.gz").read_bytes()
+    for damaged in (whole[:100], b"", b"not gzip", gzip.compress(b"short"), gzip.compress(gzip.decompress(whole)[:-1])):
+        (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: not readable"):
+            datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
 
 
 def test_a_folder_without_test_images_has_no_test_split(image_folder):
