@@ -28,6 +28,7 @@ class Kind(str, Enum):
     gaussian = "gaussian"
     embedding = "embedding"
     dense = "dense"
+    prior = "prior"
 
 
 class Encoding(str, Enum):
@@ -85,7 +86,9 @@ def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides:
 
 
 @app.command("export-maps")
-def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What is stored per image.")] = Kind.gaussian,
+def export_maps(run_dir: RunDir, kind: Annotated[Optional[Kind], typer.Option(
+                    help="What is stored per image.", show_default="gaussian; prior where images have no Gaussians of their "
+                                                                   "own")] = None,
                 out: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
                                                            show_default="maps.zarr in the run directory")] = None,
                 overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
@@ -100,7 +103,7 @@ def export_maps(run_dir: RunDir, kind: Annotated[Kind, typer.Option(help="What i
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
-    print(stage.run(run_dir, kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
+    print(stage.run(run_dir, kind and kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
 
 
 @app.command("phase-b")

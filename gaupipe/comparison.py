@@ -40,7 +40,7 @@ class Cell(Section):
     """On the labels alone."""
     tries: tuple[dict[str, Any], ...] = ()
     """Further changes, of which the best by validation accuracy on the first seed is taken; none tries nothing."""
-    kind: Literal["gaussian", "embedding", "dense"] = "gaussian"
+    kind: Literal["gaussian", "embedding", "dense", "prior"] = "gaussian"
     encoding: Literal["float16", "uint8"] = "float16"
     """Of the store that it reads."""
 

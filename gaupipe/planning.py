@@ -91,7 +91,8 @@ class Plan:
     checkpoint_bytes: int
     """One checkpoint of phase A; the old one stays until the new one is complete."""
     store_bytes: dict[str, int]
-    """The attention-map store, by kind; ``embedding`` only with a compression."""
+    """The attention-map store, by kind; ``embedding`` only with a compression, ``prior`` only without Gaussians of single
+    images."""
 
     @property
     def phase_a_disk_bytes(self) -> int:
@@ -110,10 +111,12 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
                  "dense": sizes.layers * sizes.heads * sizes.tokens ** 2}
     if phase.compression and phase.residual:
         per_image["embedding"] = sizes.layers * phase.compression.embedding
-    # labels are int64, everything else float16; the decoder comes once and is counted with the embeddings as float32
+    if not phase.residual:
+        per_image["prior"] = 0
+    # labels are int64, everything else float16; what all images share comes once, as float32
     store = {kind: sizes.images * (2 * (numbers + sizes.classes) + 8) for kind, numbers in per_image.items()}
-    if "embedding" in store:
-        store["embedding"] += 4 * trained
+    for kind in store.keys() & {"embedding", "prior"}:
+        store[kind] += 4 * trained
     small = sizes.images * 5 + sizes.row_size * 4 if in_files else records + sizes.images * 4
     return Plan(
         images=sizes.images, network_parameters=sizes.network_parameters, prior_parameters=sizes.prior_parameters,

@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 import store
 import torch
+from store.schema import WITH_DECODER
 from torch import Tensor
 
+from gaupipe.config import Settings
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, from_raw
@@ -28,9 +30,10 @@ WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
 
 
-def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite: bool = False,
+def run(run_dir: Path, kind: str | None = None, out: str | None = None, overwrite: bool = False,
         repair: bool = False, shard_mb: float = 32, force: bool = False, encoding: str = "float16") -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL.
+    """Writes the store of a run whose phase A has finished and returns its path or URL. ``kind`` None is the smallest one
+    that holds all the Gaussians as they are: :func:`default_kind`.
 
     An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
     ``overwrite``. ``repair`` rewrites what :func:`store.verify` finds damaged in the store that is there, and nothing
@@ -41,7 +44,7 @@ def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite
     if overwrite and repair:
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
-    url = out or str(run.maps)
+    url, kind = out or str(run.maps), kind or default_kind(job.settings)
     schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
         check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
@@ -56,7 +59,7 @@ def run(run_dir: Path, kind: str = "gaussian", out: str | None = None, overwrite
     return url
 
 
-def ensure(run_dir: Path, out: str | None = None, kind: str = "gaussian", encoding: str = "float16") -> str:
+def ensure(run_dir: Path, out: str | None = None, kind: str | None = None, encoding: str = "float16") -> str:
     """The store of a run: as it is if it is complete, else written."""
     run_ = RunDirectory(run_dir)
     url = out or str(run_.maps)
@@ -74,13 +77,21 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
     return True
 
 
+def default_kind(settings: Settings) -> str:
+    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images."""
+    return "gaussian" if settings.phase_a.residual else "prior"
+
+
 def make_schema(job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None) -> store.Schema:
-    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for a kind that this teacher does not have,
-    StoreError for an encoding that the kind does not have."""
+    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for
+    a kind that this teacher does not have, StoreError for an encoding that the kind does not have."""
     phase = job.settings.phase_a
     if kind == "embedding" and not (job.teacher.decoder and phase.residual):
         raise UserError("--kind embedding: this teacher keeps no embeddings (phase_a.compression is null); "
                         "choose gaussian or dense")
+    if kind == "prior" and phase.residual:
+        raise UserError("--kind prior: this teacher has Gaussians of single images (phase_a.residual is true); choose gaussian "
+                        "or dense")
     return store.Schema(
         kind=kind, encoding=encoding, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
         heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
@@ -95,19 +106,25 @@ def label_passes(job: PhaseA) -> int:
 
 
 def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
-    """What turns a store's embeddings into Gaussians: the decoder's weights and the prior they are added to."""
-    if kind != "embedding":
+    """What turns a store's embeddings into Gaussians: the decoder's weights and the prior they are added to. The prior is all
+    there is to a store of kind ``prior``."""
+    if kind not in WITH_DECODER:
         return None
-    tensors = {**job.teacher.decoder.state_dict(), "prior": job.teacher.prior.detach()}
+    weights = job.teacher.decoder.state_dict() if kind == "embedding" else {}
+    tensors = {**weights, "prior": job.teacher.prior.detach()}
     return {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
 
 
 def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
-    """What turns gathered rows of a ``gaussian`` or ``embedding`` store into Gaussians [B, L, H, T, 4] on ``device``."""
+    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``."""
     if maps.schema.kind == "gaussian":
         return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
     weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
-    prior, (layers, embedding, hidden) = weights.pop("prior"), weights["weight1"].shape
+    prior = weights.pop("prior")
+    if maps.schema.kind == "prior":
+        shared = from_raw(prior, maps.schema.parametrisation)
+        return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
+    layers, embedding, hidden = weights["weight1"].shape
     network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
     network.load_state_dict(weights)
 
@@ -167,8 +184,13 @@ def teacher_outputs(job: PhaseA, kind: str, pixels: Tensor, ids: Tensor, generat
     """The stored arrays of one batch but for its labels, on the device."""
     gaussians = job.gaussians(ids, len(ids))
     logits = predict(job.teacher, pixels, gaussians, job.settings.phase_a.mode, label_passes(job), generator)
-    if kind == "embedding":
-        return {"embeddings": job.rows.gather(ids).detach(), "logits": logits}
-    if kind == "dense":
-        return {"maps": expected_map(gaussians, job.teacher.grid), "logits": logits}
-    return {"gaussians": gaussians, "logits": logits}
+    match kind:
+        case "embedding":
+            own = {"embeddings": job.rows.gather(ids).detach()}
+        case "dense":
+            own = {"maps": expected_map(gaussians, job.teacher.grid)}
+        case "prior":
+            own = {}
+        case _:
+            own = {"gaussians": gaussians}
+    return {**own, "logits": logits}

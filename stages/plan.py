@@ -46,7 +46,7 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
     seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
     try:
         check_resources(plan, run_dir)
-        check_resources(plan, run_dir, "gaussian")
+        check_resources(plan, run_dir, export_maps.default_kind(settings))
         problem = None
     except UserError as error:
         problem = str(error)
@@ -90,7 +90,8 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
         score_a = clock(lambda: phase_a.score_teacher(first, evaluation, seen=True)) / count
 
         url = str(Path(folder) / "maps.zarr")
-        writer = store.create(url, export_maps.make_schema(first, "gaussian"))
+        kind = export_maps.default_kind(settings)
+        writer = store.create(url, export_maps.make_schema(first, kind), decoder=export_maps.decoder(first, kind))
         export = clock(lambda: export_maps.write(first, writer)) / count
 
         student = phase_b.build_student(short, short.phase_b.student, small).to(device)
@@ -138,7 +139,7 @@ def table(plan: dict[str, Any]) -> Table:
     for kind, size in plan["store_bytes"].items():
         row(f"store, {kind}", gigabytes(size), "before compression")
     for name, remark in (("phase_a_epoch", ""), ("phase_a", "all epochs, if it is not accurate enough sooner"),
-                         ("export", "gaussian"), ("phase_b_epoch", ""), ("phase_b", "all epochs")):
+                         ("export", "of the usual kind"), ("phase_b_epoch", ""), ("phase_b", "all epochs")):
         if plan["seconds"]:
             row(f"time, {name.replace('_', ' ')}", duration(plan["seconds"][name]), remark)
     if plan["seconds"]:

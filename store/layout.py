@@ -24,7 +24,7 @@ from zarr.storage import MemoryStore
 from store.encoding import code_attributes
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.schema import Schema
+from store.schema import WITH_DECODER, Schema
 
 FORMAT, FORMAT_VERSION = "gaupipe-maps", 1
 ROOT = "zarr.json"
@@ -121,8 +121,8 @@ def plan(schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | N
 
 def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None) -> dict[str, bytes]:
     """Every file of the store that does not depend on the images, without the root's: zarr-python writes them."""
-    if (schema.kind == "embedding") != bool(decoder):
-        raise StoreError("a store of kind 'embedding' needs its decoder's arrays" if not decoder
+    if (schema.kind in WITH_DECODER) != bool(decoder):
+        raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays" if not decoder
                          else f"a store of kind {schema.kind!r} has no decoder")
     buffers: dict = {}
     group = zarr.create_group(MemoryStore(buffers))

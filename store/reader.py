@@ -93,7 +93,7 @@ class Store:
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def decoder(self) -> dict[str, np.ndarray]:
-        """The decoder's arrays of a store of kind 'embedding'; empty for other kinds."""
+        """The decoder's arrays of a store of kind 'embedding' or 'prior'; empty for other kinds."""
         return read_decoder(self._files, self._layout)
 
     def size_on_disk(self) -> int:

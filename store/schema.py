@@ -14,7 +14,9 @@ import numpy as np
 
 from store.errors import StoreError
 
-KINDS = ("gaussian", "embedding", "dense")
+KINDS = ("gaussian", "embedding", "dense", "prior")
+WITH_DECODER = ("embedding", "prior")
+"""Kinds in which arrays that all images share lie beside theirs."""
 ENCODINGS = ("float16", "uint8")
 
 
@@ -87,8 +89,8 @@ class Schema:
             "embedding": ("embeddings", ArraySpec((n, l, self.embedding_dim), half, ("image", "layer", "feature"))),
             "dense": ("maps", ArraySpec((n, l, h, t, t), half, ("image", "layer", "head", "query", "key"))),
         }
-        name, spec = main[self.kind]
-        return {name: spec,
+        own = dict([main[self.kind]] if self.kind in main else [])
+        return {**own,
                 "logits": ArraySpec((n, self.num_classes), half, ("image", "class")),
                 "labels": ArraySpec((n,), np.dtype("int64"), ("image",))}
 

@@ -134,7 +134,7 @@ def swept(entries):
 
 @pytest.mark.parametrize("entries,message", [
     ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"), ([{1: 2}], "valid string"),
-    ([{"kind": "tall"}], "'gaussian', 'embedding' or 'dense'"), ([{"plain": "perhaps"}], "plain"), ([{"name": 5}], "name"),
+    ([{"kind": "tall"}], "'gaussian', 'embedding', 'dense' or 'prior'"), ([{"plain": "perhaps"}], "plain"), ([{"name": 5}], "name"),
     ([{"tries": {"phase_b.epochs": 3}}], "tries"), ([{"tries": None}], "tries"), ([{"like": ["a"]}], "like"),
     ([{"like": "b"}], "no such cell"), ([{"seed": 4}], "--seeds"), ([{"name": "distilled"}], "two cells are called")])
 def test_a_wrong_sweep_is_refused_in_one_line(entries, message):

@@ -1,5 +1,6 @@
 """Export, verify and repair as a user meets them: interrupted, damaged, and compared with the teacher."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -249,3 +250,28 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     read = export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(read, job.gaussians(ids, 3), rtol=2e-3, atol=2e-3)
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+
+
+def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
+    run = train(tmp_path / "run", "phase_a.residual=false", "phase_a.mode=expected")
+    assert in_process("export-maps", "--run-dir", run)[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
+    small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
+    assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
+    ids = np.array([7, 0, 199])
+    read, rows = (export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids)) for maps in (small, large))
+    torch.testing.assert_close(read, rows, rtol=2e-3, atol=2e-3)
+    assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+    seen = [json.loads(in_process("inspect", run / name, "--image", 7, "--query", 3, "--head", 1, "--json")[1])
+            for name in ("maps.zarr", "rows.zarr")]
+    np.testing.assert_allclose(seen[0]["map"], seen[1]["map"], atol=2e-3)
+    damaged = next(path for path in (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*") if path.is_file())
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert in_process("verify", run / "maps.zarr")[0] == 1
+    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
+    assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+
+
+def test_a_teacher_with_gaussians_of_single_images_is_not_stored_as_its_prior(trained, in_process):
+    code, _, err = in_process("export-maps", "--run-dir", trained, "--kind", "prior", "--out", trained / "p.zarr")
+    assert (code, err.count("\n")) == (2, 1) and "phase_a.residual" in err and not (trained / "p.zarr").exists()

@@ -63,7 +63,7 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     ("gaussian", ["precision=bfloat16", "phase_a.parametrisation=paper", "phase_a.mode=stochastic"]),
     ("gaussian", ["precision=float16", "phase_a.optim.clip_grad=0.5", "phase_b.optim.accumulate=2", "phase_b.optim.ema=0.8"]),
     ("gaussian", ["phase_b.optim.name=muon", "phase_b.optim.schedule=wsd", "phase_b.optim.lr=1e-3"]),
-    ("gaussian", ["phase_a.residual=false", "phase_b.model_args={depth: 3, num_heads: 4}",
+    ("prior", ["phase_a.residual=false", "phase_b.model_args={depth: 3, num_heads: 4}",
                   "phase_b.layer_map=[0, null, 1]", "phase_b.mean_heads=true"]),
     ("gaussian", ["phase_b.model_args={patch_size: 1}", "phase_b.match_grid=true", "phase_b.rezero=true"]),
 ], ids=["augmented", "embedding", "dense", "bfloat16-paper", "float16-accumulate-ema", "muon-wsd", "other-depth-and-heads", "other-grid-rezero"])

@@ -39,11 +39,12 @@ def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], i
         assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
 
 
-KINDS = [dict(kind="gaussian"), dict(kind="embedding", embedding_dim=7), dict(kind="dense")]
+KINDS = [dict(kind="gaussian"), dict(kind="embedding", embedding_dim=7), dict(kind="dense"), dict(kind="prior")]
 
 
 def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
-    return {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)} if schema.embedding_dim else None
+    return {"embedding": {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)},
+            "prior": {"prior": np.ones((2, 3, 6, 4), np.float32)}}.get(schema.kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
@@ -179,7 +180,7 @@ def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
 
 
 @pytest.mark.parametrize("changes, message", [
-    (dict(kind="maps"), "choose one of gaussian, embedding, dense"),
+    (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior"),
     (dict(layers=0), "layers is 0"),
     (dict(grid=(3,)), "grid"),
     (dict(kind="embedding"), "embedding_dim is None"),
@@ -225,6 +226,7 @@ def test_mistakes_give_one_line(tmp_path):
     refused("whole numbers", lambda: store.open(url).gather([0.5]))
     refused("a store of kind 'gaussian' has no decoder", lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}))
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="embedding", embedding_dim=7)))
+    refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
     refused("not a place for a store", lambda: store.open("ftp://somewhere/x"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
