@@ -153,6 +153,9 @@ def compare(config: ConfigArgument = None,
             seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")] = "0,1,2",
             sweep: Annotated[Optional[str], typer.Option(metavar="SWEEP", help="Further cells: a YAML list of settings, or "
                                                          "the name of a shipped sweep.", show_default="none")] = None,
+            rows: Annotated[Optional[list[str]], typer.Option("--row", metavar="NAME", help="Only this row, the plain ViT, and "
+                                                              "the rows it is like; may be repeated.",
+                                                              show_default="all rows")] = None,
             targets: Annotated[Optional[str], typer.Option(metavar="0.8,0.84", help="Validation accuracies to compare at.",
                                                            show_default="95, 98, 100 % of the plain ViT's last")] = None,
             tune: Annotated[bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")] = True,
@@ -170,7 +173,7 @@ def compare(config: ConfigArgument = None,
     goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
     from stages import compare as stage
     from stages.compare_report import tables
-    found = stage.run(settings, folder, keys, numbers, goals, sweep, tune, jobs, test)
+    found = stage.run(settings, folder, keys, numbers, goals, sweep, tune, jobs, test, rows or [])
     if as_json:
         print(json.dumps(found))
         return

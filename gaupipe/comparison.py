@@ -125,6 +125,17 @@ def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
     return list(by_name.values())
 
 
+def chosen_rows(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
+    """The cells of these names, those whose settings they start with, and the plain ViT. Raises UserError for a name that no
+    cell has."""
+    by_name = {cell.name: cell for cell in cells}
+    for name in names:
+        if name not in by_name:
+            raise UserError(f"--row {name!r}: no such row; there are {', '.join(map(repr, by_name))}")
+    kept = {PLAIN, *names}.union(*(ancestors(by_name[name], by_name) for name in names))
+    return [cell for cell in cells if cell.name in kept]
+
+
 def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
     """Settings with changes {"a.b": value}. Raises UserError, naming ``where``, for what is not a setting."""
     tree = settings.model_dump(mode="json")

@@ -12,7 +12,7 @@ from typing import Any
 import store
 
 from gaupipe import data as datasets
-from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, default_cells, resolved, sweep_cells
+from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, chosen_rows, default_cells, resolved, sweep_cells
 from gaupipe.config import DataSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
@@ -59,8 +59,10 @@ class Comparison:
 
 
 def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Sequence[int], targets: Sequence[float] = (),
-        sweep: str | None = None, tune: bool = True, jobs: int = 1, test: bool = False) -> dict[str, Any]:
-    """Runs what has not finished yet of every cell, ``jobs`` at once, and returns and writes what was found.
+        sweep: str | None = None, tune: bool = True, jobs: int = 1, test: bool = False, rows: Sequence[str] = ()
+        ) -> dict[str, Any]:
+    """Runs what has not finished yet of every cell, ``jobs`` at once, and returns and writes what was found. ``rows`` names
+    the cells if it is not all of them: the plain ViT and the cells that they are like come along.
 
     Raises UserError before anything is written for settings of a cell that cannot be run; a run whose loss diverges is
     reported as failed.
@@ -71,6 +73,8 @@ def run(settings: Settings, run_dir: Path, students: Sequence[str], seeds: Seque
     cells = default_cells(settings, list(students), tune)
     if sweep:
         cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
+    if rows:
+        cells = chosen_rows(cells, rows)
     data = datasets.load(settings.data)
     if test and data.test is None:
         raise UserError(f"--test: data set {settings.data.name} has no test split")

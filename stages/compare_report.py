@@ -217,7 +217,9 @@ def key_selection(done: Comparison) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    distilled = next(cell.name for cell in done.cells if not cell.plain)
+    distilled = next((cell.name for cell in done.cells if not cell.plain), None)
+    if distilled is None:
+        return None
     plain, student = done.trainings[PLAIN][0], done.trainings[distilled][0]
     columns = {PLAIN: key_attention.read(plain.folder), "phase A": key_attention.read(student.teacher.phase_a),
                distilled: key_attention.read(student.folder)}

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,6 +210,11 @@ def test_finished_cells_are_not_run_again(compared):
     assert again.returncode == 0 and "seed" not in again.stderr
     assert "To 5.0 % accuracy" in again.stdout and "never" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
+    alone = command(folder, "--row", PLAIN, "--json")
+    assert [cell["cell"] for cell in json.loads(alone.stdout)["cells"]] == [PLAIN]
+    few = command(folder, "--sweep", shutil.copy(sweep, folder.parent / "few.yaml"), "--row", "plain longer", "--row", "shuffled maps", "--json")
+    assert few.returncode == 0 and "seed" not in few.stderr
+    assert [cell["cell"] for cell in json.loads(few.stdout)["cells"]] == [PLAIN, "distilled", "shuffled maps", "plain longer"]
     assert len(before) == 4 + 14  # teachers: two a seed; students: one cell of eight is another's
 
 
@@ -219,7 +225,7 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     for arguments, message in [(["--seeds", "0,x"], "--seeds"), (["--students", "standart"], "standart"),
                                (["--targets", "84"], "from 0 to 1"), (["--sweep", "none"], "loss_weights"), (["--test"], "test split"),
                                (["--set", "phase_a.optim.name=adamv"], "adamv"), (["--sweep", wrong], "for the kind 'gaussian'"),
-                               (["--sweep", unknown], "did you mean 'phase_b.gamma'")]:
+                               (["--row", "prior"], "prior alone"), (["--sweep", unknown], "did you mean 'phase_b.gamma'")]:
         code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "new", *arguments)
         assert (code, err.count("\n")) == (2, 1) and message in err, err
         assert not (tmp_path / "new").exists()
