@@ -40,9 +40,9 @@ class Cell(Section):
     """On the labels alone."""
     tries: tuple[dict[str, Any], ...] = ()
     """Further changes, of which the best by validation accuracy on the first seed is taken; none tries nothing."""
-    kind: Literal["gaussian", "embedding", "dense", "prior"] = "gaussian"
+    kind: Literal["gaussian", "embedding", "dense", "prior"] | None = None
     encoding: Literal["float16", "uint8"] = "float16"
-    """Of the store that it reads."""
+    """Of the store that it reads; no kind means the usual one of its teacher."""
 
 
 def default_cells(base: Settings, students: Sequence[str], tune: bool = True) -> list[Cell]:
@@ -148,6 +148,8 @@ def as_run(settings: Settings, seed: int, plain: bool) -> Settings:
     """The settings of one run, those that mean nothing to it put back to their defaults."""
     optim = (settings.baseline.optim or settings.phase_b.optim) if plain else settings.phase_b.optim
     phase_b = settings.phase_b.model_copy(update={"optim": optim})
+    if not settings.phase_a.residual:  # the maps of all images are the same
+        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
     common = {"seed": seed, "baseline": BaselineSettings(), "phase_b": phase_b}
     if plain:
         defaults = PhaseBSettings()

@@ -272,8 +272,8 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
     path: Any = Path(source)
     if not path.is_file():
         if str(source) not in shipped(kind):
-            raise UserError(f"no {kind.removesuffix('s') or 'settings'} file {str(source)!r}: give the path of a YAML file or "
-                            f"one of {', '.join(shipped(kind))} (shipped with gaupipe)")
+            raise UserError(f"no file {str(source)!r}: give the path of a YAML file or one of "
+                            f"{', '.join(shipped(kind))} (shipped with gaupipe)")
         path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
     try:
         return yaml.safe_load(path.read_text(encoding="utf-8"))

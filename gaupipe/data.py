@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,13 +283,17 @@ def _idx_images(root: Path, prefix: str) -> ArrayImages:
         try:
             with gzip.open(path) as file:
                 content = file.read()
+            if content[:4] != bytes((0, 0, 8, axes)):
+                raise ValueError(f"it should begin as one of bytes with {axes} axes does")
             shape = np.frombuffer(content, dtype=">i4", count=axes, offset=4)
             arrays.append(np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape))
-        except (OSError, EOFError, ValueError) as error:
+        except (OSError, EOFError, ValueError, zlib.error) as error:
             raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
     images, labels = arrays
     if len(images) != len(labels):
         raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
+    if images.shape[1] != images.shape[2]:
+        raise UserError(f"{root}: {prefix} images of {images.shape[1]} x {images.shape[2]} pixels; square ones are needed")
     return ArrayImages(images[:, None], labels)
 
 

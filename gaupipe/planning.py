@@ -115,8 +115,10 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
         per_image["prior"] = 0
     # labels are int64, everything else float16; what all images share comes once, as float32
     store = {kind: sizes.images * (2 * (numbers + sizes.classes) + 8) for kind, numbers in per_image.items()}
-    for kind in store.keys() & {"embedding", "prior"}:
-        store[kind] += 4 * trained
+    if "embedding" in store:
+        store["embedding"] += 4 * trained
+    if "prior" in store:
+        store["prior"] += 4 * sizes.prior_parameters
     small = sizes.images * 5 + sizes.row_size * 4 if in_files else records + sizes.images * 4
     return Plan(
         images=sizes.images, network_parameters=sizes.network_parameters, prior_parameters=sizes.prior_parameters,

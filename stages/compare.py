@@ -16,6 +16,7 @@ from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, chose
 from gaupipe.config import DataSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
+from stages import export_maps
 from stages import run as whole_run
 from stages.compare_runs import Training, Workers
 
@@ -54,7 +55,8 @@ class Comparison:
     def training(self, cell: Cell, changes: dict[str, Any], seed: int, label: str, test: bool = False) -> Training:
         """A cell's run with a seed and the changes of one of its tries."""
         own = apply(resolved(cell, self.by_name, self.chosen, self.settings), changes, cell.name)
-        return Training(f"{cell.name}, {label}", as_run(own, seed, cell.plain), cell.plain, cell.kind, cell.encoding,
+        kind = cell.kind or export_maps.default_kind(own, cell.encoding)
+        return Training(f"{cell.name}, {label}", as_run(own, seed, cell.plain), cell.plain, kind, cell.encoding,
                         self.run_dir, self.load(own.data).sha256, test)
 
 

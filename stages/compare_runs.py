@@ -52,7 +52,7 @@ class Training:
     @property
     def maps(self) -> Path:
         """The teacher's store; another kind or encoding than the usual lies beside the usual one."""
-        usual = (self.kind, self.encoding) == ("gaussian", "float16")
+        usual = (self.kind, self.encoding) == (export_maps.default_kind(self.settings), "float16")
         return self.teacher.maps if usual else self.teacher.path / f"maps-{self.kind}-{self.encoding}.zarr"
 
     @property

@@ -32,8 +32,8 @@ WRITERS = min(4, os.cpu_count() or 1)
 
 def run(run_dir: Path, kind: str | None = None, out: str | None = None, overwrite: bool = False,
         repair: bool = False, shard_mb: float = 32, force: bool = False, encoding: str = "float16") -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL. ``kind`` None is the smallest one
-    that holds all the Gaussians as they are: :func:`default_kind`.
+    """Writes the store of a run whose phase A has finished and returns its path or URL. ``kind`` None is that of the store
+    that is there, else :func:`default_kind`.
 
     An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
     ``overwrite``. ``repair`` rewrites what :func:`store.verify` finds damaged in the store that is there, and nothing
@@ -44,7 +44,8 @@ def run(run_dir: Path, kind: str | None = None, out: str | None = None, overwrit
     if overwrite and repair:
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     job = phase_a.load(run)
-    url, kind = out or str(run.maps), kind or default_kind(job.settings)
+    url = out or str(run.maps)
+    kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
     schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
         check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
@@ -77,9 +78,17 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
     return True
 
 
-def default_kind(settings: Settings) -> str:
-    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images."""
-    return "gaussian" if settings.phase_a.residual else "prior"
+def default_kind(settings: Settings, encoding: str = "float16") -> str:
+    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images. Only the first has 8-bit codes."""
+    return "gaussian" if settings.phase_a.residual or encoding == "uint8" else "prior"
+
+
+def stored_kind(url: str) -> str | None:
+    """The kind of the store that is there, finished or not; None where there is none whose metadata can be read."""
+    try:
+        return store.open(url, allow_incomplete=True).schema.kind
+    except store.StoreError:
+        return None
 
 
 def make_schema(job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None) -> store.Schema:

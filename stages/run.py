@@ -44,7 +44,8 @@ def check(settings: Settings, key: str, data: ImageData, kind: str | None = None
     student, teacher = phase_b.build_student(settings, key, data), phase_a.build_teacher(settings, data)
     job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
     phase_a.training_state(job, steps_per_epoch=100)
-    phase_b.check_fit(student, export_maps.make_schema(job, kind or export_maps.default_kind(settings), encoding, "0" * 64), settings, "maps.zarr")
+    kind = kind or export_maps.default_kind(settings, encoding)
+    phase_b.check_fit(student, export_maps.make_schema(job, kind, encoding, "0" * 64), settings, "maps.zarr")
     if settings.phase_b.warm_start != "none":
         warm_start(student, teacher.vit.state_dict())
     build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)

@@ -55,6 +55,9 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     spans = [(start, min(start + size, shard.stop)) for shard in store.join(url).shards
              for start in range(shard.start, shard.stop, size)]
     differences, distances = [], []
+    own_decoder = export_maps.decoder(job, maps.schema.kind) or {}
+    differences += [f"decoder/{name} is not the teacher's" for name, values in maps.decoder().items()
+                    if not np.allclose(values, own_decoder[name], rtol=1e-5, atol=1e-6)]
     for index in np.random.default_rng().permutation(len(spans)):
         if sum(map(len, distances)) >= sample:
             break

@@ -124,6 +124,8 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert digest(as_run(base, 0, plain=True)) == digest(as_run(other, 0, plain=True))
     assert digest(as_run(base, 0, plain=False)) != digest(as_run(other, 0, plain=False))
     assert digest(as_run(base, 0, plain=True)) != digest(as_run(base, 1, plain=True))
+    alone, shuffled = (config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"]) for on in ("no", "yes"))
+    assert digest(as_run(alone, 0, plain=False)) == digest(as_run(shuffled, 0, plain=False))
     epochs = config.load("digits", ["phase_b.epochs=3"])
     assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
     assert as_run(base, 0, plain=True).phase_b.optim == base.baseline.optim

@@ -130,13 +130,23 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(20, dtype=np.uint8) % 2)
     data = datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
     assert data.image_size == 6 and np.array_equal(data.test.source.images[:, 0], images)
+    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images[:, 1:])
+    with pytest.raises(UserError, match="5 x 6 pixels"):
+        datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+    write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
     write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.zeros(19, dtype=np.uint8))
     with pytest.raises(UserError, match="20 t10k images, but 19 labels"):
         datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
     whole = (tmp_path / "train-images-idx3-ubyte.gz").read_bytes()
-    for damaged in (whole[:100], b"", b"not gzip", gzip.compress(b"short"), gzip.compress(gzip.decompress(whole)[:-1])):
+    flipped = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:] for place in range(10, len(whole), 97)]
+    for damaged in (whole[:100], b"", b"not gzip", gzip.compress(b"short"), gzip.compress(gzip.decompress(whole)[:-1]),
+                    gzip.compress(bytes(900))):
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: not readable"):
+            datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+    for damaged in flipped:  # a bit between two blocks means nothing; then the labels are what is wrong
+        (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match="not readable|19 labels"):
             datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
 
 

@@ -54,6 +54,19 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
 
 
+@pytest.mark.parametrize("attention", ["standard", "attentionx"])
+def test_the_pass_compiles_without_graph_breaks(attention):
+    model, images, stored = student(attention), torch.randn(B, 1, 8, 8), gaussians()
+
+    def loss(images: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        return forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))[1]
+
+    oracle = gradients(model, loss(images, stored))
+    for ours, theirs in zip(gradients(model, torch.compile(loss, backend="eager", fullgraph=True)(images, stored)), oracle,
+                            strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_teacher_that_looks_only_at_what_is_hidden():
     model, images, stored = student("attentionx"), torch.randn(B, 1, 8, 8), gaussians()
     along = torch.linspace(-1, 1, 4)

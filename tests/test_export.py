@@ -265,6 +265,17 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     seen = [json.loads(in_process("inspect", run / name, "--image", 7, "--query", 3, "--head", 1, "--json")[1])
             for name in ("maps.zarr", "rows.zarr")]
     np.testing.assert_allclose(seen[0]["map"], seen[1]["map"], atol=2e-3)
+    assert in_process("verify", run / "rows.zarr", "--teacher", "--run-dir", run)[0] == 0
+    assert in_process("export-maps", "--run-dir", run, "--out", run / "rows.zarr", "--repair")[0] == 0  # its kind, not the usual
+    assert in_process("export-maps", "--run-dir", run, "--out", run / "codes.zarr", "--encoding", "uint8")[0] == 0
+    assert store.open(run / "codes.zarr").schema.kind == "gaussian"
+    wrong = store.create(run / "wrong.zarr", small.schema, decoder={"prior": small.decoder()["prior"] + 0.1})
+    rows = small.gather(np.arange(200))
+    for shard in wrong.pending():
+        wrong.write(shard, {name: values[shard.start:shard.stop] for name, values in rows.items()})
+    wrong.finish()
+    code, out, _ = in_process("verify", run / "wrong.zarr", "--teacher", "--run-dir", run)
+    assert code == 1 and "decoder/prior is not the teacher's" in out
     damaged = next(path for path in (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*") if path.is_file())
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert in_process("verify", run / "maps.zarr")[0] == 1

@@ -60,8 +60,7 @@ def test_the_prior_alone_needs_no_rows():
     assert plan.row_parameters == plan.rows_disk_bytes == 0 and plan.rows_in == "none"
     schema = store.Schema(kind="prior", num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
                           dataset_sha256="", teacher_sha256="")
-    trained = ATTO.network_parameters + ATTO.prior_parameters
-    assert plan.store_bytes["prior"] == schema.total_bytes + 4 * trained
+    assert plan.store_bytes["prior"] == schema.total_bytes + 4 * ATTO.prior_parameters
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "embedding", "dense"])
