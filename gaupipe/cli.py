@@ -253,7 +253,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
-            print("gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues", file=sys.stderr)
+            print("gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues",
+                  file=sys.stderr)
         sys.exit(code)
     except UsageError as error:
         _fail(f"{error.format_message().replace('Value error, ', '')} "

@@ -178,7 +178,8 @@ def curves(found: dict[str, Any]) -> Any:
                 length = min(len(run[name]) for run in cell["runs"])
                 values = np.array([run[name][:length] for run in cell["runs"]])
                 epochs = np.arange(1, length + 1)
-                colour = "black" if cell["cell"].startswith(found["reference"] + " =") or cell["cell"] == found["reference"] else colours[number % len(colours)]
+                is_reference = found["reference"] in cell["cell"].split(" = ")
+                colour = "black" if is_reference else colours[number % len(colours)]
                 panel.plot(epochs, values.mean(0), color=colour, linestyle="--" if cell["plain"] else "-", linewidth=1.4,
                            label=cell["cell"])
                 panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
@@ -232,8 +233,9 @@ def key_selection(done: Comparison) -> Any:
     for column, (title, kept) in enumerate(columns.items()):
         for image in range(images):
             panel, attention = panels[image, column], kept[:, image, 0].T             # [T, epochs]
+            edges = (0.5, attention.shape[1] + 0.5, -0.5, len(attention) - 0.5)
             drawn = panel.imshow(attention, aspect="auto", origin="lower", cmap="viridis", interpolation="nearest",
-                                 extent=(0.5, attention.shape[1] + 0.5, -0.5, len(attention) - 0.5), vmin=0, vmax=kept[:, :, 0].max())
+                                 extent=edges, vmin=0, vmax=kept[:, :, 0].max())
             panel.set_title(title if image == 0 else "", fontsize=10)
             panel.set(xlabel="epoch" if image == images - 1 else "",
                       ylabel=f"image {image + 1}: key" if column == 0 else "")

@@ -98,8 +98,8 @@ def create(url: str | os.PathLike, schema: Schema, *, overwrite: bool = False, r
     """A new store at `url`, or with `resume` the one that is there, its finished shards kept.
 
     `shard_bytes` is the size of a shard before compression. `decoder`: the arrays that turn embeddings into Gaussians,
-    for kind 'embedding', or those that all images share, for kind 'prior'. Raises StoreError when a store is there already and neither `overwrite` nor `resume` is given,
-    when `resume` meets another schema, and when something else is there.
+    for kind 'embedding', or those that all images share, for kind 'prior'. Raises StoreError when a store is there already
+    and neither `overwrite` nor `resume` is given, when `resume` meets another schema, and when something else is there.
     """
     files = Files(url)
     root = files.read(ROOT)
