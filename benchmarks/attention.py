@@ -17,11 +17,11 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable
 
 import timm
 import torch
+from timing import seconds
 from timm.layers import Attention
 from torch import nn
 
@@ -92,7 +92,7 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
         for i, kind in enumerate(("forward", "forward + backward")):
             yield f"{shape} {width}/{heads}, T={tokens}, {kind}", interleaved(
-                {name: pair[i] for name, pair in steps.items()}, arguments.rounds)
+                {name: pair[i] for name, pair in steps.items()}, arguments.rounds, arguments.device)
 
 
 def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
@@ -108,7 +108,7 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     tokens = models[BASELINE].patch_embed.num_patches
     x = torch.randn(max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device)
     steps = {name: steps_of(model, x, arguments)[1] for name, model in models.items()}
-    yield f"{shape}, T={models[BASELINE].pos_embed.shape[1]}", interleaved(steps, arguments.rounds)
+    yield f"{shape}, T={models[BASELINE].pos_embed.shape[1]}", interleaved(steps, arguments.rounds, arguments.device)
 
 
 def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) -> tuple[Callable, Callable]:
@@ -136,18 +136,18 @@ def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) 
     return forward, forward_backward
 
 
-def interleaved(steps: dict[str, Callable], rounds: int) -> dict[str, dict[str, float]]:
+def interleaved(steps: dict[str, Callable], rounds: int, device: str) -> dict[str, dict[str, float]]:
     """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, the ratio of
     their best times, and its median time in milliseconds."""
     order = list(steps)
     for name in order:
         for _ in range(3):
-            seconds(steps[name])
+            seconds(steps[name], torch.device(device))
     times = {name: [] for name in order}
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
-            times[name].append(seconds(steps[name]))
+            times[name].append(seconds(steps[name], torch.device(device)))
     summary = {}
     for name in steps:
         ratios = [mine / base for mine, base in zip(times[name], times[BASELINE])]
@@ -155,18 +155,6 @@ def interleaved(steps: dict[str, Callable], rounds: int) -> dict[str, dict[str, 
         summary[name] = dict(median=median, low=low, high=high, best=min(times[name]) / min(times[BASELINE]),
                              ms=1e3 * statistics.median(times[name]))
     return summary
-
-
-def seconds(step: Callable) -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        return time.perf_counter() - start
-    start = time.process_time()
-    step()
-    return time.process_time() - start
 
 
 def print_header(names: list[str]) -> None:

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # it holds another store.py
-import store
 import torch
 
+import store
 from gaupipe import config
 from gaupipe.data import Batches
 from gaupipe.teacher import predict

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import random
-import statistics
-import time
 from collections.abc import Callable
 
 import timm
 import torch
 import torch.nn.functional as F
+from timing import seconds, spread
 from torch import Tensor
 
 import gaupipe.models  # noqa: F401  (registers the models)
@@ -87,13 +86,12 @@ def main() -> None:
         times = {name: [] for name in steps}
         for number in range(arguments.rounds + 1):
             for name in random.sample(list(steps), len(steps)):
-                took = timed(steps[name], device)
+                took = seconds(steps[name], device)
                 if number:  # the first round warms up
                     times[name].append(took)
         for name in READERS:
             ratios = [ours / base for ours, base in zip(times[name], times["standard"], strict=True)]
-            low, median, high = statistics.quantiles(ratios, n=4)
-            print(f"T={tokens:<4} {name:<24} {median:.2f} [{low:.2f}, {high:.2f}]", flush=True)
+            print(f"T={tokens:<4} {name:<24} {spread(ratios)}", flush=True)
 
 
 def contenders(tokens: int, batch: int, device: torch.device) -> dict[str, Callable[[], None]]:
@@ -131,17 +129,6 @@ def agree(tokens: int, device: torch.device) -> None:
         results = [read(v, where, (side, side)) for kind, read in READERS.values() if kind == mode]
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], atol=1e-4, rtol=1e-4)
-
-
-def timed(step: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    clock = time.perf_counter if device.type == "cuda" else time.process_time
-    started = clock()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return clock() - started
 
 
 if __name__ == "__main__":

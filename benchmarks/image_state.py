@@ -30,6 +30,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from timing import spread
 
 from gaupipe.image_state import ImageState, record_words
 
@@ -162,14 +163,14 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
     result = {"bytes": size, "fill": fill, "end_epoch": end_epoch, "before_mb": before["RssAnon"] / 1e3,
               "anonymous_mb": after["RssAnon"] / 1e3, "peak_mb": after["VmHWM"] / 1e3}
     for name in ("gather", "update"):
-        result[name] = spread([BATCH / t for t in times[name]], "{:,.0f}")
+        result[name] = spread([BATCH / t for t in times[name]], ",.0f")
     for name in ("memcpy", "read", "write"):
-        result[f"{name}_mb_s"] = spread([block / t / 1e6 for t in times[name]], "{:,.0f}")
+        result[f"{name}_mb_s"] = spread([block / t / 1e6 for t in times[name]], ",.0f")
     for name, base in (("gather", "memcpy"), ("update", "memcpy"), ("gather", "read"), ("update", "write"),
                        ("mapped gather", "gather"), ("mapped update", "update")):
         per_byte = words / arguments.row if name == "gather" else 1
         pairs = zip(times[name], times[base]) if name in times else []
-        result[f"{name}/{base}"] = spread([per_byte * mine / theirs for mine, theirs in pairs], "{:.2f}")
+        result[f"{name}/{base}"] = spread([per_byte * mine / theirs for mine, theirs in pairs], ".2f")
     return result
 
 
@@ -225,21 +226,13 @@ def overlap(arguments: argparse.Namespace) -> None:
     for threads, worker in ways:
         ratios = [mine / base for mine, base in zip(times[threads, worker], times[2, False])]
         print(f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
-              f"{spread(ratios, '{:.2f}')} |")
+              f"{spread(ratios, '.2f')} |")
 
 
 def status() -> list[tuple[str, int]]:
     """Memory of this process in kB: VmHWM is the most it ever had resident, RssAnon its own, RssFile mapped files."""
     return [(line.split(":")[0], int(line.split()[1])) for line in Path("/proc/self/status").read_text().splitlines()
             if line.startswith(("VmHWM", "Rss"))]
-
-
-def spread(values: list[float], form: str) -> str:
-    """Median and quartiles."""
-    if len(values) < 2:
-        return "-"
-    low, median, high = statistics.quantiles(values, n=4)
-    return f"{form.format(median)} ({form.format(low)}-{form.format(high)})"
 
 
 if __name__ == "__main__":

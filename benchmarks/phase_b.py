@@ -16,19 +16,17 @@ import argparse
 import ctypes
 import random
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-
-sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # else "store" is a benchmark
-import store
 import timm
 import torch
+from timing import seconds, spread
 
 import gaupipe.models  # noqa: F401  (registers the models)
+import store
 from gaupipe import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.losses import hard_loss, soft_loss
@@ -55,9 +53,7 @@ def main() -> None:
             for key in arguments.students.split(","):
                 times, memory, wait = measure(key, tokens, maps, arguments.tokens_per_batch // tokens, arguments.rounds,
                                               device)
-                low, median, high = statistics.quantiles(times, n=4)
-                print(f"{key:<12} {tokens:>6}  {median:.2f} [{low:.2f}, {high:.2f}]  {memory:<7.2f} {wait:.1%}",
-                      flush=True)
+                print(f"{key:<12} {tokens:>6}  {spread(times)}  {memory:<7.2f} {wait:.1%}", flush=True)
 
 
 def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, device: torch.device
@@ -99,21 +95,11 @@ def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, d
     for _ in range(rounds):
         took = {}
         for step in random.sample([plain, distilled], 2):
-            took[step] = timed(step, device)
+            took[step] = seconds(step, device, time.perf_counter)
             if step is distilled:
                 waits.append(waited / took[step])
         ratios.append(took[distilled] / took[plain])
     return ratios, memory, statistics.median(waits)
-
-
-def timed(step, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def peak_memory(step, device: torch.device) -> float:

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gzip
-import sys
 from pathlib import Path
 
 import numpy as np
 
-sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # else "store" is a benchmark
 from gaupipe import data as datasets
 from gaupipe.config import DataSettings
 

@@ -1,8 +1,8 @@
 """How fast stored maps are read in shuffled order, against zarr-python and np.memmap, and how large they are.
 
-    python benchmarks/store.py                      CIFAR-10 Atto: 7 layers, 12 heads, 64 tokens, every kind
-    python benchmarks/store.py --kinds gaussian --rounds 20 --megabytes 1000
-    python benchmarks/store.py --encoding           only what the encodings do to the maps (total variation per row)
+    python benchmarks/stored_maps.py                      CIFAR-10 Atto: 7 layers, 12 heads, 64 tokens, every kind
+    python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
+    python benchmarks/stored_maps.py --encoding           only what the encodings do to the maps (total variation per row)
 
 A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the other: our store,
 our store preloaded into memory, np.memmap of the same numbers uncompressed in one file, zarr-python on the store's own
@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-
-sys.path[:] = [folder for folder in sys.path if Path(folder) != Path(__file__).parent]  # else "store" is this file
-import store
 import zarr
+from timing import spread
+
+import store
 
 BATCH, BATCHES = 256, 4
 KINDS = {"gaussian": dict(kind="gaussian"), "uint8": dict(kind="gaussian", encoding="uint8"),
@@ -86,12 +84,7 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
         preloaded = [ours / theirs for ours, theirs in zip(speeds["preloaded"], speeds["memmap"])]
         print(f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
               f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
-              f"{spread(preloaded, '.2f') if preloaded else '-'}", flush=True)
-
-
-def spread(values: list[float], form: str) -> str:
-    low, median, high = statistics.quantiles(values, n=4)
-    return f"{median:{form}} [{low:{form}}, {high:{form}}]"
+              f"{spread(preloaded, '.2f')}", flush=True)
 
 
 def drop_from_cache(folder: Path) -> None:

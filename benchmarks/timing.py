@@ -1,0 +1,31 @@
+"""What the benchmarks share: how long a step takes, and what is printed of repeats."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+
+def seconds(step: Callable[[], object], device: torch.device, cpu_clock: Callable[[], float] = time.process_time) -> float:
+    """Seconds of one call: the GPU's work included on a GPU, by ``cpu_clock`` on a CPU (there time.process_time leaves out
+    what else runs on the machine, and time.perf_counter counts waiting)."""
+    if device.type != "cuda":
+        started = cpu_clock()
+        step()
+        return cpu_clock() - started
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Median and quartiles, ``1.02 [0.99, 1.05]``; a dash for fewer than two values."""
+    if len(values) < 2:
+        return "-"
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{median:{form}} [{low:{form}}, {high:{form}}]"
