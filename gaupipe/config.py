@@ -68,7 +68,8 @@ class OptimSettings(Section):
     schedule: str = "cosine"
     """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``: what follows the warm-up."""
     schedule_args: dict[str, Any] = {}
-    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30, decay_rate: 0.1}``."""
+    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30, decay_rate: 0.1}``. ``num_epochs``, one
+    cycle, is all that follows the warm-up unless given: ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts after 3."""
     warmup_epochs: Count = 1
     """Epochs of linear warm-up, among those of the phase."""
     min_lr: Weight = 1e-5

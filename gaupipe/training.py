@@ -81,9 +81,8 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
     warmup = min(optim.warmup_epochs, epochs)
     try:
         schedule, _ = create_scheduler_v2(
-            optimizer, optim.schedule, num_epochs=epochs - warmup or 1, min_lr=optim.min_lr, warmup_lr=optim.min_lr,
-            warmup_epochs=warmup, warmup_prefix=True, step_on_epochs=False, updates_per_epoch=steps_per_epoch,
-            **optim.schedule_args)
+            optimizer, optim.schedule, min_lr=optim.min_lr, warmup_lr=optim.min_lr, warmup_epochs=warmup, warmup_prefix=True,
+            step_on_epochs=False, updates_per_epoch=steps_per_epoch, **{"num_epochs": epochs - warmup or 1} | optim.schedule_args)
         if schedule is None:
             raise ValueError("'constant' holds the rate")
     except (AssertionError, ValueError, TypeError) as error:

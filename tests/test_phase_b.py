@@ -3,11 +3,15 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import timm
 import torch
 
 from gaupipe import STUDENTS, config
+from gaupipe.config import OptimSettings
 from gaupipe.errors import UserError
+from gaupipe.training import build_optimizer
 from stages import evaluate, export_maps, export_student, phase_a, phase_b
 
 TEACHER = ["phase_a.max_epochs=3", "phase_b.epochs=5", "data.batch_size=64", "phase_b.optim.lr=4e-3",
@@ -91,6 +95,19 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
         run_dir = make(tmp_path / compiled, *overrides, f"compile={compiled}")
         losses.append([row["train_loss"] for row in phase_b.run(run_dir, "belief2")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(traced) == 1 + 2 * 2
+
+
+def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
+    args = {"num_epochs": 3, "cycle_limit": 2, "cycle_mul": 2, "cycle_decay": 0.5}
+    optim = OptimSettings(lr=1e-2, min_lr=0.0, warmup_epochs=1, schedule_args=args)
+    optimizer, schedule = build_optimizer(timm.create_model("gauvit_pico_patch2_8"), optim, epochs=10, steps_per_epoch=4)
+    rates = []
+    for update in range(40):
+        schedule.step_update(update)
+        rates.append(optimizer.param_groups[0]["lr"])
+    rates = np.array(rates)
+    assert rates[[0, 4, 10, 16, 28]] == pytest.approx([0, 1e-2, 5e-3, 5e-3, 2.5e-3])  # the second cycle is updates 16 to 39
+    assert np.flatnonzero(np.diff(rates) > 0).tolist() == [0, 1, 2, 3, 15] and rates[39] < 1e-4
 
 
 @pytest.mark.parametrize("overrides,message", [
