@@ -27,9 +27,11 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     export_maps.ensure(run_dir)
     student = phase_b.run(run_dir, key, resume=True)
     last = teacher[-1]
+    learns = settings.phase_b
+    made = "from the teacher" if learns.alpha == learns.gamma == 0 and learns.warm_start != "none" else "distilled"
     rows = [{"model": "teacher (phase A)", "epochs": last["epoch"], "train_acc": last["train_acc"],
              "val_acc": last["val_acc"], "seconds": _seconds(teacher)},
-            {"model": f"{key}, distilled", "epochs": len(student), "train_acc": student[-1]["train_acc"],
+            {"model": f"{key}, {made}", "epochs": len(student), "train_acc": student[-1]["train_acc"],
              "val_acc": student[-1]["val_acc"], "seconds": _seconds(student)}]
     if settings.baseline.enabled:
         plain = phase_b.run(run_dir, key, resume=True, distilled=False)

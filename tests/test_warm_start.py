@@ -13,7 +13,7 @@ from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
 from gaupipe.training import score_model
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, phase_a, phase_b
+from stages import export_maps, phase_a, phase_b, run
 from stages.run_directory import RunDirectory
 
 L, GRID = 2, (4, 4)
@@ -97,6 +97,14 @@ def test_a_student_that_starts_from_the_prior_knows_the_digits_before_its_first_
         validation = Batches(job.data.val, job.data, 512, 0)
         accuracy[start] = score_model(job.student, validation, job.device)["acc"]
     assert accuracy["prior"] > 0.5 and accuracy["prior"] > accuracy["teacher"]
+
+
+def test_the_summary_does_not_call_distilled_what_only_started_from_the_teacher(tmp_path):
+    settings = ["data.train_images=100", "phase_a.max_epochs=1", "phase_b.epochs=1", "phase_b.alpha=0", "phase_b.warm_start=prior",
+                "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "baseline.enabled=false", "threads=1"]
+    models = [run.run(config.load("digits", [*settings, f"phase_b.gamma={gamma}"]), tmp_path / gamma)[1]["model"]
+              for gamma in ("0", "0.1")]
+    assert models == ["standard, from the teacher", "standard, distilled"]
 
 
 def test_the_prior_as_a_start_needs_a_prior():
