@@ -192,6 +192,11 @@ class Spread:
         return cls(fmean(values), stdev(values) if len(values) > 1 else None)
 
 
+def total_seconds(metrics: Sequence[dict[str, Any]]) -> float:
+    """Seconds of training steps over all epochs of a metrics file."""
+    return sum(row["seconds"] for row in metrics)
+
+
 @dataclass(frozen=True)
 class Run:
     """One finished training: metrics per epoch of phase B and of the phase A before it (empty for a plain one)."""
@@ -210,9 +215,8 @@ class Run:
         epochs = epochs_to(self.curve, target)
         if epochs is None:
             return Reach()
-        seconds = sum(row["seconds"] for row in self.metrics[:epochs])
-        return Reach(epochs, epochs + len(self.phase_a), seconds,
-                     seconds + sum(row["seconds"] for row in self.phase_a), self.curve[epochs - 1])
+        seconds = total_seconds(self.metrics[:epochs])
+        return Reach(epochs, epochs + len(self.phase_a), seconds, seconds + total_seconds(self.phase_a), self.curve[epochs - 1])
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from gaupipe.comparison import COSTS, PLAIN, Run, Spread, compare_at
+from gaupipe.comparison import COSTS, PLAIN, Run, Spread, compare_at, total_seconds
 from stages import key_attention
 from stages.compare import Comparison
 from stages.run_directory import write_whole
@@ -41,7 +41,7 @@ def report(done: Comparison, targets: Sequence[float] = ()) -> dict[str, Any]:
                       "phase_a_epochs": len(run.phase_a), "test_acc": run.test_acc, "val_acc": run.curve,
                       "val_loss": [row["val_loss"] for row in run.metrics],
                       "seconds": [row["seconds"] for row in run.metrics],
-                      "phase_a_seconds": sum(row["seconds"] for row in run.phase_a)}
+                      "phase_a_seconds": total_seconds(run.phase_a)}
                      for run, entry in zip(runs, trainings, strict=False)] if not failed else []})
     return {"data": done.settings.data.name, "seeds": done.seeds, "reference": PLAIN, "cells": cells}
 
@@ -54,8 +54,8 @@ def finals(runs: list[Run]) -> dict[str, Spread]:
             "test_acc": Spread.of([run.test_acc for run in runs]),
             "epochs": Spread.of([len(run.metrics) for run in runs]),
             "phase_a_epochs": Spread.of([len(run.phase_a) for run in runs]),
-            "seconds": Spread.of([sum(row["seconds"] for row in run.metrics) for run in runs]),
-            "phase_a_seconds": Spread.of([sum(row["seconds"] for row in run.phase_a) for run in runs])}
+            "seconds": Spread.of([total_seconds(run.metrics) for run in runs]),
+            "phase_a_seconds": Spread.of([total_seconds(run.phase_a) for run in runs])}
 
 
 def tables(found: dict[str, Any]) -> list[Table]:

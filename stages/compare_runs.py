@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gaupipe import config
 from gaupipe import data as datasets
-from gaupipe.comparison import Run, as_teacher, digest
+from gaupipe.comparison import Run, as_teacher, digest, total_seconds
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
 from gaupipe.training import select_device
@@ -155,7 +155,7 @@ def _teach(group: list[Training]) -> tuple[str, str]:
             for maps, entry in stores.items():
                 export_maps.ensure(teacher.path, str(maps), entry.kind, entry.encoding)
             said = (f"teacher, {len(metrics)} epochs, training accuracy {metrics[-1]['train_acc']:.4f}, "
-                    f"{sum(row['seconds'] for row in metrics):.0f} s")
+                    f"{total_seconds(metrics):.0f} s")
     return said, "".join(failed)
 
 
@@ -175,7 +175,7 @@ def _train(group: list[Training]) -> tuple[str, str]:
         if entry.test:
             write_whole(folder / "test.json", json.dumps(test_scores(entry)) + "\n")
         said = (f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "
-                f"{sum(row['seconds'] for row in metrics):.0f} s")
+                f"{total_seconds(metrics):.0f} s")
     return said, "".join(failed)
 
 

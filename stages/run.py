@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from gaupipe import data as datasets
+from gaupipe.comparison import total_seconds
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.training import build_optimizer
@@ -30,13 +31,13 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     learns = settings.phase_b
     made = "from the teacher" if learns.alpha == learns.gamma == 0 and learns.warm_start != "none" else "distilled"
     rows = [{"model": "teacher (phase A)", "epochs": last["epoch"], "train_acc": last["train_acc"],
-             "val_acc": last["val_acc"], "seconds": _seconds(teacher)},
+             "val_acc": last["val_acc"], "seconds": total_seconds(teacher)},
             {"model": f"{key}, {made}", "epochs": len(student), "train_acc": student[-1]["train_acc"],
-             "val_acc": student[-1]["val_acc"], "seconds": _seconds(student)}]
+             "val_acc": student[-1]["val_acc"], "seconds": total_seconds(student)}]
     if settings.baseline.enabled:
         plain = phase_b.run(run_dir, key, resume=True, distilled=False)
         rows.append({"model": f"{key}, plain", "epochs": len(plain), "train_acc": plain[-1]["train_acc"],
-                     "val_acc": plain[-1]["val_acc"], "seconds": _seconds(plain)})
+                     "val_acc": plain[-1]["val_acc"], "seconds": total_seconds(plain)})
     return rows
 
 
@@ -57,7 +58,3 @@ def check_plain(settings: Settings, key: str, data: ImageData) -> None:
     """Raises UserError for what training on the labels alone could not do."""
     student = phase_b.build_student(settings, key, data)
     build_optimizer(student, settings.baseline.optim or settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
-
-
-def _seconds(metrics: list[dict[str, Any]]) -> float:
-    return round(sum(row["seconds"] for row in metrics), 1)
