@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from enum import Enum
@@ -38,13 +39,20 @@ class Encoding(str, Enum):
 
 ConfigArgument = Annotated[Optional[str], typer.Argument(
     metavar="[CONFIG]", help="A YAML file, or the name of a shipped configuration.", show_default="digits")]
-RunDir = Annotated[Path, typer.Option("--run-dir", help="Folder of the run.")]
+RunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the run.",
+                                                show_default="the run in runs/ that was used last")]
+StudentName = Annotated[Optional[str], typer.Option("--student", metavar="NAME", help="The student: its attention, or "
+                                                    "the --name it was trained under.",
+                                                    show_default="the one trained last")]
+Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
 NewRunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the run.",
                                                    show_default="runs/NAME of the configuration")]
 Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
                                                         show_default="none")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
 Force = Annotated[bool, typer.Option("--force", help="Start even if memory or disk look too small.")]
+Store = Annotated[Optional[str], typer.Argument(metavar="[STORE]", help="Path or URL of an attention-map store.",
+                                                show_default="that of the run")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -86,7 +94,7 @@ def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides:
 
 
 @app.command("export-maps")
-def export_maps(run_dir: RunDir, kind: Annotated[Optional[Kind], typer.Option(
+def export_maps(run_dir: RunDir = None, kind: Annotated[Optional[Kind], typer.Option(
                     help="What is stored per image.", show_default="gaussian; prior where images have no Gaussians of their "
                                                                    "own")] = None,
                 out: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
@@ -103,43 +111,52 @@ def export_maps(run_dir: RunDir, kind: Annotated[Optional[Kind], typer.Option(
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
-    print(stage.run(run_dir, kind and kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
+    print(stage.run(_run(run_dir), kind and kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
 
 
 @app.command("phase-b")
-def phase_b(run_dir: RunDir, student: Annotated[Optional[Student], typer.Option(
+def phase_b(run_dir: RunDir = None,
+            student: Annotated[Optional[Student], typer.Option(
                 help="Attention of the student.", show_default="phase_b.student of the settings")] = None,
+            name: Annotated[Optional[str], typer.Option(
+                "--name", metavar="NAME", help="Name of the student's folder, to train several from the same maps.",
+                show_default="the attention")] = None,
+            overrides: Annotated[Optional[list[str]], typer.Option(
+                "--set", metavar="PHASE_B.X=Y", help="Change a setting for this student; repeatable.",
+                show_default="none")] = None,
             maps: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="The attention-map store.",
                                                         show_default="maps.zarr in the run directory")] = None,
             distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
             resume: Resume = False) -> None:
     """Distil the stored maps into an ordinary ViT, saved as a folder that timm loads."""
+    run_dir = _run(run_dir)
     from stages import phase_b as stage
     from stages.run_directory import RunDirectory
-    key = student.value if student else RunDirectory(run_dir).settings().phase_b.student
-    stage.run(run_dir, key, maps, resume, distill)
-    print(RunDirectory(run_dir).student(key, distill) / "student")
+    key = student and student.value
+    stage.run(run_dir, key, name=name, overrides=overrides or [], maps_url=maps, resume=resume, distilled=distill)
+    run = RunDirectory(run_dir)
+    print(run.student(name or key or run.settings().phase_b.student, distill) / "student")
 
 
 @app.command()
-def evaluate(run_dir: RunDir, student: Annotated[Student, typer.Option(help="Attention of the student.")],
+def evaluate(run_dir: RunDir = None, student: StudentName = None,
              test: Annotated[bool, typer.Option("--test", help="The test split in place of the validation split.")] = False,
-             plain: Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")] = False,
-             as_json: AsJson = False) -> None:
+             plain: Plain = False, as_json: AsJson = False) -> None:
     """Accuracy and loss of a trained student."""
+    run_dir = _run(run_dir)
     from stages import evaluate as stage
-    _report(stage.run(run_dir, student.value, "test" if test else "val", not plain), as_json)
+    _report(stage.run(run_dir, student, "test" if test else "val", not plain), as_json)
 
 
 @app.command("export-student")
-def export_student(run_dir: RunDir, student: Annotated[Student, typer.Option(help="Attention of the student.")],
+def export_student(run_dir: RunDir = None, student: StudentName = None,
                    out: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Where the model goes.",
                                                                show_default="student.onnx beside the student")] = None,
-                   plain: Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")] = False
-                   ) -> None:
-    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe[onnx]')."""
+                   plain: Plain = False) -> None:
+    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe\\[onnx]')."""
+    run_dir = _run(run_dir)
     from stages import export_student as stage
-    path, difference = stage.run(run_dir, student.value, out, not plain)
+    path, difference = stage.run(run_dir, student, out, not plain)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
@@ -183,32 +200,39 @@ def compare(config: ConfigArgument = None,
 
 
 @app.command()
-def inspect(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")],
-            image: Annotated[Optional[int], typer.Option(help="Image id; without it a summary of the store.")] = None,
-            layer: Annotated[int, typer.Option(help="Encoder block, from 0.")] = 0,
-            head: Annotated[str, typer.Option(metavar="H|mean", help="Head, from 0, or their mean.")] = "mean",
-            query: Annotated[str, typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, or "
-                                                                      "their mean.")] = "mean",
-            png: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Draw the image with the map over it.")] = None,
+def inspect(maps: Store = None, run_dir: RunDir = None,
+            student: Annotated[Optional[str], typer.Option(
+                "--student", metavar="NAME", help="This student's own maps in place of the stored ones.",
+                show_default="the store")] = None,
+            image: Annotated[Optional[int], typer.Option(help="Image id; without it a summary.", show_default="none")] = None,
+            layer: Annotated[Optional[int], typer.Option(help="Encoder block, from 0.", show_default="0")] = None,
+            head: Annotated[Optional[str], typer.Option(metavar="H|mean", help="Head, from 0, or their mean.",
+                                                        show_default="mean")] = None,
+            query: Annotated[Optional[str], typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, "
+                                                         "or their mean.", show_default="mean")] = None,
+            png: Annotated[Optional[str], typer.Option(metavar="FILE", help="Draw the image with the map over it.",
+                                                       show_default="none")] = None,
             as_json: AsJson = False) -> None:
-    """What a store holds: a summary, or where one image's queries look."""
+    """What a store holds: a summary, or where one image's queries look. With --student, what a student attends to."""
+    if student is not None and maps is not None:
+        raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
+    run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
     if image is None:
-        if png:
-            raise UserError("--png draws one image's map: name it with --image ID")
-        _report(stage.summary(maps), as_json)
+        for option, value in (("--layer", layer), ("--head", head), ("--query", query), ("--png", png)):
+            if value is not None:
+                raise UserError(f"{option} {value}: shows one image's map: name the image with --image ID")
+        _report(stage.summary(maps, run_dir, student), as_json)
         return
-    seen = stage.attention(maps, image, layer, head, query)
-    if png:
-        stage.draw(maps, seen, png)
+    seen = stage.attention(maps, run_dir, student, image, layer or 0, head or "mean", query or "mean", png)
     if as_json:
         print(json.dumps(seen))
     else:
-        Console().print(stage.heat_map(seen))
+        Console().print(stage.heat_map(seen, _draws_blocks()))
 
 
 @app.command()
-def verify(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or URL of an attention-map store.")],
+def verify(maps: Store = None,
            teacher: Annotated[bool, typer.Option("--teacher", help="Also run the teacher again on a sample of the images "
                                                                    "and compare.")] = False,
            run_dir: Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the teacher's run.",
@@ -216,6 +240,9 @@ def verify(maps: Annotated[str, typer.Argument(metavar="STORE", help="Path or UR
            sample: Annotated[int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole "
                                                            "batches.")] = 256) -> None:
     """Check that every chunk of a store is present and intact; exit code 0 only then."""
+    if maps is None:
+        run_dir = _run(run_dir)
+        maps = str(run_dir / "maps.zarr")
     from stages import verify as stage
     problems = stage.run(maps)
     if teacher and not problems:
@@ -250,6 +277,9 @@ def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ov
 
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything else."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
@@ -278,6 +308,24 @@ def main() -> None:
 def _fail(error: Exception | str) -> None:
     print(f"gaupipe: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
+
+
+def _run(run_dir: Path | None) -> Path:
+    """The folder of the run that a command continues: the one named, else the one used last, which is then said."""
+    if run_dir is None:
+        from stages.run_directory import last_used
+        run_dir = last_used().path
+        print(f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr)
+    return run_dir
+
+
+def _draws_blocks() -> bool:
+    """Whether the terminal can show the characters that maps are drawn with."""
+    try:
+        "░█".encode(sys.stdout.encoding or "ascii")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _settings(config: str | None, overrides: list[str] | None, run_dir: Path | None) -> tuple[Any, Path]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from gaupipe import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
@@ -20,6 +22,48 @@ StudentKey = Literal[STUDENTS]
 
 IRRELEVANT = ("device", "threads", "key_snapshots", "data.workers", "data.eval_batch_size", "data.root", "data.download")
 """Settings that do not make another run of it: they may differ when one is continued."""
+
+
+IN_PHASE_B = ("phase_b.", "baseline.", "seed", "precision", "compile", "data.batch_size", "model.init",
+              "model.init_std", "model.pos_embed_std", *IRRELEVANT)
+"""Settings that students of one teacher may differ in; a name that ends in a dot stands for its section."""
+
+
+MODEL_ARGS_ELSEWHERE = {
+    **dict.fromkeys(("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"),
+    **dict.fromkeys(("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+                    "no setting loads trained weights"),
+    **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
+    "attention": "see phase_b.student", "attn_layer": "see phase_b.student",
+    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
+    **dict.fromkeys(("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
+                    "gaupipe needs the whole model at one image size"),
+    "patch_drop_rate": "every token needs its place on the grid",
+}
+"""Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
+
+MAX_SIZE = {"depth": 1000, "num_heads": 1000, "embed_dim": 100_000, "patch_size": 10_000}
+
+
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
+    for name, value in args.items():
+        if name in MODEL_ARGS_ELSEWHERE:
+            raise ValueError(f"{name!r} cannot be given here: {MODEL_ARGS_ELSEWHERE[name]}")
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name in MAX_SIZE and not (whole and 0 < value <= MAX_SIZE[name]):
+            raise ValueError(f"{name} should be a whole number from 1 to {MAX_SIZE[name]}")
+        if name.endswith(("drop_rate", "drop_path_rate")) and not _is_number(value, 0, 1):
+            raise ValueError(f"{name} should be a number from 0 to 1")
+        if name == "mlp_ratio" and not _is_number(value, 0, 1000):
+            raise ValueError("mlp_ratio should be a number from 0 (no FFN) to 1000")
+    return args
+
+
+ModelArgs = Annotated[dict[str, Any], AfterValidator(_usable_model_args)]
 
 
 class DataSettings(Section):
@@ -47,7 +91,7 @@ class ModelSettings(Section):
     """The ViT that phase A teaches and that the student copies."""
 
     name: str = "gauvit_pico_patch2_8"
-    args: dict[str, Any] = {}
+    args: ModelArgs = {}
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96, depth: 6}``."""
     init_std: Rate | None = None
     """Standard deviation of every linear layer's start; null keeps timm's 0.02."""
@@ -157,7 +201,7 @@ class PhaseBSettings(Section):
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all epochs."""
-    model_args: dict[str, Any] = {}
+    model_args: ModelArgs = {}
     """Keywords that change the student's size from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: list[Count | None] | None = None
     """For each block of the student the stored block it is compared with, or null for none; null maps block to block."""
@@ -201,8 +245,8 @@ class Settings(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     device: str = "auto"
-    """``auto`` takes a GPU where there is one; else any torch device, e.g. ``cpu``, ``cuda:1``."""
-    threads: Positive | None = None
+    """``auto`` takes a GPU where there is one; else a torch device that computes, e.g. ``cpu``, ``cuda:1``."""
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Processor threads for torch; null leaves torch's choice."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
     """Mixed precision of the forward pass; Gaussians, coordinates and losses stay float32."""
@@ -277,9 +321,53 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
                             f"{', '.join(shipped(kind))} (shipped with gaupipe)")
         path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        return _parse_yaml(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without what a settings file cannot mean: a key given twice, or aliases, which can refer to themselves."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.MarkedYAMLError(problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark)
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice",
+                                           problem_mark=node.value[number][0].start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    """The value that a YAML text stands for. Raises ValueError for whatever is no plain, finite value."""
+    try:
+        value = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, AttributeError) as error:  # AttributeError: '!!timestamp x'
+        raise ValueError(error) from None
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    _refuse_unusable(value)
+    return value
+
+
+MAX_DEPTH = 20
+"""Levels that a settings file may nest; the settings have four."""
+
+
+def _refuse_unusable(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _refuse_unusable(part, depth + 1)
 
 
 def _apply(tree: dict, override: str) -> None:
@@ -287,14 +375,13 @@ def _apply(tree: dict, override: str) -> None:
     if not equals or not key:
         raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--set {override!r}: {text!r} is not a YAML value") from None
+        value = _parse_yaml(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
     if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)
-        except ValueError:
-            pass
     place(tree, key, value, f"--set {override!r}")
 
 

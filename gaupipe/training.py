@@ -36,11 +36,17 @@ def select_device(settings: Settings) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise UserError("device: 'meta' holds no numbers: take cpu, cuda or auto")
     return device
 
 
-def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", **options: Any) -> nn.Module:
-    """The timm model that the settings name, sized for the data, its weights started as the settings say."""
+def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", device: str | None = None,
+              **options: Any) -> nn.Module:
+    """The timm model that the settings name, sized for the data, its weights started as the settings say.
+
+    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot.
+    """
     import timm
     if not timm.is_model(model.name):
         import difflib
@@ -48,14 +54,21 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
         raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
-        vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options)
+        placed = {"device": device} if device else {}
+        vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options, **placed)
+        start_weights(vit, model)
     except UserError:
         raise
-    except (TypeError, AssertionError, ValueError) as error:
+    except Exception as error:  # whatever timm's classes make of keywords they were not written for
         raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
-                        f"{model.args}: {error}") from None
-    start_weights(vit, model)
+                        f"{model.args}: {_reason(error)}") from None
     return vit
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with its type where that says more."""
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, ValueError | RuntimeError) and text else f"{type(error).__name__} {text}".strip()
 
 
 def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
@@ -157,6 +170,11 @@ class TrainingState:
             self.rows.load_state_dict(state["rows"])
         self.metrics, self.finished = state["metrics"], state["finished"]
         return True
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether :meth:`TrainingState.save` has written to ``folder``."""
+    return (folder / "state.pt").is_file()
 
 
 def train_epoch(state: TrainingState, batches: Batches, device: torch.device, augment: Augment, progress: EpochProgress,

@@ -16,8 +16,7 @@ from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, chose
 from gaupipe.config import DataSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
-from stages import export_maps
-from stages import run as whole_run
+from stages import export_maps, phase_b
 from stages.compare_runs import Training, Workers
 
 SNAPSHOTS = 3
@@ -98,9 +97,9 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     try:
         settings = as_run(settings, settings.seed, cell.plain)
         if cell.plain:
-            whole_run.check_plain(settings, settings.phase_b.student, data)
+            phase_b.check_plain(settings, data)
         else:
-            whole_run.check(settings, settings.phase_b.student, data, cell.kind, cell.encoding)
+            phase_b.check(settings, data, cell.kind, cell.encoding)
     except (UserError, store.StoreError) as error:
         raise UserError(f"{cell.name}: {error}") from None
 

@@ -166,12 +166,12 @@ def _train(group: list[Training]) -> tuple[str, str]:
     with _quietly(folder / "log.txt") as failed:
         write_whole(folder / "config.yaml", config.dump(settings))
         if entry.plain:
-            metrics = phase_b.train_student(settings, settings.phase_b.student, folder, None)
+            metrics = phase_b.train_student(settings, folder, None)
         else:
             teacher = entry.teacher
             write_whole(folder / "phase_a.jsonl", (teacher.phase_a / "metrics.jsonl").read_text())
             maps = None if entry.maps == teacher.maps else str(entry.maps)
-            metrics = phase_b.train_student(settings, settings.phase_b.student, folder, teacher, maps)
+            metrics = phase_b.train_student(settings, folder, teacher, maps)
         if entry.test:
             write_whole(folder / "test.json", json.dumps(test_scores(entry)) + "\n")
         said = (f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "

@@ -24,21 +24,28 @@ TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
 
 
-def load_student(run_dir: Path, key: str, distilled: bool = True) -> tuple[Settings, nn.Module]:
-    """The settings of a run and one of its students, as timm loads its folder, in eval mode."""
+def load_student(run_dir: Path, name: str | None = None, distilled: bool = True) -> tuple[Settings, nn.Module, str]:
+    """The settings of a student, the student as timm loads its folder, in eval mode, and its name. ``name`` None is the
+    student trained last."""
     run = RunDirectory(run_dir)
-    settings = run.settings()
-    folder = run.student(key, distilled) / "student"
+    run.settings()
+    there, plain = run.students(distilled), "" if distilled else " --no-distill"
+    if name is None and not there:
+        raise UserError(f"{run_dir} has no student: 'gaupipe phase-b --run-dir {run_dir}{plain}' trains one")
+    name = name or there[-1]
+    folder = run.student(name, distilled) / "student"
     if not folder.is_dir():
-        plain = "" if distilled else " --no-distill"
-        raise UserError(f"{folder} is not there: 'gaupipe phase-b --run-dir {run_dir} --student {key}{plain}' trains it")
-    return settings, timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        known = f"; there are {', '.join(there)}" if there else ""
+        raise UserError(f"{folder} is not there: 'gaupipe phase-b --run-dir {run_dir} --student ATTENTION --name {name}"
+                        f"{plain}' trains it{known}")
+    settings = run.student_settings(name, distilled)
+    return settings, timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), name
 
 
-def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> dict[str, Any]:
+def run(run_dir: Path, name: str | None = None, split: str = "val", distilled: bool = True) -> dict[str, Any]:
     """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there
     and fits the student, also how far student and teacher agree on training images."""
-    settings, student = load_student(run_dir, key, distilled)
+    settings, student, name = load_student(run_dir, name, distilled)
     data = datasets.load(settings.data)
     images = getattr(data, split)
     if images is None:
@@ -46,7 +53,7 @@ def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> 
     device = select_device(settings)
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
-    scores = {"student": key, "split": split, "images": len(images), **metrics(logits, labels)}
+    scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
     url = str(RunDirectory(run_dir).maps)
     try:
         maps = store.open(url, dataset_sha256=data.sha256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -43,8 +44,16 @@ def run(run_dir: Path, kind: str | None = None, out: str | None = None, overwrit
     run = RunDirectory(run_dir)
     if overwrite and repair:
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
+    if not math.isfinite(shard_mb):
+        raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
+    run.settings()  # a folder that is no run is left alone
+    with run.locked():
+        return _run(run, kind, out or str(run.maps), overwrite, repair, shard_mb, force, encoding)
+
+
+def _run(run: RunDirectory, kind: str | None, url: str, overwrite: bool, repair: bool, shard_mb: float, force: bool,
+         encoding: str) -> str:
     job = phase_a.load(run)
-    url = out or str(run.maps)
     kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
     schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:

@@ -8,12 +8,13 @@ import torch
 
 from gaupipe.errors import UserError
 from stages.evaluate import load_student
+from stages.run_directory import RunDirectory
 
 TOLERANCE = 1e-4
 """Largest difference of a logit between torch and onnxruntime."""
 
 
-def run(run_dir: Path, key: str, out: Path | None = None, distilled: bool = True) -> tuple[Path, float]:
+def run(run_dir: Path, name: str | None = None, out: Path | None = None, distilled: bool = True) -> tuple[Path, float]:
     """Writes a student as ONNX, for any number of images, and returns the file and the largest difference between its
     logits and torch's on random images. A model that differs by more than ``TOLERANCE`` is not left behind.
     """
@@ -22,8 +23,8 @@ def run(run_dir: Path, key: str, out: Path | None = None, distilled: bool = True
         import onnxscript  # noqa: F401  (torch's exporter needs it)
     except ImportError as error:
         raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
-    settings, student = load_student(run_dir, key, distilled)
-    out = out or Path(run_dir) / ("phase_b" if distilled else "plain") / key / "student.onnx"
+    settings, student, name = load_student(run_dir, name, distilled)
+    out = out or RunDirectory(run_dir).student(name, distilled) / "student.onnx"
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
     generator = torch.Generator().manual_seed(settings.seed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +13,28 @@ import store
 import torch
 from rich.console import Group
 from rich.text import Text
+from torch import Tensor
 
+from gaupipe import data as datasets
+from gaupipe.config import DataSettings
+from gaupipe.data import Batches
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
+from gaupipe.models import forward_with_maps
+from stages.evaluate import load_student
 from stages.export_maps import gaussians_reader
+from stages.run_directory import RunDirectory
 
-SHADES = " ░▒▓█"
+BLOCKS, LETTERS = " ░▒▓█", " .:+#"
+"""From no attention to the most of the map."""
 
 
-def summary(url: str) -> dict[str, Any]:
-    """Kind, shapes, size on disk, bytes an image and whether the store is complete."""
+def summary(url: str | None, run_dir: Path | None = None, student: str | None = None) -> dict[str, Any]:
+    """Kind, shapes, size on disk, bytes an image and whether the store is complete; of a ``student`` its attention, its
+    settings and its last metrics. Without a ``url`` the store is that of the run."""
+    if student is not None:
+        return student_summary(run_dir, student)
+    url = url or str(RunDirectory(run_dir).maps)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
     return {"store": url, "kind": schema.kind, "complete": maps.complete, "dataset": schema.dataset,
@@ -30,50 +45,130 @@ def summary(url: str) -> dict[str, Any]:
             "teacher_sha256": schema.teacher_sha256, "parametrisation": schema.parametrisation, **schema.extra}
 
 
-def attention(url: str, image: int, layer: int, head: str, query: str) -> dict[str, Any]:
-    """The map of one image, block, head (or ``mean``) and query (or ``mean``), as plain numbers for JSON.
+def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
+    """What a student is, in what its settings differ from the run's, and the metrics of its last epoch."""
+    settings, model, name = load_student(run_dir, name)
+    run = RunDirectory(run_dir)
+    metrics = (run.student(name) / "metrics.jsonl").read_text().splitlines()
+    return {"student": name, "attention": settings.phase_b.student, "layers": len(model.blocks),
+            "heads": model.blocks[0].attn.num_heads, "grid": list(model.patch_embed.grid_size),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "overrides": run.overrides(name), **json.loads(metrics[-1])}
+
+
+def attention(url: str | None, run_dir: Path | None, student: str | None, image: int, layer: int, head: str, query: str,
+              png: str | None = None) -> dict[str, Any]:
+    """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain numbers for JSON, from a
+    store (that of the run without a ``url``) or, where one is named, from a ``student``. ``png`` is drawn as well.
 
     ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x, std_y) in normalised
     coordinates where one head and one query are asked for and the store holds Gaussians or embeddings.
     """
+    if png is not None:
+        check_png(png)
+    if student is not None:
+        found = student_maps(run_dir, student, image, layer)
+    else:
+        found = stored_maps(url or str(RunDirectory(run_dir).maps), image, layer)
+    heads = _choice("--head", head, found.rows.shape[0])
+    queries = _choice("--query", query, found.rows.shape[1])
+    weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
+    one = found.gaussians is not None and "mean" not in (head, query)
+    seen = {"image": image, "label": found.label, "predicted": int(found.probabilities.argmax()),
+            "probability": round(found.probabilities.max().item(), 6), "by": student or "teacher", "layer": layer,
+            "head": head, "query": query, "grid": list(found.grid),
+            "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None, "map": weights.tolist()}
+    if png is not None:
+        draw(found.pixels(), seen, Path(png))
+    return seen
+
+
+@dataclass
+class ImageMaps:
+    """One image and where one block looks.
+
+    rows           [H, T, T] float32, probabilities over keys
+    gaussians      [H, T, 4] where the rows are those of Gaussians
+    probabilities  [C], of the classes
+    pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
+    """
+
+    grid: tuple[int, int]
+    rows: Tensor
+    gaussians: Tensor | None
+    label: int
+    probabilities: Tensor
+    pixels: Callable[[], np.ndarray]
+
+
+def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
+    """An image's maps as a store has them."""
     maps = store.open(url)
     schema = maps.schema
-    tokens = schema.grid[0] * schema.grid[1]
-    _check("--image", image, schema.num_images)
-    _check("--layer", layer, schema.layers)
-    heads = _choice("--head", head, schema.heads)
-    queries = _choice("--query", query, tokens)
+    _check("--image", image, schema.num_images, "the store")
+    _check("--layer", layer, schema.layers, "the store")
     stored = maps.gather([image])
     if schema.kind == "dense":
         gaussians, rows = None, torch.from_numpy(stored["maps"][0, layer]).float()
     else:
         gaussians = gaussians_reader(maps, torch.device("cpu"))(stored)[0, layer]
         rows = expected_map(gaussians, schema.grid)
-    weights = rows[heads][:, queries].mean((0, 1)).reshape(schema.grid)
-    probabilities = torch.from_numpy(stored["logits"][0]).float().softmax(-1)
-    one = gaussians is not None and "mean" not in (head, query)
-    return {"image": image, "label": int(stored["labels"][0]), "predicted": int(probabilities.argmax()),
-            "probability": round(probabilities.max().item(), 6), "layer": layer, "head": head, "query": query,
-            "grid": list(schema.grid), "gaussian": gaussians[heads[0], queries[0]].tolist() if one else None,
-            "map": weights.tolist()}
+
+    def pixels() -> np.ndarray:
+        data = datasets.load(DataSettings.model_validate(schema.extra["data"]))
+        if data.sha256 != schema.dataset_sha256:
+            raise UserError(f"{url}: the images of {data.name} are not those the maps were made from")
+        return data.train.image(image)
+
+    return ImageMaps(schema.grid, rows, gaussians, int(stored["labels"][0]),
+                     torch.from_numpy(stored["logits"][0]).float().softmax(-1), pixels)
 
 
-def heat_map(seen: dict[str, Any]) -> Group:
-    """The map of :func:`attention` for a terminal: two characters a token, the query's token in brackets."""
+def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
+    """A training image's maps as a student makes them, from patches to patches."""
+    settings, model, _ = load_student(run_dir, name)
+    data = datasets.load(settings.data)
+    _check("--image", image, len(data.train), "the training split")
+    _check("--layer", layer, len(model.blocks), "the student")
+    batches = Batches(data.train, data, 1, workers=0)
+    images, labels, _ = next(batches.epoch(torch.device("cpu"), image_ids=np.array([image])))
+    with torch.inference_mode():
+        logits, rows = forward_with_maps(model, images)
+    first = model.num_prefix_tokens
+    patches = rows[layer][0, :, first:, first:].softmax(-1)                                # [H, T, T]
+    return ImageMaps(tuple(model.patch_embed.grid_size), patches, None, int(labels[0]), logits[0].softmax(-1),
+                     lambda: data.train.image(image))
+
+
+def check_png(png: str) -> None:
+    """Raises UserError for a file that no picture can be written to."""
+    path = Path(png)
+    if path.suffix.lower() != ".png":
+        raise UserError(f"--png {png!r}: should be a file whose name ends in .png")
+    if not path.parent.is_dir():
+        raise UserError(f"--png {png}: there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--png {png}: is there and is not a file")
+
+
+def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
+    """The map of :func:`attention` for a terminal: two characters a token, the query's token in brackets. ``blocks``
+    shades with block characters, which not every terminal has."""
     weights = np.array(seen["map"])
     top = weights.max()
+    shades = BLOCKS if blocks else LETTERS
     query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
-    lines = [Text(f"image {seen['image']} (label {seen['label']}, teacher says {seen['predicted']} with "
+    lines = [Text(f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
                   f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query {seen['query']}")]
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
             level = weight / top if top else 0.0
-            shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)] * 2
+            shade = shades[min(int(level * len(shades)), len(shades) - 1)] * 2
             line.append("[]" if (y, x) == query else shade, style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)")
         lines.append(line)
     y, x = np.unravel_index(weights.argmax(), weights.shape)
-    lines.append(Text(f"  {SHADES[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
+    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
                       f"(row {y}, column {x})"))
     if seen["gaussian"]:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
@@ -82,22 +177,12 @@ def heat_map(seen: dict[str, Any]) -> Group:
     return Group(*lines)
 
 
-def draw(url: str, seen: dict[str, Any], path: Path) -> None:
-    """A PNG of the image, and beside it the image with the map over it. Raises UserError if the images are not there."""
+def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
+    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
-    from gaupipe import data as datasets
-    from gaupipe.config import DataSettings
-
-    if not path.parent.is_dir():
-        raise UserError(f"--png {path}: there is no folder {path.parent}")
-    schema = store.open(url).schema
-    data = datasets.load(DataSettings.model_validate(schema.extra["data"]))
-    if data.sha256 != schema.dataset_sha256:
-        raise UserError(f"{url}: the images of {data.name} are not those the maps were made from")
-    pixels = data.train.image(seen["image"])
     height, width = pixels.shape[:2]
     h, w = seen["grid"]
     weights = np.array(seen["map"])
@@ -125,12 +210,14 @@ def _choice(option: str, value: str, size: int) -> list[int]:
     """Indices that an ``N|mean`` option stands for."""
     if value == "mean":
         return list(range(size))
-    if not value.lstrip("-").isdigit():
-        raise UserError(f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean")
-    _check(option, int(value), size)
-    return [int(value)]
+    try:
+        index = int(value)
+    except ValueError:
+        raise UserError(f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean") from None
+    _check(option, index, size, "the map")
+    return [index]
 
 
-def _check(option: str, value: int, size: int) -> None:
+def _check(option: str, value: int, size: int, where: str) -> None:
     if not 0 <= value < size:
-        raise UserError(f"{option} {value}: the store has 0 to {size - 1}")
+        raise UserError(f"{option} {value}: {where} has 0 to {size - 1}")

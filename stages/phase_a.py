@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from gaupipe import data as datasets
 from gaupipe.augment import Augment
-from gaupipe.config import Settings
+from gaupipe.config import IRRELEVANT, Settings, flatten
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry, expected_map, move
@@ -26,7 +26,7 @@ from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
 from stages.key_attention import save_snapshot
-from stages.run_directory import RunDirectory, write_whole
+from stages.run_directory import RunDirectory, allowed, write_whole
 
 
 @dataclass
@@ -47,11 +47,11 @@ class PhaseA:
         return gaussians.expand(count, *gaussians.shape[1:])
 
 
-def build(settings: Settings, folder: Path) -> PhaseA:
+def build(settings: Settings, folder: Path, data: ImageData | None = None) -> PhaseA:
     """Everything phase A needs, freshly started; rows beyond the memory budget are to lie in ``folder``/rows. Writes
     nothing; raises UserError for what is wrong."""
     device = select_device(settings)
-    data = datasets.load(settings.data)
+    data = data or datasets.load(settings.data)
     teacher = build_teacher(settings, data)
     rows = build_rows(settings, teacher, len(data.train), folder / "rows") if settings.phase_a.residual else None
     return PhaseA(settings, data, device, teacher.to(device), rows)
@@ -96,22 +96,32 @@ def run(settings: Settings, run_dir: Path, resume: bool = False, force: bool = F
     phase A is refused, and so is a job that memory or disk cannot hold, unless ``force``. Raises UserError before
     anything is written.
     """
+    from stages import phase_b  # it imports this module
     run = RunDirectory(run_dir)
-    run.check(settings)
-    if not resume and run.phase_a.exists():
-        raise UserError(f"{run_dir} already holds a phase A: --resume continues it, another --run-dir starts afresh")
-    job = build(settings, run.phase_a)
+    check_free(run, settings, resume)
+    data = datasets.load(settings.data)
+    phase_b.check(settings, data)
+    job = build(settings, run.phase_a, data)
     if not force:
         check_resources(make_plan(settings, sizes_of(job.teacher, job.data)), run_dir)
     batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
     state = training_state(job, batches.steps())
-    run.start(settings)
-    job.data.write_split(run_dir / "split.json")
-    state.load(run.phase_a / "checkpoint")
-    train(job, batches, state, run.phase_a)
-    if not run.teacher_sha256.is_file():  # a finished teacher does not change, and its rows can be many
-        write_whole(run.teacher_sha256, teacher_sha256(replace(job, teacher=state.kept)) + "\n")
+    with run.locked():
+        check_free(run, settings, resume)
+        run.start(settings)
+        job.data.write_split(run_dir / "split.json")
+        state.load(run.phase_a / "checkpoint")
+        train(job, batches, state, run.phase_a)
+        if not run.teacher_sha256.is_file():  # a finished teacher does not change, and its rows can be many
+            write_whole(run.teacher_sha256, teacher_sha256(replace(job, teacher=state.kept)) + "\n")
     return state.metrics
+
+
+def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
+    """Raises UserError if the folder holds another run, or a phase A that is not to be continued."""
+    run.check(settings)
+    if not resume and run.phase_a.exists():
+        raise UserError(f"{run.path} already holds a phase A: --resume continues it, another --run-dir starts afresh")
 
 
 def teacher_sha256(job: PhaseA) -> str:
@@ -205,4 +215,11 @@ def training_state(job: PhaseA, steps_per_epoch: int) -> TrainingState:
                        "weight_decay": phase.optim.weight_decay})
     optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, groups)
     return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows,
-                         identity={"the data set": job.data.sha256})
+                         identity=identity(job))
+
+
+def identity(job: PhaseA) -> dict[str, Any]:
+    """What a checkpoint of phase A belongs to: every setting that phase A reads, and the data set."""
+    settings = {name: value for name, value in flatten(job.settings).items()
+                if not allowed(name, ("phase_b.", "baseline.", *IRRELEVANT))}
+    return settings | {"the data set": job.data.sha256}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+from gaupipe import config
 from gaupipe import data as datasets
 from gaupipe.augment import Augment, Mix, mix, mixed_targets
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
@@ -26,12 +29,12 @@ from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher
-from gaupipe.training import TrainingState, build_optimizer, build_vit, score_model, select_device, train_epoch
+from gaupipe.training import (TrainingState, build_optimizer, build_vit, has_checkpoint, score_model, select_device, train_epoch)
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
 from stages import phase_a
-from stages.export_maps import gaussians_reader
+from stages.export_maps import default_kind, gaussians_reader, make_schema
 from stages.key_attention import save_snapshot, student_rows
-from stages.run_directory import RunDirectory
+from stages.run_directory import RunDirectory, check_student_name, locked, write_whole
 
 
 WARM_START_IMAGES = 256
@@ -65,13 +68,13 @@ class PhaseB:
         return gaussians_reader(self.maps, self.device)
 
 
-def build(settings: Settings, key: str, maps_url: str | None, teacher_sha256: str | None = None) -> PhaseB:
+def build(settings: Settings, maps_url: str | None, teacher_sha256: str | None = None) -> PhaseB:
     """Everything phase B needs, freshly started; plain training where ``maps_url`` is None. Writes nothing.
 
     Raises UserError for settings that do not fit, StoreError for maps of another data set or teacher."""
     device = select_device(settings)
     data = datasets.load(settings.data)
-    student = build_student(settings, key, data).to(device)
+    student = build_student(settings, data).to(device)
     if maps_url is None:
         return PhaseB(settings, data, device, student, settings.baseline.optim or settings.phase_b.optim, None)
     maps = store.open(maps_url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256,
@@ -80,13 +83,13 @@ def build(settings: Settings, key: str, maps_url: str | None, teacher_sha256: st
     return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
 
 
-def build_student(settings: Settings, key: str, data: ImageData) -> nn.Module:
-    """The student with the weights that the seed starts it with, on the CPU."""
+def build_student(settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+    """The student with the weights that the seed starts it with, on the CPU; without any on the ``device`` "meta"."""
     phase = settings.phase_b
     torch.manual_seed(settings.seed)
     model = settings.model.model_copy(update={"args": {**settings.model.args, **phase.model_args}})
-    return build_vit(model, data, key, attention_options=phase.attention_options, match_params=phase.match_params,
-                     rezero=phase.rezero)
+    return build_vit(model, data, phase.student, device, attention_options=phase.attention_options,
+                     match_params=phase.match_params, rezero=phase.rezero)
 
 
 def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
@@ -119,46 +122,85 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
                         "use the model of phase A, or a gaussian store and phase_b.match_grid=true")
 
 
-def run(run_dir: Path, key: str | None = None, maps_url: str | None = None, resume: bool = False,
-        distilled: bool = True) -> list[dict[str, Any]]:
+def check(settings: Settings, data: ImageData, kind: str | None = None, encoding: str = "float16") -> None:
+    """Raises UserError (StoreError for a kind and encoding that do not go together) now for what phase B could not do
+    after hours of phase A."""
+    student, teacher = build_student(settings, data, "meta"), phase_a.build_teacher(settings, data)
+    job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
+    phase_a.training_state(job, steps_per_epoch=100)
+    kind = kind or default_kind(settings, encoding)
+    check_fit(student, make_schema(job, kind, encoding, "0" * 64), settings, "maps.zarr")
+    if settings.phase_b.warm_start != "none":
+        warm_start(student, teacher.vit.state_dict())
+    build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
+
+
+def check_plain(settings: Settings, data: ImageData) -> None:
+    """Raises UserError for what training on the labels alone could not do."""
+    student = build_student(settings, data, "meta")
+    build_optimizer(student, settings.baseline.optim or settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
+
+
+def run(run_dir: Path, student: str | None = None, *, name: str | None = None, overrides: Sequence[str] = (),
+        maps_url: str | None = None, resume: bool = False, distilled: bool = True) -> list[dict[str, Any]]:
     """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch.
 
-    ``distilled=False`` trains the same model on the labels alone. ``resume`` continues from the last checkpoint, or
-    starts where there is none; without it a student that is there is refused. Raises UserError before anything is
-    written.
+    student     its attention; None is the settings' ``phase_b.student``
+    name        of its folder; None is its attention
+    overrides   settings ``a.b=c`` in which it differs from the run; only some may (:data:`config.IN_PHASE_B`)
+    maps_url    the attention-map store; None is the run's own
+    resume      continues from the last checkpoint, or starts where there is none; without it a student that is there is
+                refused
+    distilled   False trains the same model on the labels alone
+
+    Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
+    if maps_url and not distilled:
+        raise UserError("--maps: training on the labels alone (--no-distill) reads no maps: leave one of the two out")
     settings = run.settings()
-    key = key or settings.phase_b.student
-    folder = run.student(key, distilled)
+    name = name or student or settings.phase_b.student
+    recorded = run.overrides(name, distilled)
+    settings = run.with_overrides([*recorded, *overrides, *([f"phase_b.student={student}"] if student else [])])
+    student = settings.phase_b.student
+    check_student_name(name, student)
+    folder = run.student(name, distilled)
     if not resume and folder.exists():
-        raise UserError(f"{folder} already exists: --resume continues it, another --run-dir starts afresh")
-    return train_student(settings, key, folder, run if distilled else None, maps_url)
+        raise UserError(f"{folder} already exists: --resume continues it, --name NAME trains another student beside it")
+    overrides = [*recorded, *(entry for entry in (*overrides, f"phase_b.student={student}") if entry not in recorded)]
+    return train_student(settings, folder, run if distilled else None, maps_url, lock=run, overrides=overrides)
 
 
-def train_student(settings: Settings, key: str, folder: Path, teacher: RunDirectory | None, maps_url: str | None = None
-                  ) -> list[dict[str, Any]]:
+def train_student(settings: Settings, folder: Path, teacher: RunDirectory | None, maps_url: str | None = None,
+                  lock: RunDirectory | None = None, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Trains a student into ``folder``, or goes on with the one that is there, and returns its metrics.
 
     ``teacher`` is the run whose phase A it learns from, None for the labels alone; ``maps_url`` its store, null for the
-    run's own, which must then be of that teacher.
+    run's own, which must then be of that teacher. ``lock`` is the run that must not change meanwhile, ``overrides``
+    in what the settings differ from that run's.
     """
     url = (maps_url or str(teacher.maps)) if teacher else None
     own = (teacher.teacher_sha256.read_text().strip()
            if teacher and maps_url is None and teacher.teacher_sha256.is_file() else None)
-    job = build(settings, key, url, own)
-    batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
-    optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
-    identity = {name: value for name, value in flatten(settings).items() if name not in IRRELEVANT}
-    identity |= {"phase_b.student": key, "the data set": job.data.sha256, "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
-                 "the kind of store": job.maps and job.maps.schema.kind}
-    state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
-    if not state.load(folder / "checkpoint") and teacher and settings.phase_b.warm_start != "none":
-        start_from_teacher(job, phase_a.load(teacher).teacher)
-        if state.ema:
-            state.ema.set(job.student)
-    train(job, batches, state, folder)
-    save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
+    with contextlib.ExitStack() as locks:
+        if lock:
+            locks.enter_context(lock.locked(shared=True))
+        job = build(settings, url, own)
+        batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
+        optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, batches.steps())
+        identity = {name: value for name, value in flatten(settings).items() if name not in IRRELEVANT}
+        identity |= {"the data set": job.data.sha256,
+                     "the teacher of the maps": job.maps and job.maps.schema.teacher_sha256,
+                     "the kind of store": job.maps and job.maps.schema.kind}
+        if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(folder / "checkpoint"):
+            start_from_teacher(job, phase_a.load(teacher).teacher)
+        state = TrainingState(job.student, optimizer, schedule, job.optim, settings.precision, identity=identity)
+        locks.enter_context(locked(folder, "student"))
+        state.load(folder / "checkpoint")
+        write_whole(folder / "config.yaml", config.dump(settings))
+        write_whole(folder / "overrides.json", json.dumps(list(overrides)) + "\n")
+        train(job, batches, state, folder)
+        save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics
 
 

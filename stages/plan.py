@@ -15,6 +15,7 @@ import numpy as np
 import store
 import torch
 from rich.table import Table
+from timm.models import get_pretrained_cfg, is_model, list_models
 
 from gaupipe import data as datasets
 from gaupipe.config import Settings
@@ -36,7 +37,7 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
-    data = datasets.load(settings.data) if images is None else random_data(settings, images, classes)
+    data = load(settings) if images is None else random_data(settings, images, classes)
     teacher = phase_a.build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:
@@ -55,11 +56,26 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
             "device": str(device), "seconds": seconds, "problem": problem}
 
 
+def load(settings: Settings) -> ImageData:
+    """The data set. Raises UserError where it is not there, saying how to plan without it."""
+    try:
+        return datasets.load(settings.data)
+    except UserError as error:
+        raise UserError(f"{error}; or plan without it: --images N --classes C") from None
+
+
+def model_image_size(name: str) -> int:
+    """The image size, in pixels, that a model is made for. Raises UserError for an unknown model."""
+    config = get_pretrained_cfg(name, allow_unregistered=False) if is_model(name) else None
+    if config is None:
+        raise UserError(f"model.name: unknown model {name!r}: set data.image_size, or name one of "
+                        f"{', '.join(list_models('gauvit_*'))}")
+    return config.input_size[-1]
+
+
 def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     """Stands in for a data set of ``classes``: as many random images as measuring takes, and one more for validation."""
-    size = settings.data.image_size
-    if size is None:
-        raise UserError("--images: set data.image_size as well, the data set is not there to ask")
+    size = settings.data.image_size or model_image_size(settings.model.name)
     count = min(images, 8 * settings.data.batch_size) + 1
     generator = np.random.default_rng(0)
     source = ArrayImages(generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8),
@@ -94,7 +110,7 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
         writer = store.create(url, export_maps.make_schema(first, kind), decoder=export_maps.decoder(first, kind))
         export = clock(lambda: export_maps.write(first, writer)) / count
 
-        student = phase_b.build_student(short, short.phase_b.student, small).to(device)
+        student = phase_b.build_student(short, small).to(device)
         second = phase_b.PhaseB(short, small, device, student, short.phase_b.optim, store.open(url))
         optimizer, schedule = build_optimizer(student, second.optim, 2, batches.steps())
         state = TrainingState(student, optimizer, schedule, second.optim, short.precision)

@@ -1,17 +1,25 @@
-"""The folder a run lives in: where each stage keeps its files, and what guards it against being mixed with another run."""
+"""The folder a run lives in: where each stage keeps its files, and what guards the run against
+being mixed with another one or used by two processes at once."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe import config
+from gaupipe import STUDENTS, config
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
 
+RUNS = Path("runs")
+"""Where runs go that were not given a folder."""
 
-FREE = {"phase_b.student", *config.IRRELEVANT}
-"""Settings that may differ between the commands of a run."""
+STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,14 @@ class RunDirectory:
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
-    def student(self, student: str, distilled: bool = True) -> Path:
-        """Folder of one student; a plain one learned from the labels alone."""
-        return self.path / ("phase_b" if distilled else "plain") / student
+    def student(self, name: str, distilled: bool = True) -> Path:
+        """Folder of one student; the baseline's learned from the labels alone."""
+        return self.path / ("phase_b" if distilled else "plain") / name
+
+    def students(self, distilled: bool = True) -> list[str]:
+        """Names of the students that have been trained, the last one last."""
+        folders = (self.path / ("phase_b" if distilled else "plain")).glob("*/student")
+        return [folder.parent.name for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)]
 
     def settings(self) -> Settings:
         """The settings that the run was started with. Raises UserError where there is no run."""
@@ -45,14 +58,37 @@ class RunDirectory:
                             f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one")
         return config.load(self.config)
 
+    def overrides(self, name: str, distilled: bool = True) -> list[str]:
+        """The settings ``a.b=c`` with which a student was started; none where it has not been."""
+        path = self.student(name, distilled) / "overrides.json"
+        return json.loads(path.read_text()) if path.is_file() else []
+
+    def with_overrides(self, overrides: Sequence[str]) -> Settings:
+        """The run's settings with those of one student. Raises UserError for a setting in which students of one
+        teacher cannot differ."""
+        settings = config.load(self.config, overrides)
+        for key in changed(self.settings(), settings):
+            if not allowed(key, config.IN_PHASE_B):
+                raise UserError(f"--set {key}: belongs to the run, not to one student: start another run with it "
+                                f"('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')")
+        return settings
+
+    def student_settings(self, name: str, distilled: bool = True) -> Settings:
+        """The settings that a student was trained with."""
+        recorded = self.student(name, distilled) / "config.yaml"
+        return config.load(recorded) if recorded.is_file() else self.settings()
+
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
         if self.config.is_file():
-            difference = first_difference(self.settings(), settings)
-            if difference:
-                raise UserError(f"{self.path} holds a run with other settings ({difference}); "
-                                "choose another --run-dir or remove it")
-        elif self.path.is_file() or (self.path.is_dir() and any(path.name != "config.partial" for path in self.path.iterdir())):
+            old = self.settings()
+            for key in changed(old, settings):
+                if not allowed(key, FREE):
+                    before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
+                    raise UserError(f"{self.path} holds a run with other settings ({key} is {before}, asked {now}); "
+                                    "choose another --run-dir or remove it")
+        elif self.path.is_file() or (self.path.is_dir() and any(
+                path.name not in ("config.partial", "lock") for path in self.path.iterdir())):
             raise UserError(f"{self.path} exists and is not a run directory: choose another --run-dir")
 
     def start(self, settings: Settings) -> None:
@@ -60,6 +96,59 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
+
+    def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Keeps other processes out of the run while it is written; :func:`locked`. Students of one teacher may
+        be trained at once, each with a ``shared`` lock on the run and a lock on its own folder."""
+        return locked(self.path, "run", shared)
+
+
+FREE = ("phase_b.student", *config.IRRELEVANT)
+"""Settings that may differ between the commands of a run."""
+
+
+def last_used() -> RunDirectory:
+    """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is none."""
+    runs = [RunDirectory(path.parent) for path in RUNS.glob("*/config.yaml")]
+    if not runs:
+        raise UserError(f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is elsewhere")
+
+    def last_use(run: RunDirectory) -> int:
+        lock = run.path / "lock"
+        return (lock if lock.is_file() else run.config).stat().st_mtime_ns  # older runs have no lock
+
+    return max(runs, key=last_use)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """Holds the file ``folder``/lock, which is made with the folder where it is missing; the operating system lets go of
+    it when the process ends, however it ends. The file's time is when the folder was last worked on.
+
+    Raises UserError while another process holds it, unless both are ``shared``. ``what`` is the folder's role in the
+    message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read().strip()
+            raise UserError(f"{folder}: another process{f' (pid {process})' if process else ''} is using this {what}: "
+                            "wait for it to end, or choose another folder") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def check_student_name(name: str, student: str) -> None:
+    """Raises UserError for a name that cannot be a folder's, or is that of another attention."""
+    if not STUDENT_NAME.fullmatch(name):
+        raise UserError(f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03")
+    if name in STUDENTS and name != student:
+        raise UserError(f"--name {name}: is the name of an attention, and this student's is {student}: choose another name")
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -69,11 +158,12 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def first_difference(old: Settings, new: Settings) -> str | None:
-    """The first setting on which two settings differ, as 'a.b is 1, asked 2'; the student's key does not count, nor does
-    what makes no other run of it."""
+def changed(old: Settings, new: Settings) -> list[str]:
+    """Names of the settings in which two settings differ."""
     flat_old, flat_new = config.flatten(old), config.flatten(new)
-    for key in flat_old | flat_new:
-        if key not in FREE and flat_old.get(key) != flat_new.get(key):
-            return f"{key} is {flat_old.get(key)}, asked {flat_new.get(key)}"
-    return None
+    return [key for key in flat_old | flat_new if flat_old.get(key) != flat_new.get(key)]
+
+
+def allowed(key: str, names: Iterable[str]) -> bool:
+    """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of its section."""
+    return any(key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.") for name in names)

@@ -131,7 +131,7 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir, monkeypatch):
     settings = config.load(run_dir / "config.yaml", ["phase_b.epochs=2", "phase_b.shuffle_maps=true", "data.batch_size=1437"])
-    job = phase_b.build(settings, "standard", str(run_dir / "maps.zarr"))
+    job = phase_b.build(settings, str(run_dir / "maps.zarr"))
     seen, orders = [], []
 
     def stop_at_the_maps(_job, stored, *_more):

@@ -91,7 +91,7 @@ def test_a_student_that_starts_from_the_prior_knows_the_digits_before_its_first_
     export_maps.run(tmp_path / "run")
     accuracy = {}
     for start in ("teacher", "prior"):
-        job = phase_b.build(config.load("digits", [*settings, f"phase_b.warm_start={start}"]), "standard",
+        job = phase_b.build(config.load("digits", [*settings, f"phase_b.warm_start={start}"]),
                             str(tmp_path / "run" / "maps.zarr"))
         phase_b.start_from_teacher(job, phase_a.load(RunDirectory(tmp_path / "run")).teacher)
         validation = Batches(job.data.val, job.data, 512, 0)
