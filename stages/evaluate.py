@@ -18,7 +18,7 @@ from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
 from gaupipe.training import score, select_device
 from stages import phase_b
-from stages.run_directory import RunDirectory
+from stages.run_directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
@@ -32,7 +32,9 @@ def load_student(run_dir: Path, name: str | None = None, distilled: bool = True)
     there, plain = run.students(distilled), "" if distilled else " --no-distill"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: 'gaupipe phase-b --run-dir {run_dir}{plain}' trains one")
-    name = name or there[-1]
+    if name is None:
+        name = there[-1]
+    check_name(name)
     folder = run.student(name, distilled) / "student"
     if not folder.is_dir():
         known = f"; there are {', '.join(there)}" if there else ""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from gaupipe import config
+from gaupipe import STUDENTS, config
 from gaupipe import data as datasets
 from gaupipe.augment import Augment, Mix, mix, mixed_targets
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
@@ -34,7 +34,7 @@ from gaupipe.warm_start import fit_queries_and_keys, warm_start
 from stages import phase_a
 from stages.export_maps import default_kind, gaussians_reader, make_schema
 from stages.key_attention import save_snapshot, student_rows
-from stages.run_directory import RunDirectory, check_student_name, locked, write_whole
+from stages.run_directory import RunDirectory, check_name, locked, write_whole
 
 
 WARM_START_IMAGES = 256
@@ -159,11 +159,14 @@ def run(run_dir: Path, student: str | None = None, *, name: str | None = None, o
     if maps_url and not distilled:
         raise UserError("--maps: training on the labels alone (--no-distill) reads no maps: leave one of the two out")
     settings = run.settings()
-    name = name or student or settings.phase_b.student
+    if name is None:
+        name = student or settings.phase_b.student
+    check_name(name)
     recorded = run.overrides(name, distilled)
     settings = run.with_overrides([*recorded, *overrides, *([f"phase_b.student={student}"] if student else [])])
     student = settings.phase_b.student
-    check_student_name(name, student)
+    if name in STUDENTS and name != student:
+        raise UserError(f"--name {name}: is the name of an attention, and this student's is {student}: choose another name")
     folder = run.student(name, distilled)
     if not resume and folder.exists():
         raise UserError(f"{folder} already exists: --resume continues it, --name NAME trains another student beside it")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe import STUDENTS, config
+from gaupipe import config
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
 
@@ -143,12 +143,10 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
         yield
 
 
-def check_student_name(name: str, student: str) -> None:
-    """Raises UserError for a name that cannot be a folder's, or is that of another attention."""
+def check_name(name: str) -> None:
+    """Raises UserError for a student's name that cannot be a folder's."""
     if not STUDENT_NAME.fullmatch(name):
         raise UserError(f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03")
-    if name in STUDENTS and name != student:
-        raise UserError(f"--name {name}: is the name of an attention, and this student's is {student}: choose another name")
 
 
 def write_whole(path: Path, text: str) -> None:
