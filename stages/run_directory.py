@@ -137,10 +137,15 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
             process = file.read().strip()
             raise UserError(f"{folder}: another process{f' (pid {process})' if process else ''} is using this {what}: "
                             "wait for it to end, or choose another folder") from None
+        before = os.fstat(file.fileno())
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        except ValueError:  # a mistake was refused: nothing was worked on
+            os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+            raise
 
 
 def check_name(name: str) -> None:
