@@ -186,7 +186,7 @@ def overlap(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(teacher.parameters())
     images = torch.randn(32, 3, 32, 32, device=device)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, ThreadPoolExecutor(1) as pool:
-        state = ImageState(1024, torch.zeros(teacher.row_shape), lr=0.1, folder=Path(folder))
+        state = ImageState(1024, torch.zeros(teacher.per_image_shape), lr=0.1, folder=Path(folder))
         order = torch.randperm(1024).view(-1, 32)
         pending = []
 
@@ -217,7 +217,7 @@ def overlap(arguments: argparse.Namespace) -> None:
                     times[way].append(seconds)
         update = []
         for image_ids in order[:8]:
-            gradient = torch.ones(32, *teacher.row_shape)
+            gradient = torch.ones(32, *teacher.per_image_shape)
             started = time.perf_counter()
             state.update(image_ids, gradient)
             update.append(time.perf_counter() - started)

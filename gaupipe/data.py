@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gaupipe.augment import Augment
+from gaupipe.augment import Augment, Mix, mix
 from gaupipe.config import DataSettings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
@@ -121,56 +122,110 @@ class _Order:
         return -(-len(self.image_ids) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for start in range(0, len(self.image_ids), self.batch_size):
-            yield self.image_ids[start:start + self.batch_size].tolist()
+        for image_ids in self.batches():
+            yield image_ids.tolist()
+
+    def batches(self) -> list[np.ndarray]:
+        """The image ids of each batch."""
+        starts = range(0, len(self.image_ids), self.batch_size)
+        return [self.image_ids[start:start + self.batch_size] for start in starts]
+
+
+@dataclass
+class Batch:
+    """Some images and what belongs to them, all in one order.
+
+    images     float32 [B, C, height, width], normalised, on the model's device
+    labels     int64 [B], on the model's device
+    ids        int64 [B], the image ids, on the CPU
+    geometry   where each view lies in its image; None where nothing moved
+    mixed      which images Mixup or CutMix mixed, and where; None where none were
+    stored     what a store holds for ``ids``, {array name: [B, ...]}; None where no store is read
+    """
+
+    images: Tensor
+    labels: Tensor
+    ids: Tensor
+    geometry: Geometry | None = None
+    mixed: Mix | None = None
+    stored: dict[str, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class StoredMaps(Protocol):
+    """What :meth:`Batches.epoch` reads stored maps through, such as a :class:`store.Store`."""
+
+    def prefetch(self, batches: Iterable[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """What is stored for each batch of image ids, in order, read ahead."""
 
 
 class Batches:
-    """Normalised batches of one split, in canonical or shuffled order."""
+    """The images of one split in batches, normalised, on ``device``."""
 
-    def __init__(self, split: Split, data: ImageData, batch_size: int, workers: int) -> None:
-        self.split = split
+    def __init__(
+        self,
+        split: Split,
+        data: ImageData,
+        device: torch.device,
+        batch_size: int,
+        workers: int = 0,
+    ) -> None:
+        self.split, self.device = split, device
         self.order = _Order(batch_size)
         # tensorstore must not be in use before a fork, so workers start from a clean process
-        context = {"multiprocessing_context": "forkserver", "persistent_workers": True} if workers else {}
-        self.loader = DataLoader(_Batches(split), batch_sampler=self.order, collate_fn=_as_is, num_workers=workers,
-                                 generator=torch.Generator(), **context)
-        self.mean = torch.tensor(data.mean).view(-1, 1, 1) * 255
-        self.std = torch.tensor(data.std).view(-1, 1, 1) * 255
+        context = {"multiprocessing_context": "forkserver", "persistent_workers": True}
+        self.loader = DataLoader(
+            _Batches(split),
+            batch_sampler=self.order,
+            collate_fn=_as_is,
+            num_workers=workers,
+            generator=torch.Generator(),
+            **(context if workers else {}),
+        )
+        self.mean = torch.tensor(data.mean, device=device).view(-1, 1, 1) * 255
+        self.std = torch.tensor(data.std, device=device).view(-1, 1, 1) * 255
 
+    @property
     def steps(self) -> int:
         """Batches in an epoch."""
         return -(-len(self.split) // self.order.batch_size)
 
-    def shuffled(self, seed: tuple[int, int]) -> list[np.ndarray]:
-        """The image ids of an epoch's batches in an order that (seed, epoch) alone determines."""
-        image_ids = np.random.default_rng(seed).permutation(len(self.split))
-        return [image_ids[start:start + self.order.batch_size]
-                for start in range(0, len(image_ids), self.order.batch_size)]
-
-    def epoch(self, device: torch.device, shuffle_seed: tuple[int, int] | None = None,
-              image_ids: np.ndarray | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """One pass over the split: images float32 [B, C, height, width], labels [B] (both on ``device``), image ids [B].
-
-        In the order of :meth:`shuffled` for a ``shuffle_seed``, else over ``image_ids``, else in canonical order.
-        """
-        if shuffle_seed is not None:
-            image_ids = np.concatenate(self.shuffled(shuffle_seed))
+    def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
+        """The images of ``image_ids``, or all of the split in canonical order, as they are."""
         self.order.image_ids = np.arange(len(self.split)) if image_ids is None else image_ids
-        for images, labels, ids in self.loader:
-            yield self._normalised(images.to(device)), labels.to(device), ids
+        for images, labels, ids in self._fetched():
+            yield Batch(self._normalised(images.to(self.device)), labels.to(self.device), ids)
 
-    def augmented(self, device: torch.device, seed: tuple[int, int], augment: Augment
-                  ) -> Iterator[tuple[Tensor, Tensor, Tensor, Geometry | None]]:
-        """One pass in the order of :meth:`shuffled`: as :meth:`epoch`, with views in place of the images and where each
-        view lies in its image (None where nothing moved)."""
-        self.order.image_ids = np.concatenate(self.shuffled(seed))
-        for images, labels, ids in self.loader:
-            views, geometry = augment(images.to(device), ids, seed[1])
-            yield self._normalised(views), labels.to(device), ids, geometry
+    def epoch(
+        self, number: int, augment: Augment, maps: StoredMaps | None = None
+    ) -> Iterator[Batch]:
+        """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
+
+        (seed of ``augment``, epoch) alone determine the order, and the store is read by the very ids
+        of each batch.
+        """
+        self.order.image_ids = self._shuffled(augment.seed, number)
+        stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches())
+        for (images, labels, ids), found in zip(self._fetched(), stored):  # noqa: B905
+            views, geometry = augment(images.to(self.device), ids, number)
+            views, mixed = mix(self._normalised(views), ids, augment.seed, number, augment.settings)
+            yield Batch(views, labels.to(self.device), ids, geometry, mixed, found)
+
+    def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng((seed, epoch)).permutation(len(self.split))
+
+    def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(images uint8, labels, ids) in the order that was set. Raises the UserError of an image that
+        cannot be read."""
+        for batch in self.loader:
+            if isinstance(batch, UserError):
+                raise batch
+            yield batch
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return (images.float() - self.mean.to(images.device)) / self.std.to(images.device)
+        return (images.float() - self.mean) / self.std
 
 
 def _as_is(batch: Any) -> Any:
@@ -200,7 +255,7 @@ class ImageData:
                                    {name: split.positions.tolist() for name, split in splits.items()}) + "\n")
 
 
-def load(settings: DataSettings) -> ImageData:
+def load_data(settings: DataSettings) -> ImageData:
     """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is not there."""
     train, test = _sources(settings)
     labels = train.labels
@@ -350,3 +405,6 @@ def _labels(source: Any) -> np.ndarray:
     if hasattr(reader, "dataset") and hasattr(reader, "label_key"):
         return np.asarray(reader.dataset[reader.label_key], dtype=np.int64)
     return np.asarray([target for _, target in source], dtype=np.int64)
+
+
+load = load_data

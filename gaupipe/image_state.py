@@ -76,9 +76,12 @@ class ImageState:
         """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B, *row], any device.
 
         Each row has its own step count for the bias correction, so a row behaves as if it were alone in
-        ``torch.optim.Adam``. Raises UserError where files cannot be written.
+        ``torch.optim.Adam``. An image whose gradient is not finite, as float16 makes it now and then, is left as it
+        was. Raises UserError where files cannot be written.
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
+        finite = torch.isfinite(gradient).all(1)
+        image_ids, gradient = image_ids[finite], gradient[finite]
         records = self._read_records(image_ids)
         row, *moments = self._parts(records)
         first, second = (moment.float() for moment in moments)  # float32 moments are stepped in place

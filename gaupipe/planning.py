@@ -69,7 +69,7 @@ def sizes_of(teacher: Any, data: Any) -> Sizes:
     prior = teacher.prior.numel()
     return Sizes(
         images=len(data.train), classes=data.num_classes, layers=teacher.layers, heads=teacher.heads,
-        tokens=teacher.grid[0] * teacher.grid[1], row_size=math.prod(teacher.row_shape), prior_parameters=prior,
+        tokens=teacher.grid[0] * teacher.grid[1], row_size=math.prod(teacher.per_image_shape), prior_parameters=prior,
         network_parameters=sum(parameter.numel() for parameter in teacher.parameters()) - prior,
         image_bytes=2 * sum(source.images.nbytes for source in sources.values() if hasattr(source, "images")))
 

@@ -32,8 +32,9 @@ class Decoder(nn.Module):
 class Teacher(nn.Module):
     """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
 
-    The raw numbers of a Gaussian are prior[block, head, query] + what the image's own row says. A row is those numbers
-    themselves, or with a ``compression`` (embedding, hidden) the embedding that a :class:`Decoder` turns into them.
+    The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The per-image parameters are
+    that residual itself, or with a ``compression`` (embedding, hidden) an embedding that a :class:`Decoder` turns into
+    it.
     The prior is learned from every image; without one it stays where it starts, at mean 0 and std 1.
     """
 
@@ -50,17 +51,21 @@ class Teacher(nn.Module):
         self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:])) if compression else None
 
     @property
-    def row_shape(self) -> tuple[int, ...]:
-        """Shape of an image's row: [L, H, T, P], or [L, E] with a compression."""
+    def per_image_shape(self) -> tuple[int, ...]:
+        """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
         return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
 
-    def raw_rows(self, rows: Tensor) -> Tensor:
-        """What rows [B, *row_shape] add to the prior: [B, L, H, T, P]."""
-        return self.decoder(rows).view(len(rows), *self.raw_shape) if self.decoder else rows
+    def residual(self, parameters: Tensor) -> Tensor:
+        """What per-image parameters [B, *per_image_shape] add to the prior: [B, L, H, T, P]."""
+        if self.decoder is None:
+            return parameters
+        return self.decoder(parameters).view(len(parameters), *self.raw_shape)
 
-    def gaussians(self, rows: Tensor | None) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of the images with these rows; the prior's, with B = 1, for None."""
-        raw = self.prior.unsqueeze(0) if rows is None else self.raw_rows(rows) + self.prior
+    def gaussians(self, parameters: Tensor | None) -> Tensor:
+        """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B = 1, for None."""
+        raw = self.prior.unsqueeze(0)                                  # [1, L, H, T, P]
+        if parameters is not None:
+            raw = raw + self.residual(parameters)                      # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
     def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:

@@ -1,11 +1,10 @@
-"""What both phases share: device and seeds, models, the optimizer and its schedule, one pass over the data, scores,
-and the state that a checkpoint holds."""
+"""What the loops of both phases share: the epochs, with their log and checkpoints, the update of the network, scores."""
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,94 +13,11 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
-from gaupipe.augment import Augment
-from gaupipe.config import ModelSettings, OptimSettings, Settings, flatten
-from gaupipe.data import Batches, ImageData
+from gaupipe.config import OptimSettings, Settings, flatten
+from gaupipe.data import Batches
 from gaupipe.errors import UserError
-from gaupipe.gaussians import Geometry
 from gaupipe.image_state import ImageState
-from gaupipe.initialisation import start_weights
-from gaupipe.progress import EpochProgress
-
-
-def select_device(settings: Settings) -> torch.device:
-    """The device the settings name; ``auto`` is a GPU where there is one. Raises UserError for one that is not there."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    name = settings.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    if device.type == "meta":
-        raise UserError("device: 'meta' holds no numbers: take cpu, cuda or auto")
-    return device
-
-
-def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", device: str | None = None,
-              **options: Any) -> nn.Module:
-    """The timm model that the settings name, sized for the data, its weights started as the settings say.
-
-    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot.
-    """
-    import timm
-    if not timm.is_model(model.name):
-        import difflib
-        near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
-        raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
-    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
-    try:
-        placed = {"device": device} if device else {}
-        vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options, **placed)
-        start_weights(vit, model)
-    except UserError:
-        raise
-    except Exception as error:  # whatever timm's classes make of keywords they were not written for
-        raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
-                        f"{model.args}: {_reason(error)}") from None
-    return vit
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, with its type where that says more."""
-    text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, ValueError | RuntimeError) and text else f"{type(error).__name__} {text}".strip()
-
-
-def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
-                    extra_groups: list[dict[str, Any]] = ()) -> tuple[torch.optim.Optimizer, Any]:
-    """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update number.
-
-    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule. Raises UserError for
-    what timm cannot make.
-    """
-    from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
-    from timm.scheduler import create_scheduler_v2
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
-                *extra_groups]
-
-    try:
-        takes = inspect.signature(get_optimizer_class(optim.name, bind_defaults=False)).parameters
-        options = {"betas": optim.betas} if "betas" in takes else {}
-        optimizer = create_optimizer_v2(vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
-    warmup = min(optim.warmup_epochs, epochs)
-    try:
-        schedule, _ = create_scheduler_v2(
-            optimizer, optim.schedule, min_lr=optim.min_lr, warmup_lr=optim.min_lr, warmup_epochs=warmup, warmup_prefix=True,
-            step_on_epochs=False, updates_per_epoch=steps_per_epoch, **{"num_epochs": epochs - warmup or 1} | optim.schedule_args)
-        if schedule is None:
-            raise ValueError("'constant' holds the rate")
-    except (AssertionError, ValueError, TypeError) as error:
-        raise UserError(f"optim.schedule: timm cannot make {optim.schedule!r} of {epochs} epochs with "
-                        f"{optim.schedule_args}: {error}") from None
-    return optimizer, schedule
+from gaupipe.progress import EpochProgress, MetricsLog
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
@@ -119,7 +35,7 @@ class TrainingState:
     schedule: Any
     optim: OptimSettings
     precision: str = "float32"
-    rows: ImageState | None = None
+    per_image: ImageState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """What the state belongs to; a checkpoint of something else is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -142,7 +58,7 @@ class TrainingState:
         with partial.open("wb") as file:
             torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
                         "scaler": self.scaler.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
-                        "rows": self.rows.state_dict() if self.rows else None, "metrics": self.metrics,
+                        "rows": self.per_image.state_dict() if self.per_image else None, "metrics": self.metrics,
                         "identity": self.identity, "finished": self.finished}, file)
             file.flush()
             os.fsync(file.fileno())
@@ -166,8 +82,8 @@ class TrainingState:
         self.scaler.load_state_dict(state["scaler"])
         if self.ema:
             self.ema.load_state_dict(state["ema"])
-        if self.rows:
-            self.rows.load_state_dict(state["rows"])
+        if self.per_image:
+            self.per_image.load_state_dict(state["rows"])
         self.metrics, self.finished = state["metrics"], state["finished"]
         return True
 
@@ -177,50 +93,112 @@ def has_checkpoint(folder: Path) -> bool:
     return (folder / "state.pt").is_file()
 
 
-def train_epoch(state: TrainingState, batches: Batches, device: torch.device, augment: Augment, progress: EpochProgress,
-                step: Callable[[Tensor, Tensor, Tensor, Geometry | None], tuple[dict[str, Tensor], Tensor | None]]
-                ) -> dict[str, float]:
-    """One pass over the training images; the means of the values that ``step`` names.
+class Update:
+    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a step."""
 
-    ``step(images, labels, image_ids, geometry)`` returns ({"loss": ..., ...}, rows), where rows [B, ...] are the leaf tensor of
-    the images' rows, or None. A row's gradient is that of its own image's loss, whatever the size of the batch. Raises
-    UserError when the loss is not finite; the checkpoint of the last epoch stays.
-    """
-    state.modules.train()
-    epoch, steps, accumulate = len(state.metrics), batches.steps(), state.optim.accumulate
-    seed_epoch(augment.seed, epoch)
-    totals: dict[str, Tensor] = {}
-    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
-    dtype = getattr(torch, state.precision)
-    for number, (images, labels, image_ids, geometry) in enumerate(batches.augmented(device, (augment.seed, epoch), augment)):
-        state.schedule.step_update(epoch * steps + number)
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            values, rows = step(images, labels, image_ids, geometry)
-        if not torch.isfinite(values["loss"]):
-            raise UserError(f"the loss is {values['loss'].item()} in epoch {epoch + 1}, step {number + 1} of {steps} "
-                            f"(lr {state.optimizer.param_groups[0]['lr']:.3g}, {state.precision}, "
-                            f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; "
-                            "the checkpoint of the epoch before is kept")
-        scale = state.scaler.get_scale()
-        group = min(accumulate, steps - number // accumulate * accumulate)  # the last one may be smaller
-        state.scaler.scale(values["loss"] / group).backward()
-        if rows is not None:
-            gradient = (rows.grad * (len(image_ids) * group / scale)).cpu()
-            finite = torch.isfinite(gradient).flatten(1).all(1)  # float16 overflows now and then, in single images
-            state.rows.update(image_ids[finite], gradient[finite])
-        if (number + 1) % accumulate == 0 or number + 1 == steps:
-            if state.optim.clip_grad is not None:
-                state.scaler.unscale_(state.optimizer)
-                nn.utils.clip_grad_norm_(parameters, state.optim.clip_grad)
-            state.scaler.step(state.optimizer)
-            state.scaler.update()
-            state.optimizer.zero_grad()
-            if state.ema:
-                state.ema.update(state.modules)
+    def __init__(self, state: TrainingState, steps: int) -> None:
+        """``steps`` is the number of batches in an epoch."""
+        self.state, self.steps = state, steps
+        self.batch = len(state.metrics) * steps
+        self.device = next(state.modules.parameters()).device
+        self.parameters = [
+            parameter for group in state.optimizer.param_groups for parameter in group["params"]
+        ]
+
+    def autocast(self) -> torch.autocast:
+        """The context of a forward pass in the settings' precision."""
+        dtype = getattr(torch, self.state.precision)
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def __call__(self, loss: Tensor) -> None:
+        """Goes back from the loss of one batch. Raises UserError for one that is not finite."""
+        state, accumulate = self.state, self.state.optim.accumulate
+        epoch, step = divmod(self.batch, self.steps)
+        state.schedule.step_update(self.batch)
+        if not torch.isfinite(loss):
+            raise UserError(self._diverged(loss, epoch, step))
+        # the last steps of an epoch may be fewer than the others accumulate
+        self.group = min(accumulate, self.steps - step // accumulate * accumulate)
+        self.scale = state.scaler.get_scale()
+        state.scaler.scale(loss / self.group).backward()
+        if (step + 1) % accumulate == 0 or step + 1 == self.steps:
+            self._step()
+        self.batch += 1
+
+    def per_image_gradient(self, parameters: Tensor) -> Tensor:
+        """The gradient of per-image parameters [B, ...], for each image that of its own loss, whatever
+        the size of the batch."""
+        return parameters.grad * (len(parameters) * self.group / self.scale)
+
+    def _step(self) -> None:
+        state = self.state
+        if state.optim.clip_grad is not None:
+            state.scaler.unscale_(state.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        if state.ema:
+            state.ema.update(state.modules)
+
+    def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
+        optim, rate = self.state.optim, self.state.optimizer.param_groups[0]["lr"]
+        return (
+            f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps} "
+            f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower optim.lr or "
+            "raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
+        )
+
+
+class Epoch:
+    """One epoch while it is trained: its number, from 0, and the means of its losses."""
+
+    def __init__(self, number: int, progress: EpochProgress) -> None:
+        self.number = number
+        self.progress = progress
+        self.started = time.monotonic()
+        self.images = 0
+        self.sums: dict[str, Tensor] = {}
+        self.metrics: dict[str, Any] = {}
+
+    def add(self, images: int, **values: Tensor) -> None:
+        """Counts a batch of this many images, with the means of its losses over them."""
         for name, value in values.items():
-            totals[name] = totals.get(name, 0) + value.detach() * len(images)
-        progress.advance(len(images))
-    return {name: (total / len(batches.split)).item() for name, total in totals.items()}
+            self.sums[name] = self.sums.get(name, 0) + value.detach() * images
+        self.images += images
+        self.progress.advance(images)
+
+    def means(self) -> dict[str, float]:
+        """The mean of each loss over the images of the epoch. The time of training ends here."""
+        self.seconds = time.monotonic() - self.started
+        return {name: (total / self.images).item() for name, total in self.sums.items()}
+
+    def finish(self, **metrics: Any) -> None:
+        """What metrics.jsonl is to say of the epoch, beside its number, time and speed."""
+        self.metrics = {
+            "epoch": self.number + 1,
+            **metrics,
+            "seconds": round(self.seconds, 3),
+            "images_per_s": round(self.images / self.seconds, 1),
+        }
+
+
+def epochs(
+    state: TrainingState, folder: Path, progress: EpochProgress, seed: int
+) -> Iterator[Epoch]:
+    """The epochs that are left until the caller sets ``state.finished``.
+
+    Each starts torch's generators from (seed, epoch) alone. When the caller comes back for the next,
+    the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
+    """
+    log = MetricsLog(folder / "metrics.jsonl", state.metrics)
+    while not state.finished:
+        epoch = Epoch(len(state.metrics), progress)
+        state.modules.train()
+        seed_epoch(seed, epoch.number)
+        yield epoch
+        log.append(epoch.metrics)
+        state.save(folder / "checkpoint")
 
 
 @torch.no_grad()
@@ -238,8 +216,8 @@ def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 
 
-def score_model(model: nn.Module, batches: Batches, device: torch.device) -> dict[str, float]:
+def score_model(model: nn.Module, batches: Batches) -> dict[str, float]:
     """:func:`score` of a model in eval mode over a split."""
     model.eval()
     with torch.inference_mode():
-        return score((model(images), labels) for images, labels, _ in batches.epoch(device))
+        return score((model(batch.images), batch.labels) for batch in batches.in_order())

@@ -10,13 +10,14 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from gaupipe import data as datasets
 from gaupipe.config import Settings
-from gaupipe.data import Batches, ImageData, Split
+from gaupipe.data import Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
-from gaupipe.training import score, select_device
+from gaupipe.building import select_device
+from gaupipe.student import check_fit
+from gaupipe.training import score
 from stages import phase_b
 from stages.run_directory import RunDirectory, check_name
 
@@ -48,7 +49,7 @@ def run(run_dir: Path, name: str | None = None, split: str = "val", distilled: b
     """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there
     and fits the student, also how far student and teacher agree on training images."""
     settings, student, name = load_student(run_dir, name, distilled)
-    data = datasets.load(settings.data)
+    data = load_data(settings.data)
     images = getattr(data, split)
     if images is None:
         raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
@@ -59,7 +60,7 @@ def run(run_dir: Path, name: str | None = None, split: str = "val", distilled: b
     url = str(RunDirectory(run_dir).maps)
     try:
         maps = store.open(url, dataset_sha256=data.sha256)
-        phase_b.check_fit(student, maps.schema, settings, url)
+        check_fit(student, maps.schema, settings, url)
     except (store.StoreError, UserError):
         return scores  # maps that are not there or do not fit say nothing about this student
     return scores | teacher_agreement(student, maps, data, settings, device)
@@ -69,8 +70,11 @@ def run(run_dir: Path, name: str | None = None, split: str = "val", distilled: b
 def predictions(model: nn.Module, images: Split, data: ImageData, settings: Settings, device: torch.device
                 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order."""
-    batches = Batches(images, data, settings.data.eval_batch_size, settings.data.workers)
-    pairs = [(model(pixels).float().cpu(), labels.cpu()) for pixels, labels, _ in batches.epoch(device)]
+    sizes = settings.data
+    batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers)
+    pairs = [
+        (model(batch.images).float().cpu(), batch.labels.cpu()) for batch in batches.in_order()
+    ]
     return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
 
 
@@ -98,17 +102,17 @@ def teacher_agreement(student: nn.Module, maps: store.Store, data: ImageData, se
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
-    batches = Batches(data.train, data, settings.data.batch_size, settings.data.workers)
+    batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     same, divergence = 0, {}
-    for images, _, ids in batches.epoch(device, image_ids=image_ids):
-        stored = maps.gather(ids.numpy())
-        logits, rows = forward_with_maps(student, images)
-        same += (logits.argmax(-1).cpu().numpy() == stored["logits"].argmax(-1)).sum()
-        teacher = job.teacher_maps(stored)
+    for batch in batches.in_order(image_ids):
+        batch.stored = maps.gather(batch.ids.numpy())
+        logits, rows = forward_with_maps(student, batch.images)
+        same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()
+        teacher = job.teacher_maps(batch)
         for layer, row in enumerate(rows):
             if teacher.layers[layer] is not None:
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
-                divergence[layer] = divergence.get(layer, 0.0) + kl * len(ids) / count
+                divergence[layer] = divergence.get(layer, 0.0) + kl * len(batch) / count
     return {"teacher_images": count, "teacher_agreement": int(same) / count,
             "map_kl": [divergence.get(layer) for layer in range(len(student.blocks))]}

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from store.schema import WITH_DECODER
 from torch import Tensor
 
 from gaupipe.config import Settings
-from gaupipe.data import Batches
+from gaupipe.data import Batch, Batches, ImageData
 from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map, from_raw
+from gaupipe.gaussians import expected_map
 from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
-from gaupipe.teacher import Decoder, predict
+from gaupipe.teacher import predict
 from stages import phase_a
 from stages.phase_a import PhaseA, teacher_sha256
 from stages.run_directory import RunDirectory
@@ -31,50 +31,71 @@ WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
 
 
-def run(run_dir: Path, kind: str | None = None, out: str | None = None, overwrite: bool = False,
-        repair: bool = False, shard_mb: float = 32, force: bool = False, encoding: str = "float16") -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL. ``kind`` None is that of the store
-    that is there, else :func:`default_kind`.
+def run(
+    run_dir: Path,
+    kind: str | None = None,
+    *,
+    out: str | None = None,
+    overwrite: bool = False,
+    repair: bool = False,
+    shard_mb: float = 32,
+    force: bool = False,
+    encoding: str = "float16",
+    data: ImageData | None = None,
+) -> str:
+    """Writes the store of a run whose phase A has finished and returns its path or URL.
 
-    An unfinished store of the same teacher is continued: its finished shards are kept. A complete one is refused unless
-    ``overwrite``. ``repair`` rewrites what :func:`store.verify` finds damaged in the store that is there, and nothing
-    else; until that is done no reader opens it. A store that the disk cannot hold is refused unless ``force``. A shard is
-    a file of about ``shard_mb`` 10^6 bytes before compression.
+    kind       what is stored; None is the kind of the store that is there, else :func:`default_kind`
+    out        path or URL of the store; None is the run's own
+    overwrite  replaces a complete store, which is refused otherwise
+    repair     rewrites what :func:`store.verify` finds damaged, and nothing else; until that is finished no
+               reader opens the store
+    shard_mb   size of a file, in 10^6 bytes before compression
+    force      writes a store that the disk does not seem to hold
+    data       the data set of the settings, where it has been read already
+
+    An unfinished store of the same teacher is continued: its finished shards stay.
     """
     run = RunDirectory(run_dir)
     if overwrite and repair:
         raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
     if not math.isfinite(shard_mb):
         raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
+    url = out or str(run.maps)
     run.settings()  # a folder that is no run is left alone
     with run.locked():
-        return _run(run, kind, out or str(run.maps), overwrite, repair, shard_mb, force, encoding)
-
-
-def _run(run: RunDirectory, kind: str | None, url: str, overwrite: bool, repair: bool, shard_mb: float, force: bool,
-         encoding: str) -> str:
-    job = phase_a.load(run)
-    kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
-    schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
-    if not force and "://" not in url:
-        check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
-    if repair:
-        writer = store.repair(url, schema, **how)
-    else:
-        if not overwrite and is_complete(url):
-            raise UserError(f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites what is "
-                            "damaged")
-        writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
-    write(job, writer)
+        job = phase_a.load(run, data)
+        kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
+        schema = make_schema(job, kind, encoding)
+        how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
+        if not force and "://" not in url:
+            check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
+        if repair:
+            writer = store.repair(url, schema, **how)
+        elif not overwrite and is_complete(url):
+            raise UserError(
+                f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites "
+                "what is damaged"
+            )
+        else:
+            writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
+        write(job, writer)
     return url
 
 
-def ensure(run_dir: Path, out: str | None = None, kind: str | None = None, encoding: str = "float16") -> str:
+def ensure(
+    run_dir: Path,
+    *,
+    out: str | None = None,
+    kind: str | None = None,
+    encoding: str = "float16",
+    data: ImageData | None = None,
+) -> str:
     """The store of a run: as it is if it is complete, else written."""
-    run_ = RunDirectory(run_dir)
-    url = out or str(run_.maps)
-    if not is_complete(url, run_.teacher_sha256.read_text().strip()):
-        run(run_dir, kind, out, encoding=encoding)
+    directory = RunDirectory(run_dir)
+    url = out or str(directory.maps)
+    if not is_complete(url, directory.teacher_sha256.read_text().strip()):
+        run(run_dir, kind, out=out, encoding=encoding, data=data)
     return url
 
 
@@ -133,27 +154,6 @@ def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
     return {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
-    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``."""
-    if maps.schema.kind == "gaussian":
-        return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
-    weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
-    prior = weights.pop("prior")
-    if maps.schema.kind == "prior":
-        shared = from_raw(prior, maps.schema.parametrisation)
-        return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
-    layers, embedding, hidden = weights["weight1"].shape
-    network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
-    network.load_state_dict(weights)
-
-    @torch.no_grad()
-    def decode(stored: dict[str, np.ndarray]) -> Tensor:
-        raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
-        return from_raw(raw.view(len(raw), *prior.shape) + prior, maps.schema.parametrisation)
-
-    return decode
-
-
 def write(job: PhaseA, writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored while the next are made."""
     schema, pending = writer.schema, writer.pending()
@@ -163,7 +163,7 @@ def write(job: PhaseA, writer: store.Writer) -> None:
         kept = f", {schema.num_images - images:,} are there already" if images < schema.num_images else ""
         progress.line(f"export: {images:,} images as {schema.kind}{kept}, at most {images * schema.bytes_per_image / 1e6:,.1f}"
                       f" MB ({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression")
-        batches = Batches(job.data.train, job.data, job.settings.data.eval_batch_size, job.settings.data.workers)
+        batches = job.batches(job.data.train)
         stored: deque[Future] = deque()
         for shard in pending:
             rows = []
@@ -190,25 +190,28 @@ def outputs(job: PhaseA, kind: str, batches: Batches,
     """
     seed = job.settings.seed if seed is None else seed
     generator = torch.Generator(job.device)
-    for pixels, labels, ids in batches.epoch(job.device, image_ids=image_ids):
-        generator.manual_seed(seed * 1_000_003 + int(ids[0]))
-        named = teacher_outputs(job, kind, pixels, ids, generator)
-        yield ids.numpy(), {**{name: tensor.half().cpu().numpy() for name, tensor in named.items()},
-                            "labels": labels.cpu().numpy()}
+    for batch in batches.in_order(image_ids):
+        generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
+        named = teacher_outputs(job, kind, batch, generator)
+        arrays = {name: tensor.half().cpu().numpy() for name, tensor in named.items()}
+        yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
 @torch.no_grad()
-def teacher_outputs(job: PhaseA, kind: str, pixels: Tensor, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+def teacher_outputs(
+    job: PhaseA, kind: str, batch: Batch, generator: torch.Generator
+) -> dict[str, Tensor]:
     """The stored arrays of one batch but for its labels, on the device."""
-    gaussians = job.gaussians(ids, len(ids))
-    logits = predict(job.teacher, pixels, gaussians, job.settings.phase_a.mode, label_passes(job), generator)
+    gaussians = job.gaussians(batch.ids, len(batch))                   # [B, L, H, T, 4]
+    mode, passes = job.settings.phase_a.mode, label_passes(job)
+    logits = predict(job.teacher, batch.images, gaussians, mode, passes, generator)
     match kind:
         case "embedding":
-            own = {"embeddings": job.rows.gather(ids).detach()}
+            maps = {"embeddings": job.per_image.gather(batch.ids).detach()}
         case "dense":
-            own = {"maps": expected_map(gaussians, job.teacher.grid)}
+            maps = {"maps": expected_map(gaussians, job.teacher.grid)}
         case "prior":
-            own = {}
+            maps = {}
         case _:
-            own = {"gaussians": gaussians}
-    return {**own, "logits": logits}
+            maps = {"gaussians": gaussians}
+    return {**maps, "logits": logits}

@@ -15,14 +15,13 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
-from gaupipe import data as datasets
 from gaupipe.config import DataSettings
-from gaupipe.data import Batches
+from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
 from gaupipe.models import forward_with_maps
+from gaupipe.stored_maps import gaussians_reader
 from stages.evaluate import load_student
-from stages.export_maps import gaussians_reader
 from stages.run_directory import RunDirectory
 
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
@@ -115,7 +114,7 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
         rows = expected_map(gaussians, schema.grid)
 
     def pixels() -> np.ndarray:
-        data = datasets.load(DataSettings.model_validate(schema.extra["data"]))
+        data = load_data(DataSettings.model_validate(schema.extra["data"]))
         if data.sha256 != schema.dataset_sha256:
             raise UserError(f"{url}: the images of {data.name} are not those the maps were made from")
         return data.train.image(image)
@@ -127,16 +126,16 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
 def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
     """A training image's maps as a student makes them, from patches to patches."""
     settings, model, _ = load_student(run_dir, name)
-    data = datasets.load(settings.data)
+    data = load_data(settings.data)
     _check("--image", image, len(data.train), "the training split")
     _check("--layer", layer, len(model.blocks), "the student")
-    batches = Batches(data.train, data, 1, workers=0)
-    images, labels, _ = next(batches.epoch(torch.device("cpu"), image_ids=np.array([image])))
+    batches = Batches(data.train, data, torch.device("cpu"), batch_size=1)
+    batch = next(batches.in_order(np.array([image])))
     with torch.inference_mode():
-        logits, rows = forward_with_maps(model, images)
+        logits, rows = forward_with_maps(model, batch.images)
     first = model.num_prefix_tokens
     patches = rows[layer][0, :, first:, first:].softmax(-1)                                # [H, T, T]
-    return ImageMaps(tuple(model.patch_embed.grid_size), patches, None, int(labels[0]), logits[0].softmax(-1),
+    return ImageMaps(tuple(model.patch_embed.grid_size), patches, None, int(batch.labels[0]), logits[0].softmax(-1),
                      lambda: data.train.image(image))
 
 

@@ -23,15 +23,15 @@ def save_snapshot(folder: Path, epoch: int, settings: Settings, data: ImageData,
     what each key gets. Nothing where ``settings.key_snapshots`` is 0."""
     if not settings.key_snapshots:
         return
-    batches = Batches(data.train, data, settings.data.batch_size, workers=0)
+    batches = Batches(data.train, data, torch.device("cpu"), settings.data.batch_size)
     ids = data.train.evenly_spaced(settings.key_snapshots)
-    kept = [torch.stack([row.mean((1, 2)) for row in rows(images, image_ids)], dim=1).float().cpu()
-            for images, _, image_ids in batches.epoch(torch.device("cpu"), image_ids=ids)]
+    kept = [torch.stack([row.mean((1, 2)) for row in rows(batch.images, batch.ids)], dim=1).float().cpu()
+            for batch in batches.in_order(ids)]
     (folder / "key_attention").mkdir(parents=True, exist_ok=True)
     np.save(folder / "key_attention" / f"{epoch:04d}.npy", torch.cat(kept).numpy())
 
 
-def student_rows(student: nn.Module, device: torch.device) -> Rows:
+def student_maps(student: nn.Module, device: torch.device) -> Rows:
     """What :func:`save_snapshot` needs of a student."""
     def rows(images: Tensor, _image_ids: Tensor) -> list[Tensor]:
         student.eval()

@@ -1,10 +1,12 @@
-"""Phase A: train the teacher, a ViT with GauAttention, until its training accuracy enters the window."""
+"""Phase A: train the teacher, a ViT with GauAttention, until its training accuracy enters the window.
+
+Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, C classes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,47 +16,199 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gaupipe import data as datasets
 from gaupipe.augment import Augment
-from gaupipe.config import IRRELEVANT, Settings, flatten
-from gaupipe.data import Batches, ImageData
+from gaupipe.building import build_optimizer, build_vit, select_device
+from gaupipe.config import IRRELEVANT, PhaseASettings, Settings, flatten
+from gaupipe.data import Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
-from gaupipe.gaussians import Geometry, expected_map, move
+from gaupipe.gaussians import expected_map, move
 from gaupipe.image_state import ImageState
-from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
-from gaupipe.progress import EpochProgress, MetricsLog
+from gaupipe.progress import EpochProgress
+from gaupipe.student import check_student
 from gaupipe.teacher import Teacher, predict
-from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
+from gaupipe.training import TrainingState, Update, epochs, score
 from stages.key_attention import save_snapshot
+from gaupipe.planning import check_resources, make_plan, sizes_of
+from gaupipe.planning import rows_in_files as per_image_in_files
 from stages.run_directory import RunDirectory, allowed, write_whole
 
 
 @dataclass
 class PhaseA:
-    """A teacher with its rows on its data; ``rows`` is None for a teacher that is the shared prior alone."""
+    """A teacher on its data; ``per_image`` is None for a teacher that is the shared prior alone."""
 
     settings: Settings
     data: ImageData
     device: torch.device
     teacher: Teacher
-    rows: ImageState | None
+    per_image: ImageState | None
 
     @torch.no_grad()
     def gaussians(self, image_ids: Tensor | None, count: int) -> Tensor:
-        """Gaussians [count, L, H, T, 4] of training images, or for None the shared prior's, on the device."""
-        rows = self.rows.gather(image_ids, self.device) if self.rows and image_ids is not None else None
-        gaussians = self.teacher.gaussians(rows)
+        """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
+        parameters = None
+        if self.per_image is not None and image_ids is not None:
+            parameters = self.per_image.gather(image_ids, self.device)
+        gaussians = self.teacher.gaussians(parameters)
         return gaussians.expand(count, *gaussians.shape[1:])
 
+    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
+        """Batches of a split, by default of the size for evaluation."""
+        data = self.settings.data
+        size = batch_size or data.eval_batch_size
+        return Batches(split, self.data, self.device, size, data.workers)
 
-def build(settings: Settings, folder: Path, data: ImageData | None = None) -> PhaseA:
-    """Everything phase A needs, freshly started; rows beyond the memory budget are to lie in ``folder``/rows. Writes
-    nothing; raises UserError for what is wrong."""
+
+def run(
+    settings: Settings,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    data: ImageData | None = None,
+) -> list[dict[str, Any]]:
+    """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
+
+    resume   continues from the last checkpoint, or starts where there is none; without it a folder
+             that holds a phase A is refused
+    force    starts a job that memory or disk do not seem to hold
+    data     the data set of the settings, where it has been read already
+
+    Raises UserError before anything is written.
+    """
+    run = RunDirectory(run_dir)
+    check_free(run, settings, resume)
+    data = data or load_data(settings.data)
+    job = build(settings, run.phase_a, data)
+    check_student(settings, data, job.teacher)
+    if not force:
+        check_resources(make_plan(settings, sizes_of(job.teacher, job.data)), run_dir)
+    state = training_state(job)
+    with run.locked():
+        check_free(run, settings, resume)
+        run.start(settings)
+        data.write_split(run_dir / "split.json")
+        state.load(run.phase_a / "checkpoint")
+        train(job, state, run.phase_a)
+        if not run.teacher_sha256.is_file():  # a finished teacher does not change, and it can be large
+            digest = teacher_sha256(replace(job, teacher=state.kept))
+            write_whole(run.teacher_sha256, digest + "\n")
+    return state.metrics
+
+
+def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
+    """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
+    settings, phase, data = job.settings, job.settings.phase_a, job.data
+    teacher, per_image = job.teacher, job.per_image
+    training = job.batches(data.train, settings.data.batch_size)
+    evaluation, validation = job.batches(data.train), job.batches(data.val)
+    augment = Augment(phase.augment, settings.seed)
+    generator = torch.Generator(job.device)
+    forward = torch.compile(teacher) if settings.compile else teacher
+    update = Update(state, training.steps)
+    parameters = noise = None
+
+    done, total = len(state.metrics), phase.max_epochs
+    with EpochProgress("phase A", len(data.train), total, done) as progress:
+        for epoch in epochs(state, folder, progress, settings.seed):
+            generator.manual_seed(settings.seed * 1_000_003 + epoch.number)
+            for batch in training.epoch(epoch.number, augment):        # images [B, channels, h, w]
+                with update.autocast():
+                    if per_image is not None:
+                        parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
+                    gaussians = teacher.gaussians(parameters)          # [B or 1, L, H, T, 4]
+                    gaussians = move(gaussians, batch.geometry, teacher.grid)
+                    if phase.mode == "stochastic":
+                        noise = teacher.noise(batch.images, generator)  # [B, L, H, T, 2]
+                    logits = forward(batch.images, gaussians, noise)   # [B, C]
+                    loss = cross_entropy(logits, batch.labels)
+                update(loss)
+                # an image occurs once an epoch, so its parameters step as soon as their gradient is known
+                if per_image is not None:
+                    per_image.update(batch.ids, update.per_image_gradient(parameters))
+                epoch.add(len(batch), loss=loss)
+            if per_image is not None:
+                per_image.end_epoch()
+            losses = epoch.means()
+
+            trained = replace(job, teacher=state.kept)
+            train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
+            val_acc = score_teacher(trained, validation, seen=False)["acc"] if phase.prior else None
+            epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
+            state.finished = train_acc >= phase.stop_accuracy or epoch.number + 1 == total
+            save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
+            unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
+            progress.line(
+                f"phase A epoch {epoch.number + 1}/{total}: loss {losses['loss']:.4f}, "
+                f"train acc {train_acc:.4f}{unseen}, {epoch.seconds:.1f} s"
+            )
+        if per_image is not None:
+            per_image.release()
+        if (remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"])):
+            progress.line(f"phase A: {remark}")
+
+
+def maps_of(job: PhaseA) -> Any:
+    """What :func:`save_snapshot` needs of a teacher."""
+
+    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
+        gaussians = job.gaussians(image_ids, len(image_ids))
+        return list(expected_map(gaussians, job.teacher.grid).unbind(1))
+
+    return maps
+
+
+def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
+    """What to say of a training accuracy that ended outside the window; None inside it."""
+    if accuracy < phase.stop_accuracy:
+        return (
+            f"{phase.max_epochs} epochs were not enough for a training accuracy of "
+            f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or phase_a.rows.lr"
+        )
+    if accuracy > max(phase.upper_accuracy, phase.stop_accuracy):
+        return (
+            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
+            f"{phase.upper_accuracy}: the teacher has begun to memorise; lower phase_a.rows.lr"
+        )
+    return None
+
+
+@torch.no_grad()
+def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, float]:
+    """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
+    shared prior alone. One sampled pass in ``stochastic`` mode."""
+    job.teacher.eval()
+    generator = torch.Generator(job.device).manual_seed(job.settings.seed)
+
+    def scored():
+        for batch in batches.in_order():
+            gaussians = job.gaussians(batch.ids if seen else None, len(batch))
+            mode = job.settings.phase_a.mode
+            logits = predict(job.teacher, batch.images, gaussians, mode, generator=generator)
+            yield logits, batch.labels
+
+    return score(scored())
+
+
+def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
+    """Raises UserError if the folder holds another run, or a phase A that is not to be continued."""
+    run.check(settings)
+    if not resume and run.phase_a.exists():
+        raise UserError(
+            f"{run.path} already holds a phase A: --resume continues it, another --run-dir starts "
+            "afresh"
+        )
+
+
+def build(settings: Settings, folder: Path, data: ImageData) -> PhaseA:
+    """Everything phase A needs, freshly started; per-image parameters beyond the memory budget are to
+    lie in ``folder``/rows. Writes nothing; raises UserError for what is wrong."""
     device = select_device(settings)
-    data = data or datasets.load(settings.data)
     teacher = build_teacher(settings, data)
-    rows = build_rows(settings, teacher, len(data.train), folder / "rows") if settings.phase_a.residual else None
-    return PhaseA(settings, data, device, teacher.to(device), rows)
+    per_image = None
+    if settings.phase_a.residual:
+        per_image = build_per_image(settings, teacher, len(data.train), folder / "rows")
+    return PhaseA(settings, data, device, teacher.to(device), per_image)
 
 
 def build_teacher(settings: Settings, data: ImageData) -> Teacher:
@@ -64,162 +218,84 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
     vit = build_vit(settings.model, data, "gaussian")
     if vit.num_prefix_tokens:
-        raise UserError("model.args: a class or register token has no place on the grid that Gaussians lie on: take "
-                        "class_token and reg_tokens out")
+        raise UserError(
+            "model.args: a class or register token has no place on the grid that Gaussians lie on: "
+            "take class_token and reg_tokens out"
+        )
     return Teacher(vit, phase.parametrisation, phase.prior, compression)
 
 
-def build_rows(settings: Settings, teacher: Teacher, num_images: int, folder: Path) -> ImageState:
-    """The images' rows at their start, in memory or, beyond the budget, in files in ``folder``."""
-    rows = settings.phase_a.rows
-    in_files = rows_in_files(rows, num_images, math.prod(teacher.row_shape))
-    return ImageState(num_images, torch.zeros(teacher.row_shape), lr=rows.lr, betas=rows.betas, eps=rows.eps,
-                      moments_dtype=getattr(torch, rows.moments), folder=folder if in_files else None,
-                      initial_std=rows.initial_std, seed=settings.seed)
+def build_per_image(
+    settings: Settings, teacher: Teacher, num_images: int, folder: Path
+) -> ImageState:
+    """The per-image parameters at their start, in memory or, beyond the budget, in files."""
+    optim = settings.phase_a.rows
+    in_files = per_image_in_files(optim, num_images, math.prod(teacher.per_image_shape))
+    return ImageState(
+        num_images,
+        torch.zeros(teacher.per_image_shape),
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        moments_dtype=getattr(torch, optim.moments),
+        folder=folder if in_files else None,
+        initial_std=optim.initial_std,
+        seed=settings.seed,
+    )
 
 
-def load(run: RunDirectory) -> PhaseA:
-    """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
-    job = build(run.settings(), run.phase_a)
-    state = training_state(job, steps_per_epoch=100)
-    if not state.load(run.phase_a / "checkpoint") or not state.finished:
-        raise UserError(f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir {run.path} "
-                        "--resume' does that")
-    job.teacher = state.kept.eval()
-    return job
-
-
-def run(settings: Settings, run_dir: Path, resume: bool = False, force: bool = False) -> list[dict[str, Any]]:
-    """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
-
-    ``resume`` continues from the last checkpoint, or starts where there is none. Without it a folder that holds a
-    phase A is refused, and so is a job that memory or disk cannot hold, unless ``force``. Raises UserError before
-    anything is written.
-    """
-    from stages import phase_b  # it imports this module
-    run = RunDirectory(run_dir)
-    check_free(run, settings, resume)
-    data = datasets.load(settings.data)
-    phase_b.check(settings, data)
-    job = build(settings, run.phase_a, data)
-    if not force:
-        check_resources(make_plan(settings, sizes_of(job.teacher, job.data)), run_dir)
-    batches = Batches(job.data.train, job.data, settings.data.batch_size, settings.data.workers)
-    state = training_state(job, batches.steps())
-    with run.locked():
-        check_free(run, settings, resume)
-        run.start(settings)
-        job.data.write_split(run_dir / "split.json")
-        state.load(run.phase_a / "checkpoint")
-        train(job, batches, state, run.phase_a)
-        if not run.teacher_sha256.is_file():  # a finished teacher does not change, and its rows can be many
-            write_whole(run.teacher_sha256, teacher_sha256(replace(job, teacher=state.kept)) + "\n")
-    return state.metrics
-
-
-def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
-    """Raises UserError if the folder holds another run, or a phase A that is not to be continued."""
-    run.check(settings)
-    if not resume and run.phase_a.exists():
-        raise UserError(f"{run.path} already holds a phase A: --resume continues it, another --run-dir starts afresh")
-
-
-def teacher_sha256(job: PhaseA) -> str:
-    """A digest of the teacher's weights and rows."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(job.teacher.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
-    for rows in job.rows.chunks() if job.rows else ():
-        digest.update(np.ascontiguousarray(rows.numpy()))
-    return digest.hexdigest()
-
-
-def train(job: PhaseA, batches: Batches, state: TrainingState, folder: Path) -> None:
-    """Epochs until the window is reached or ``max_epochs`` are done, a checkpoint after each."""
-    phase, seed = job.settings.phase_a, job.settings.seed
-    log = MetricsLog(folder / "metrics.jsonl", state.metrics)
-    evaluation = Batches(job.data.train, job.data, job.settings.data.eval_batch_size, job.settings.data.workers)
-    validation = Batches(job.data.val, job.data, job.settings.data.eval_batch_size, job.settings.data.workers)
-    generator = torch.Generator(job.device)
-
-    forward = torch.compile(job.teacher) if job.settings.compile else job.teacher
-
-    augment = Augment(phase.augment, seed)
-
-    def step(images: Tensor, labels: Tensor, image_ids: Tensor, geometry: Geometry | None):
-        rows = job.rows.gather(image_ids, job.device) if job.rows else None
-        noise = job.teacher.noise(images, generator) if phase.mode == "stochastic" else None
-        gaussians = move(job.teacher.gaussians(rows), geometry, job.teacher.grid)
-        logits = forward(images, gaussians, noise)
-        return {"loss": cross_entropy(logits, labels)}, rows
-
-    with EpochProgress("phase A", len(job.data.train), phase.max_epochs, len(state.metrics)) as progress:
-        while not state.finished:
-            epoch = len(state.metrics)
-            started = time.monotonic()
-            generator.manual_seed(seed * 1_000_003 + epoch)
-            losses = train_epoch(state, batches, job.device, augment, progress, step)
-            if job.rows:
-                job.rows.end_epoch()
-            seconds = time.monotonic() - started
-            kept = replace(job, teacher=state.kept)
-            train_acc = score_teacher(kept, evaluation, seen=True)["acc"]
-            val_acc = score_teacher(kept, validation, seen=False)["acc"] if phase.prior else None
-            log.append({"epoch": epoch + 1, "train_loss": losses["loss"], "train_acc": train_acc, "val_acc": val_acc,
-                        "seconds": round(seconds, 3), "images_per_s": round(len(job.data.train) / seconds, 1)})
-            state.finished = train_acc >= phase.stop_accuracy or epoch + 1 == phase.max_epochs
-            save_snapshot(folder, epoch + 1, job.settings, job.data, lambda _images, ids: list(
-                expected_map(kept.gaussians(ids, len(ids)), job.teacher.grid).unbind(1)))
-            state.save(folder / "checkpoint")
-            if state.finished and job.rows:
-                job.rows.release()
-            unseen = f", unseen {val_acc:.4f}" if val_acc is not None else ""
-            progress.line(f"phase A epoch {epoch + 1}/{phase.max_epochs}: loss {losses['loss']:.4f}, "
-                          f"train acc {train_acc:.4f}{unseen}, {seconds:.1f} s")
-    log_end(progress, phase, state)
-
-
-def log_end(progress: EpochProgress, phase: Any, state: TrainingState) -> None:
-    """Says where the training accuracy ended when it is not in the window."""
-    accuracy = state.metrics[-1]["train_acc"]
-    if accuracy < phase.stop_accuracy:
-        progress.line(f"phase A: {phase.max_epochs} epochs were not enough for a training accuracy of "
-                      f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or phase_a.rows.lr")
-    elif accuracy > max(phase.upper_accuracy, phase.stop_accuracy):
-        progress.line(f"phase A: the training accuracy {accuracy:.4f} is above the window's upper bound "
-                      f"{phase.upper_accuracy}: the teacher has begun to memorise; lower phase_a.rows.lr")
-
-
-@torch.no_grad()
-def score_teacher(job: PhaseA, batches: Batches, seen: bool) -> dict[str, float]:
-    """Accuracy and loss of the teacher: with the images' own rows, or (unseen images) with the shared prior alone.
-
-    One sampled pass in ``stochastic`` mode.
-    """
-    job.teacher.eval()
-    generator = torch.Generator(job.device).manual_seed(job.settings.seed)
-    mode = job.settings.phase_a.mode
-    return score((predict(job.teacher, images, job.gaussians(ids if seen else None, len(images)), mode,
-                          generator=generator), labels) for images, labels, ids in batches.epoch(job.device))
-
-
-def training_state(job: PhaseA, steps_per_epoch: int) -> TrainingState:
-    """The optimizers of network and rows, freshly started."""
+def training_state(job: PhaseA) -> TrainingState:
+    """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
+    steps = -(-len(job.data.train) // job.settings.data.batch_size)
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
     if teacher.decoder:
-        groups.append({"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr,
-                       "weight_decay": phase.optim.weight_decay})
-    optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps_per_epoch, groups)
-    return TrainingState(teacher, optimizer, schedule, phase.optim, job.settings.precision, job.rows,
-                         identity=identity(job))
+        decoder = {"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr}
+        groups.append({**decoder, "weight_decay": phase.optim.weight_decay})
+    optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps, groups)
+    return TrainingState(
+        teacher,
+        optimizer,
+        schedule,
+        phase.optim,
+        job.settings.precision,
+        job.per_image,
+        identity=identity(job),
+    )
 
 
 def identity(job: PhaseA) -> dict[str, Any]:
-    """What a checkpoint of phase A belongs to: every setting that phase A reads, and the data set."""
-    settings = {name: value for name, value in flatten(job.settings).items()
-                if not allowed(name, ("phase_b.", "baseline.", *IRRELEVANT))}
+    """What a checkpoint belongs to: every setting that phase A reads, and the data set."""
+    settings = {
+        name: value
+        for name, value in flatten(job.settings).items()
+        if not allowed(name, ("phase_b.", "baseline.", *IRRELEVANT))
+    }
     return settings | {"the data set": job.data.sha256}
+
+
+def load(run: RunDirectory, data: ImageData | None = None) -> PhaseA:
+    """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
+    settings = run.settings()
+    job = build(settings, run.phase_a, data or load_data(settings.data))
+    state = training_state(job)
+    if not state.load(run.phase_a / "checkpoint") or not state.finished:
+        raise UserError(
+            f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir "
+            f"{run.path} --resume' does that"
+        )
+    job.teacher = state.kept.eval()
+    return job
+
+
+def teacher_sha256(job: PhaseA) -> str:
+    """A digest of the teacher's weights and per-image parameters."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(job.teacher.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
+    for parameters in job.per_image.chunks() if job.per_image is not None else ():
+        digest.update(np.ascontiguousarray(parameters.numpy()))
+    return digest.hexdigest()

@@ -17,13 +17,14 @@ import torch
 from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model, list_models
 
-from gaupipe import data as datasets
 from gaupipe.config import Settings
-from gaupipe.data import ArrayImages, Batches, ImageData, Split
+from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
 from gaupipe.planning import (Plan, available_memory, check_resources, free_disk, gigabytes, make_plan, sizes_of)
 from gaupipe.teacher import Teacher
-from gaupipe.training import TrainingState, build_optimizer, select_device
+from gaupipe.building import select_device
+from gaupipe.student import build_student
+from gaupipe.training import score_model
 from stages import export_maps, phase_a, phase_b
 
 
@@ -37,7 +38,7 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
-    data = load(settings) if images is None else random_data(settings, images, classes)
+    data = load_or_say_how(settings) if images is None else random_data(settings, images, classes)
     teacher = phase_a.build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:
@@ -56,10 +57,10 @@ def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = 
             "device": str(device), "seconds": seconds, "problem": problem}
 
 
-def load(settings: Settings) -> ImageData:
+def load_or_say_how(settings: Settings) -> ImageData:
     """The data set. Raises UserError where it is not there, saying how to plan without it."""
     try:
-        return datasets.load(settings.data)
+        return load_data(settings.data)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
 
@@ -95,13 +96,13 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
     short = settings.model_copy(update={
         "phase_a": settings.phase_a.model_copy(update={"max_epochs": 2, "stop_accuracy": 1.0, "rows": where}),
         "phase_b": settings.phase_b.model_copy(update={"epochs": 2})})
-    batches = Batches(small.train, small, settings.data.batch_size, settings.data.workers)
-    evaluation = Batches(small.train, small, settings.data.eval_batch_size, settings.data.workers)
+    sizes = settings.data
+    evaluation = Batches(small.train, small, device, sizes.eval_batch_size, sizes.workers)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        rows = phase_a.build_rows(short, teacher, count, Path(folder) / "rows") if plan.row_parameters else None
+        rows = phase_a.build_per_image(short, teacher, count, Path(folder) / "rows") if plan.row_parameters else None
         first = phase_a.PhaseA(short, small, device, teacher.to(device), rows)
-        state = phase_a.training_state(first, batches.steps())
-        phase_a.train(first, batches, state, Path(folder) / "phase_a")
+        state = phase_a.training_state(first)
+        phase_a.train(first, state, Path(folder) / "phase_a")
         train_a = state.metrics[-1]["seconds"] / count
         score_a = clock(lambda: phase_a.score_teacher(first, evaluation, seen=True)) / count
 
@@ -110,13 +111,12 @@ def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch
         writer = store.create(url, export_maps.make_schema(first, kind), decoder=export_maps.decoder(first, kind))
         export = clock(lambda: export_maps.write(first, writer)) / count
 
-        student = phase_b.build_student(short, small).to(device)
+        student = build_student(short, small).to(device)
         second = phase_b.PhaseB(short, small, device, student, short.phase_b.optim, store.open(url))
-        optimizer, schedule = build_optimizer(student, second.optim, 2, batches.steps())
-        state = TrainingState(student, optimizer, schedule, second.optim, short.precision)
-        phase_b.train(second, batches, state, Path(folder) / "phase_b")
+        state = phase_b.training_state(second)
+        phase_b.train(second, state, Path(folder) / "phase_b")
         train_b = state.metrics[-1]["seconds"] / count
-        score_b = clock(lambda: phase_b.score_model(student, evaluation, device)) / count
+        score_b = clock(lambda: score_model(student, evaluation)) / count
     epoch_a = plan.images * (train_a + score_a) + held_out * score_a
     epoch_b = plan.images * train_b + held_out * score_b
     return {"phase_a_epoch": epoch_a, "phase_a": epoch_a * settings.phase_a.max_epochs, "export": export * plan.images,

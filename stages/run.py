@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe import data as datasets
 from gaupipe.comparison import total_seconds
 from gaupipe.config import Settings
+from gaupipe.data import load_data
+from gaupipe.student import check_baseline
 from stages import export_maps, phase_a, phase_b
 
 
@@ -15,12 +16,12 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
     key = key or settings.phase_b.student
     settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
-    data = datasets.load(settings.data)
+    data = load_data(settings.data)
     if settings.baseline.enabled:
-        phase_b.check_plain(settings, data)
-    teacher = phase_a.run(settings, run_dir, resume=True)
-    export_maps.ensure(run_dir)
-    student = phase_b.run(run_dir, key, resume=True)
+        check_baseline(settings, data)
+    teacher = phase_a.run(settings, run_dir, resume=True, data=data)
+    export_maps.ensure(run_dir, data=data)
+    student = phase_b.run(run_dir, key, resume=True, data=data)
     last = teacher[-1]
     learns = settings.phase_b
     made = "from the teacher" if learns.alpha == learns.gamma == 0 and learns.warm_start != "none" else "distilled"
@@ -29,7 +30,7 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
             {"model": f"{key}, {made}", "epochs": len(student), "train_acc": student[-1]["train_acc"],
              "val_acc": student[-1]["val_acc"], "seconds": total_seconds(student)}]
     if settings.baseline.enabled:
-        plain = phase_b.run(run_dir, key, resume=True, distilled=False)
+        plain = phase_b.run(run_dir, key, resume=True, distilled=False, data=data)
         rows.append({"model": f"{key}, plain", "epochs": len(plain), "train_acc": plain[-1]["train_acc"],
                      "val_acc": plain[-1]["val_acc"], "seconds": total_seconds(plain)})
     return rows

@@ -13,7 +13,6 @@ from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
 
 if TYPE_CHECKING:
-    from gaupipe.data import Batches
     from stages.phase_a import PhaseA
 
 
@@ -42,7 +41,6 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     random, so that predictions that are the mean of sampled passes are made of the same draws. Raises UserError if the
     run is not there and StoreError if the store is another teacher's.
     """
-    from gaupipe.data import Batches
     from stages import export_maps, phase_a
     from stages.run_directory import RunDirectory
 
@@ -51,7 +49,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     job = phase_a.load(RunDirectory(run_dir or Path(url).absolute().parent))
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=export_maps.teacher_sha256(job))
     size = job.settings.data.eval_batch_size
-    batches = Batches(job.data.train, job.data, size, job.settings.data.workers)
+    batches = job.batches(job.data.train)
     spans = [(start, min(start + size, shard.stop)) for shard in store.join(url).shards
              for start in range(shard.start, shard.stop, size)]
     differences, distances = [], []
