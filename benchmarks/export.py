@@ -18,7 +18,7 @@ import torch
 
 import store
 from gaupipe import config
-from gaupipe.data import Batches
+from gaupipe.data import load_data
 from gaupipe.teacher import predict
 from stages import export_maps, phase_a
 
@@ -36,7 +36,8 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Both in turn, ``repeats`` times."""
-    job = phase_a.build(config.load("digits", arguments.set), folder)
+    settings = config.load("digits", arguments.set)
+    job = phase_a.build(settings, folder, load_data(settings.data))
     job.teacher.eval()
     ratios = []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
@@ -55,12 +56,11 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 def bare_forward(job: phase_a.PhaseA) -> float:
     """Seconds for the predictions of all training images, nothing kept."""
     generator = torch.Generator(job.device).manual_seed(0)
-    settings = job.settings
-    batches = Batches(job.data.train, job.data, settings.data.eval_batch_size, settings.data.workers)
+    mode, passes = job.settings.phase_a.mode, export_maps.label_passes(job)
     started = time.perf_counter()
-    for images, _, ids in batches.epoch(job.device):
-        predict(job.teacher, images, job.gaussians(ids, len(ids)), settings.phase_a.mode, export_maps.label_passes(job),
-                generator)
+    for batch in job.batches(job.data.train).in_order():
+        gaussians = job.gaussians(batch.ids, len(batch))
+        predict(job.teacher, batch.images, gaussians, mode, passes, generator)
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

@@ -27,7 +27,7 @@ from timing import seconds, spread
 
 import gaupipe.models  # noqa: F401  (registers the models)
 import store
-from gaupipe import STUDENTS
+from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.losses import hard_loss, soft_loss
 

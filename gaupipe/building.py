@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from typing import Any
 
+import timm
 import torch
+from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
+from timm.scheduler import create_scheduler_v2
 from torch import nn
+
+import gaupipe.models  # noqa: F401  (timm learns gaupipe's names)
 
 from gaupipe.config import ModelSettings, OptimSettings, Settings
 from gaupipe.data import ImageData
@@ -37,9 +43,7 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
 
     ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot.
     """
-    import timm
     if not timm.is_model(model.name):
-        import difflib
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
         raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
@@ -68,9 +72,6 @@ def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per
     ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule. Raises UserError for
     what timm cannot make.
     """
-    from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
-    from timm.scheduler import create_scheduler_v2
-
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
                 *extra_groups]

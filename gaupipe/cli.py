@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gaupipe import STUDENTS, __version__
+from gaupipe import __version__
+from gaupipe.attention import STUDENTS
 from gaupipe.errors import UserError
 
 UsageError = typer.BadParameter.__base__  # typer brings its own copy of click or uses the installed one
@@ -89,7 +90,7 @@ def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides:
     """Train the teacher: find, for each training image, where every token looks."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import phase_a as stage
-    stage.run(settings, folder, resume, force)
+    stage.run(settings, folder, resume=resume, force=force)
     print(folder)
 
 
@@ -111,7 +112,17 @@ def export_maps(run_dir: RunDir = None, kind: Annotated[Optional[Kind], typer.Op
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
-    print(stage.run(_run(run_dir), kind and kind.value, out, overwrite, repair, shard_mb, force, encoding.value))
+    url = stage.run(
+        _run(run_dir),
+        kind and kind.value,
+        out=out,
+        overwrite=overwrite,
+        repair=repair,
+        shard_mb=shard_mb,
+        force=force,
+        encoding=encoding.value,
+    )
+    print(url)
 
 
 @app.command("phase-b")
@@ -145,7 +156,8 @@ def evaluate(run_dir: RunDir = None, student: StudentName = None,
     """Accuracy and loss of a trained student."""
     run_dir = _run(run_dir)
     from stages import evaluate as stage
-    _report(stage.run(run_dir, student, "test" if test else "val", not plain), as_json)
+    split = "test" if test else "val"
+    _report(stage.run(run_dir, student, split=split, distilled=not plain), as_json)
 
 
 @app.command("export-student")
@@ -156,7 +168,7 @@ def export_student(run_dir: RunDir = None, student: StudentName = None,
     """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe\\[onnx]')."""
     run_dir = _run(run_dir)
     from stages import export_student as stage
-    path, difference = stage.run(run_dir, student, out, not plain)
+    path, difference = stage.run(run_dir, student, out=out, distilled=not plain)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
@@ -224,7 +236,16 @@ def inspect(maps: Store = None, run_dir: RunDir = None,
                 raise UserError(f"{option} {value}: shows one image's map: name the image with --image ID")
         _report(stage.summary(maps, run_dir, student), as_json)
         return
-    seen = stage.attention(maps, run_dir, student, image, layer or 0, head or "mean", query or "mean", png)
+    seen = stage.attention(
+        image,
+        url=maps,
+        run_dir=run_dir,
+        student=student,
+        layer=layer or 0,
+        head=head or "mean",
+        query=query or "mean",
+        png=png,
+    )
     if as_json:
         print(json.dumps(seen))
     else:
@@ -266,7 +287,7 @@ def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ov
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import plan as stage
-    planned = stage.run(settings, folder, steps, images, classes)
+    planned = stage.run(settings, folder, steps=steps, images=images, classes=classes)
     if as_json:
         print(json.dumps(planned))
         return

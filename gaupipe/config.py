@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from gaupipe import STUDENTS
+from gaupipe.attention import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
 from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight

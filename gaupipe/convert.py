@@ -8,8 +8,8 @@ from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from gaupipe.attention import attention_class, check_options
 from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.options import attention_class, check_options
 from gaupipe.errors import UserError
 
 

@@ -21,8 +21,9 @@ from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import ATTN_LAYERS, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
-from gaupipe.attention import ATTENTION, attention_class, bind_options, count_parameters
+from gaupipe.attention import ATTENTION
 from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.convert import convert, swap
 from gaupipe.errors import UserError
 

@@ -1,34 +1,130 @@
-"""What a student makes of the arrays that a store holds."""
+"""The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
+
+One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis letters:
+B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import store
 import torch
 from torch import Tensor
 
-from gaupipe.gaussians import from_raw
-from gaupipe.teacher import Decoder
+from gaupipe.gaussians import expected_map, from_raw
+from gaupipe.teacher import Decoder, Teacher
+
+if TYPE_CHECKING:
+    import store
+
+Stored = dict[str, np.ndarray]
+"""Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
 
-def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
-    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``."""
-    if maps.schema.kind == "gaussian":
+class GaussianKind:
+    """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
+
+    name = "gaussian"
+    are_maps = False
+    """Whether what is read are maps [B, L, H, T, T]; else they are Gaussians, which follow flips and
+    crops and fit any grid."""
+
+    def refusal(self, teacher: Teacher, per_image: bool) -> str | None:
+        """Why a store of this kind cannot hold what a teacher knows, with or without per-image
+        parameters; None if it can."""
+        return None
+
+    def arrays(
+        self, teacher: Teacher, gaussians: Tensor, parameters: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What is stored of the Gaussians [B, L, H, T, 4] that come from per-image parameters."""
+        return {"gaussians": gaussians}
+
+    def decoder(self, teacher: Teacher) -> dict[str, Tensor]:
+        """What is stored once for all images."""
+        return {}
+
+    def reader(self, maps: store.Store, device: torch.device) -> Callable[[Stored], Tensor]:
+        """What turns arrays that were read into Gaussians [B, L, H, T, 4], or into maps."""
         return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
-    weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
-    prior = weights.pop("prior")
-    if maps.schema.kind == "prior":
-        shared = from_raw(prior, maps.schema.parametrisation)
+
+
+class DenseKind(GaussianKind):
+    """The maps themselves, [B, L, H, T, T]."""
+
+    name = "dense"
+    are_maps = True
+
+    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
+        return {"maps": expected_map(gaussians, teacher.grid)}
+
+    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
+        return lambda stored: torch.from_numpy(stored["maps"]).to(device)
+
+
+class EmbeddingKind(GaussianKind):
+    """An embedding an image and block, [B, L, E], and the compression network that decodes it."""
+
+    name = "embedding"
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if teacher.decoder is None or not per_image:
+            return (
+                "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian or dense"
+            )
+        return None
+
+    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
+        return {"embeddings": parameters}
+
+    def decoder(self, teacher) -> dict[str, Tensor]:
+        return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
+
+    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
+        weights = {
+            name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()
+        }
+        prior = weights.pop("prior")                                   # [L, H, T, P]
+        layers, embedding, hidden = weights["weight1"].shape
+        network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
+        network.load_state_dict(weights)
+
+        @torch.no_grad()
+        def decode(stored: Stored) -> Tensor:
+            raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
+            raw = raw.view(len(raw), *prior.shape) + prior             # [B, L, H, T, P]
+            return from_raw(raw, maps.schema.parametrisation)
+
+        return decode
+
+
+class PriorKind(GaussianKind):
+    """Nothing an image: the Gaussians that all images share, stored once."""
+
+    name = "prior"
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if per_image:
+            return (
+                "this teacher has Gaussians of single images (phase_a.residual is true); choose "
+                "gaussian or dense"
+            )
+        return None
+
+    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
+        return {}
+
+    def decoder(self, teacher) -> dict[str, Tensor]:
+        return {"prior": teacher.prior.detach()}
+
+    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
+        prior = torch.from_numpy(maps.decoder()["prior"]).to(device)
+        shared = from_raw(prior, maps.schema.parametrisation)          # [L, H, T, 4]
         return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
-    layers, embedding, hidden = weights["weight1"].shape
-    network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
-    network.load_state_dict(weights)
 
-    @torch.no_grad()
-    def decode(stored: dict[str, np.ndarray]) -> Tensor:
-        raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
-        return from_raw(raw.view(len(raw), *prior.shape) + prior, maps.schema.parametrisation)
 
-    return decode
+KINDS: dict[str, GaussianKind] = {
+    kind.name: kind for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind())
+}

@@ -12,6 +12,7 @@ from gaupipe.building import build_optimizer, build_vit
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
+from gaupipe.stored_maps import KINDS
 from gaupipe.teacher import Teacher
 from gaupipe.warm_start import warm_start
 
@@ -48,7 +49,7 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
             len(phase.layer_map) != depth or any(layer is not None and layer >= schema.layers for layer in phase.layer_map)):
         raise UserError(f"phase_b.layer_map: should have {depth} entries, each null or 0 to {schema.layers - 1}, got "
                         f"{phase.layer_map}")
-    if schema.kind == "dense" and phase.augment.geometry == "follow" and (
+    if KINDS[schema.kind].are_maps and phase.augment.geometry == "follow" and (
             phase.augment.flip or phase.augment.crop_padding or phase.augment.resized_crop):
         raise UserError("phase_b.augment: dense maps cannot move with a cropped or mirrored image: export a gaussian store, "
                         "or set phase_b.augment.geometry=ignore")
@@ -60,7 +61,7 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
     if not phase.mean_heads and heads != schema.heads:
         raise UserError(f"{where}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
                         "model of phase A, or set phase_b.mean_heads=true")
-    if grid != schema.grid and (not phase.match_grid or schema.kind == "dense"):
+    if grid != schema.grid and (not phase.match_grid or KINDS[schema.kind].are_maps):
         raise UserError(f"{where}: the store holds {schema.kind} maps with grid {schema.grid}, the student has {grid}: "
                         "use the model of phase A, or a gaussian store and phase_b.match_grid=true")
 

@@ -45,7 +45,13 @@ def load_student(run_dir: Path, name: str | None = None, distilled: bool = True)
     return settings, timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), name
 
 
-def run(run_dir: Path, name: str | None = None, split: str = "val", distilled: bool = True) -> dict[str, Any]:
+def run(
+    run_dir: Path,
+    name: str | None = None,
+    *,
+    split: str = "val",
+    distilled: bool = True,
+) -> dict[str, Any]:
     """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there
     and fits the student, also how far student and teacher agree on training images."""
     settings, student, name = load_student(run_dir, name, distilled)

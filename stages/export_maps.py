@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import store
 import torch
-from store.schema import WITH_DECODER
 from torch import Tensor
 
 from gaupipe.config import Settings
 from gaupipe.data import Batch, Batches, ImageData
 from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
 from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
+from gaupipe.stored_maps import KINDS
 from gaupipe.teacher import predict
 from stages import phase_a
 from stages.phase_a import PhaseA, teacher_sha256
@@ -125,12 +124,8 @@ def make_schema(job: PhaseA, kind: str, encoding: str = "float16", sha256: str |
     """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for
     a kind that this teacher does not have, StoreError for an encoding that the kind does not have."""
     phase = job.settings.phase_a
-    if kind == "embedding" and not (job.teacher.decoder and phase.residual):
-        raise UserError("--kind embedding: this teacher keeps no embeddings (phase_a.compression is null); "
-                        "choose gaussian or dense")
-    if kind == "prior" and phase.residual:
-        raise UserError("--kind prior: this teacher has Gaussians of single images (phase_a.residual is true); choose gaussian "
-                        "or dense")
+    if (reason := KINDS[kind].refusal(job.teacher, phase.residual)) is not None:
+        raise UserError(f"--kind {kind}: {reason}")
     return store.Schema(
         kind=kind, encoding=encoding, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
         heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
@@ -145,13 +140,9 @@ def label_passes(job: PhaseA) -> int:
 
 
 def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
-    """What turns a store's embeddings into Gaussians: the decoder's weights and the prior they are added to. The prior is all
-    there is to a store of kind ``prior``."""
-    if kind not in WITH_DECODER:
-        return None
-    weights = job.teacher.decoder.state_dict() if kind == "embedding" else {}
-    tensors = {**weights, "prior": job.teacher.prior.detach()}
-    return {name: tensor.float().cpu().numpy() for name, tensor in tensors.items()}
+    """What a store of this kind holds once for all images; None where that is nothing."""
+    shared = KINDS[kind].decoder(job.teacher)
+    return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
 def write(job: PhaseA, writer: store.Writer) -> None:
@@ -202,16 +193,11 @@ def teacher_outputs(
     job: PhaseA, kind: str, batch: Batch, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The stored arrays of one batch but for its labels, on the device."""
-    gaussians = job.gaussians(batch.ids, len(batch))                   # [B, L, H, T, 4]
+    parameters = None
+    if job.per_image is not None:
+        parameters = job.per_image.gather(batch.ids, job.device).detach()
+    gaussians = job.teacher.gaussians(parameters)                      # [B or 1, L, H, T, 4]
+    gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])     # [B, L, H, T, 4]
     mode, passes = job.settings.phase_a.mode, label_passes(job)
     logits = predict(job.teacher, batch.images, gaussians, mode, passes, generator)
-    match kind:
-        case "embedding":
-            maps = {"embeddings": job.per_image.gather(batch.ids).detach()}
-        case "dense":
-            maps = {"maps": expected_map(gaussians, job.teacher.grid)}
-        case "prior":
-            maps = {}
-        case _:
-            maps = {"gaussians": gaussians}
-    return {**maps, "logits": logits}
+    return {**KINDS[kind].arrays(job.teacher, gaussians, parameters), "logits": logits}

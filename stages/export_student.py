@@ -14,7 +14,13 @@ TOLERANCE = 1e-4
 """Largest difference of a logit between torch and onnxruntime."""
 
 
-def run(run_dir: Path, name: str | None = None, out: Path | None = None, distilled: bool = True) -> tuple[Path, float]:
+def run(
+    run_dir: Path,
+    name: str | None = None,
+    *,
+    out: Path | None = None,
+    distilled: bool = True,
+) -> tuple[Path, float]:
     """Writes a student as ONNX, for any number of images, and returns the file and the largest difference between its
     logits and torch's on random images. A model that differs by more than ``TOLERANCE`` is not left behind.
     """

@@ -20,7 +20,7 @@ from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
 from gaupipe.models import forward_with_maps
-from gaupipe.stored_maps import gaussians_reader
+from gaupipe.stored_maps import KINDS
 from stages.evaluate import load_student
 from stages.run_directory import RunDirectory
 
@@ -55,8 +55,17 @@ def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
             "overrides": run.overrides(name), **json.loads(metrics[-1])}
 
 
-def attention(url: str | None, run_dir: Path | None, student: str | None, image: int, layer: int, head: str, query: str,
-              png: str | None = None) -> dict[str, Any]:
+def attention(
+    image: int,
+    *,
+    url: str | None = None,
+    run_dir: Path | None = None,
+    student: str | None = None,
+    layer: int = 0,
+    head: str = "mean",
+    query: str = "mean",
+    png: str | None = None,
+) -> dict[str, Any]:
     """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain numbers for JSON, from a
     store (that of the run without a ``url``) or, where one is named, from a ``student``. ``png`` is drawn as well.
 
@@ -107,11 +116,10 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     _check("--image", image, schema.num_images, "the store")
     _check("--layer", layer, schema.layers, "the store")
     stored = maps.gather([image])
-    if schema.kind == "dense":
-        gaussians, rows = None, torch.from_numpy(stored["maps"][0, layer]).float()
-    else:
-        gaussians = gaussians_reader(maps, torch.device("cpu"))(stored)[0, layer]
-        rows = expected_map(gaussians, schema.grid)
+    kind = KINDS[schema.kind]
+    values = kind.reader(maps, torch.device("cpu"))(stored)[0, layer].float()
+    gaussians = None if kind.are_maps else values                      # [H, T, 4]
+    rows = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
 
     def pixels() -> np.ndarray:
         data = load_data(DataSettings.model_validate(schema.extra["data"]))

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from gaupipe import STUDENTS, config
+from gaupipe import config
+from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, Mix, mixed_targets
 from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
@@ -30,12 +31,12 @@ from gaupipe.gaussians import expected_map
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import gaussians_reader
-from gaupipe.student import build_student, check_fit
+from gaupipe.stored_maps import KINDS
+from gaupipe.student import build_student, check_baseline, check_fit, check_student
 from gaupipe.teacher import Teacher
 from gaupipe.training import TrainingState, Update, epochs, has_checkpoint, score_model
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import phase_a
+from stages import export_maps, phase_a
 from stages.key_attention import save_snapshot, student_maps
 from stages.run_directory import RunDirectory, check_name, locked, write_whole
 
@@ -57,11 +58,7 @@ class PhaseB:
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
         schema, phase = self.maps.schema, self.settings.phase_b
-        dense = schema.kind == "dense"
-        if dense:
-            values = torch.from_numpy(batch.stored["maps"]).to(self.device)   # [B, L, H, T, T]
-        else:
-            values = self.read_gaussians(batch.stored)                        # [B, L, H, T, 4]
+        values = self.read(batch.stored)                               # [B, L, H, T, 4 or T]
         grid = tuple(self.student.patch_embed.grid_size)
         return TeacherMaps(
             values,
@@ -69,15 +66,15 @@ class PhaseB:
             phase.layer_map or list(range(schema.layers)),
             phase.mean_heads,
             grid if grid != schema.grid else None,
-            dense,
+            KINDS[schema.kind].are_maps,
             batch.geometry,
             batch.mixed,
         )
 
     @cached_property
-    def read_gaussians(self) -> Callable[[dict[str, np.ndarray]], Tensor]:
-        """What makes Gaussians [B, L, H, T, 4] of arrays read from the store."""
-        return gaussians_reader(self.maps, self.device)
+    def read(self) -> Callable[[dict[str, np.ndarray]], Tensor]:
+        """What makes Gaussians [B, L, H, T, 4], or maps, of arrays read from the store."""
+        return KINDS[self.maps.schema.kind].reader(self.maps, self.device)
 
     def gamma(self, epoch: int) -> float:
         """The weight of L_feat in an epoch counted from 0; the baseline has none."""
@@ -338,3 +335,14 @@ def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of the batch whose largest logit is its label."""
     return (logits.argmax(-1) == labels).float().mean()
+
+
+def check(settings: Settings, data: ImageData, kind: str | None = None, encoding: str = "float16") -> None:
+    teacher = phase_a.build_teacher(settings, data)
+    job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
+    phase_a.training_state(job)
+    schema = export_maps.make_schema(job, kind or export_maps.default_kind(settings, encoding), encoding, "0" * 64)
+    check_student(settings, data, teacher, schema.kind)
+
+
+check_plain = check_baseline

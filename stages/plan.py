@@ -28,8 +28,14 @@ from gaupipe.training import score_model
 from stages import export_maps, phase_a, phase_b
 
 
-def run(settings: Settings, run_dir: Path, steps: int = 4, images: int | None = None,
-        classes: int | None = None) -> dict[str, Any]:
+def run(
+    settings: Settings,
+    run_dir: Path,
+    *,
+    steps: int = 4,
+    images: int | None = None,
+    classes: int | None = None,
+) -> dict[str, Any]:
     """Counts, bytes and seconds of a run, as plain JSON values; leaves nothing on disk.
 
     ``steps`` training steps of each phase are measured; 0 leaves the times out (null). ``images`` and ``classes``

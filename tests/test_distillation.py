@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import gaupipe.models  # noqa: F401
-from gaupipe import STUDENTS
+from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss

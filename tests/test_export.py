@@ -13,6 +13,7 @@ import pytest
 import store
 import torch
 
+from gaupipe.stored_maps import KINDS
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
 
@@ -107,7 +108,7 @@ def test_what_is_stored_is_the_teachers(trained):
     job = phase_a.load(RunDirectory(trained))
     ids = np.array([199, 3, 3, 77])
     stored = store.open(trained / "maps.zarr", dataset_sha256=job.data.sha256).gather(ids)
-    own = job.teacher.gaussians(job.rows.rows[ids]).detach()
+    own = job.teacher.gaussians(job.per_image.rows[ids]).detach()
     np.testing.assert_array_equal(stored["gaussians"], own.numpy().astype(np.float16))
     np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
 
@@ -247,7 +248,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     assert in_process("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])
-    read = export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
+    read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(read, job.gaussians(ids, 3), rtol=2e-3, atol=2e-3)
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
 
@@ -259,7 +260,7 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
     assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
-    read, rows = (export_maps.gaussians_reader(maps, torch.device("cpu"))(maps.gather(ids)) for maps in (small, large))
+    read, rows = (KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids)) for maps in (small, large))
     torch.testing.assert_close(read, rows, rtol=2e-3, atol=2e-3)
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
     seen = [json.loads(in_process("inspect", run / name, "--image", 7, "--query", 3, "--head", 1, "--json")[1])

@@ -9,7 +9,7 @@ from gaupipe import data as datasets
 from gaupipe.comparison import default_cells, resolved, sweep_cells
 from gaupipe.errors import UserError
 from gaupipe.initialisation import factors
-from gaupipe.training import build_vit
+from gaupipe.building import build_vit
 from stages import compare, export_maps, key_attention, phase_a, phase_b
 
 DIGITS = config.DataSettings(name="digits")

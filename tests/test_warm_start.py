@@ -5,8 +5,9 @@ import timm
 import torch
 
 import gaupipe.models  # noqa: F401
-from gaupipe import STUDENTS, config
-from gaupipe.data import Batches
+from gaupipe import config
+from gaupipe.attention import STUDENTS
+from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
@@ -91,11 +92,12 @@ def test_a_student_that_starts_from_the_prior_knows_the_digits_before_its_first_
     export_maps.run(tmp_path / "run")
     accuracy = {}
     for start in ("teacher", "prior"):
-        job = phase_b.build(config.load("digits", [*settings, f"phase_b.warm_start={start}"]),
-                            str(tmp_path / "run" / "maps.zarr"))
-        phase_b.start_from_teacher(job, phase_a.load(RunDirectory(tmp_path / "run")).teacher)
-        validation = Batches(job.data.val, job.data, 512, 0)
-        accuracy[start] = score_model(job.student, validation, job.device)["acc"]
+        teacher = RunDirectory(tmp_path / "run")
+        chosen = config.load("digits", [*settings, f"phase_b.warm_start={start}"])
+        job = phase_b.build(chosen, load_data(chosen.data), teacher)
+        phase_b.start_from_teacher(job, phase_a.load(teacher).teacher)
+        validation = Batches(job.data.val, job.data, job.device, batch_size=512)
+        accuracy[start] = score_model(job.student, validation)["acc"]
     assert accuracy["prior"] > 0.5 and accuracy["prior"] > accuracy["teacher"]
 
 

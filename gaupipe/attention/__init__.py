@@ -1,65 +1,46 @@
-"""The attentions by key. A new one is a new file and one line of :data:`ATTENTION`."""
+"""The attentions by key. A new attention is a new file and one line of :data:`ATTENTION`."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
 
-from torch import nn
-
-from gaupipe.attention.attentionx import AttentionX
-from gaupipe.attention.belief import BeliefAttention
-from gaupipe.attention.belief2 import Belief2Attention
-from gaupipe.attention.belief_star import BeliefStarAttention
-from gaupipe.attention.functional import nearest
-from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.attention.standard import StandardAttention
-from gaupipe.attention.xsa import ExclusiveAttention
-from gaupipe.errors import UserError
-
-ATTENTION: dict[str, type[nn.Module]] = {
-    "standard": StandardAttention,
-    "belief": BeliefAttention,
-    "belief_star": BeliefStarAttention,
-    "xsa": ExclusiveAttention,
-    "belief2": Belief2Attention,
-    "attentionx": AttentionX,
-    "gaussian": GaussianAttention,
-}
+__all__ = ["ATTENTION", "STUDENTS"]
 
 
-def attention_class(key: str) -> type[nn.Module]:
-    """The class of an attention. Raises UserError for an unknown key."""
-    if key not in ATTENTION:
-        raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
-    return ATTENTION[key]
+class _Attentions(Mapping[str, Any]):
+    """Classes by key. A class is imported when it is asked for: the command line knows the keys at
+    once, without torch."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, key: str) -> Any:
+        module, _, name = self._places[key].partition(".")
+        return getattr(import_module(f"gaupipe.attention.{module}"), name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._places
 
 
-def check_options(cls: type[nn.Module], options: dict) -> None:
-    """Raises UserError for an option that an attention class does not have."""
-    known = [name for name, parameter in inspect.signature(cls).parameters.items()
-             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)]
-    for name in options:
-        if name not in known:
-            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, known)}")
+ATTENTION: Mapping[str, Any] = _Attentions(
+    {
+        "standard": "standard.StandardAttention",
+        "belief": "belief.BeliefAttention",
+        "belief_star": "belief_star.BeliefStarAttention",
+        "xsa": "xsa.ExclusiveAttention",
+        "belief2": "belief2.Belief2Attention",
+        "attentionx": "attentionx.AttentionX",
+        "gaussian": "gaussian.GaussianAttention",
+    }
+)
 
-
-def bind_options(cls: type[nn.Module], options: dict) -> type[nn.Module]:
-    """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options.
-
-    timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle as ever. Raises
-    UserError for an option that ``cls`` does not have.
-    """
-    check_options(cls, options)
-
-    class Bound(cls):
-        def __new__(kind, *args, **kwargs) -> nn.Module:
-            return cls(*args, **options, **kwargs)
-
-    return Bound
-
-
-def count_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-import gaupipe.models  # noqa: E402, F401  (timm learns the names as soon as the registry exists)
+STUDENTS = tuple(key for key in ATTENTION if key != "gaussian")
+"""Keys of the attentions that a student can have: all but the teacher's."""

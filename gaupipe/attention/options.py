@@ -1,0 +1,51 @@
+"""An attention class by key, with options bound to it."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from gaupipe.attention import ATTENTION
+from gaupipe.attention.functional import nearest
+from gaupipe.errors import UserError
+
+
+def attention_class(key: str) -> type[nn.Module]:
+    """The class of an attention. Raises UserError for an unknown key."""
+    if key not in ATTENTION:
+        raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
+    return ATTENTION[key]
+
+
+def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
+    """Raises UserError for an option that an attention class does not have."""
+    parameters = inspect.signature(cls).parameters.values()
+    named = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    for name in options:
+        if name not in named:
+            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, named)}")
+
+
+def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
+    """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options.
+
+    timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle as
+    ever. Raises UserError for an option that ``cls`` does not have.
+    """
+    check_options(cls, options)
+
+    class Bound(cls):
+        def __new__(kind, *args, **kwargs) -> nn.Module:
+            return cls(*args, **options, **kwargs)
+
+    return Bound
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
