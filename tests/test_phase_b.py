@@ -96,7 +96,7 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     for compiled in ("false", "true"):
         run_dir = make(tmp_path / compiled, *overrides, f"compile={compiled}")
         losses.append([row["train_loss"] for row in phase_b.run(run_dir, "belief2")])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(traced) == 1 + 2 * 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(traced) == 1 + 2
 
 
 def test_cosine_with_restarts_inside_the_epochs_of_the_phase():

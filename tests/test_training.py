@@ -1,0 +1,136 @@
+"""The pieces of a training loop: updates against plain torch, epochs with their log and checkpoints."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from gaupipe.config import OptimSettings
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+from gaupipe.progress import EpochProgress
+from gaupipe.training import TrainingState, Update, epochs
+
+
+class Constant:
+    """A schedule that leaves the rate as it is and remembers when it was asked."""
+
+    def __init__(self):
+        self.asked = []
+
+    def step_update(self, update):
+        self.asked.append(update)
+
+
+def make(accumulate=1, clip_grad=None, metrics=(), **optim) -> TrainingState:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    settings = OptimSettings(accumulate=accumulate, clip_grad=clip_grad, **optim)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingState(model, optimizer, Constant(), settings, metrics=list(metrics))
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+@pytest.mark.parametrize("clip_grad", [None, 0.01])
+def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
+    """Five batches, two at a time: the last of an epoch steps alone, with its full weight."""
+    batches = torch.randn(5, 4, 3)
+    state, plain = make(accumulate=2, clip_grad=clip_grad), make().modules
+    update = Update(state, steps=5)
+    for batch in batches:
+        update(loss_of(state.modules, batch))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for group in (batches[0:2], batches[2:4], batches[4:5]):
+        optimizer.zero_grad()
+        torch.stack([loss_of(plain, batch) for batch in group]).mean().backward()
+        if clip_grad:
+            nn.utils.clip_grad_norm_(plain.parameters(), clip_grad)
+        optimizer.step()
+    for got, expected in zip(state.modules.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert state.schedule.asked == [0, 1, 2, 3, 4]
+
+
+def test_a_continued_training_counts_its_updates_on():
+    state = make(metrics=[{}, {}])
+    Update(state, steps=3)(loss_of(state.modules, torch.ones(1, 3)))
+    assert state.schedule.asked == [6]
+
+
+@pytest.mark.parametrize("size,accumulate", [(1, 1), (4, 1), (4, 2)])
+def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
+    state = make(accumulate=accumulate)
+    parameters = torch.randn(size, 3, requires_grad=True)
+    update = Update(state, steps=4)
+    update(state.modules(parameters).square().mean(1).mean())
+    alone = []
+    model = make().modules
+    for row in parameters.detach():
+        row = row.clone().requires_grad_()
+        model(row).square().mean().backward()
+        alone.append(row.grad)
+    torch.testing.assert_close(update.per_image_gradient(parameters), torch.stack(alone))
+
+
+def test_a_loss_that_is_not_finite_stops_with_one_line():
+    state = make()
+    before = [parameter.clone() for parameter in state.modules.parameters()]
+    with pytest.raises(UserError, match=r"the loss is nan in epoch 1, step 1 of 2 .*lower optim.lr"):
+        Update(state, steps=2)(loss_of(state.modules, torch.full((1, 3), torch.nan)))
+    assert all(map(torch.equal, before, state.modules.parameters()))
+
+
+def test_per_image_parameters_without_a_finite_gradient_stay():
+    state = ImageState(3, torch.zeros(2), lr=0.1)
+    gradient = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [1.0, torch.nan]])
+    state.update(torch.arange(3), gradient)
+    assert state.steps.tolist() == [1, 0, 0]
+    torch.testing.assert_close(state.rows, torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]]))
+
+
+def walk(state, folder, stop: int, last: int) -> list[int]:
+    """Trains with one batch an epoch until ``stop`` epochs are finished, of ``last``."""
+    numbers = []
+    with EpochProgress("test", 4, last, len(state.metrics)) as progress:
+        for epoch in epochs(state, folder, progress, seed=1):
+            numbers.append(epoch.number)
+            epoch.add(4, loss=torch.rand(()))
+            epoch.finish(**epoch.means())
+            state.finished = epoch.number + 1 == last
+            if epoch.number + 1 == stop:
+                progress.line("stopped")
+                if stop < last:
+                    state.finished = True  # the loop ends; the checkpoint is of a finished epoch
+    return numbers
+
+
+def entries(folder) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{"epoch": line["epoch"], "loss": line["loss"]} for line in lines]
+
+
+def test_epochs_are_logged_and_continued_with_the_same_random_numbers(tmp_path):
+    assert walk(make(), tmp_path / "unbroken", 4, 4) == [0, 1, 2, 3]
+    assert walk(make(), tmp_path / "broken", 2, 4) == [0, 1]
+    again = make()
+    assert again.load(tmp_path / "broken" / "checkpoint") and len(again.metrics) == 2
+    again.finished = False
+    assert walk(again, tmp_path / "broken", 4, 4) == [2, 3]
+    assert entries(tmp_path / "broken") == entries(tmp_path / "unbroken")
+    assert len({entry["loss"] for entry in entries(tmp_path / "unbroken")}) == 4
+
+
+def test_means_weigh_batches_by_their_images(tmp_path):
+    state = make()
+    with EpochProgress("test", 3, 1) as progress:
+        for epoch in epochs(state, tmp_path, progress, seed=0):
+            epoch.add(2, loss=torch.tensor(1.0))
+            epoch.add(1, loss=torch.tensor(4.0))
+            epoch.finish(**epoch.means())
+            state.finished = True
+    assert state.metrics[0]["loss"] == pytest.approx(2.0)
+    assert state.metrics[0].keys() == {"epoch", "loss", "seconds", "images_per_s"}
