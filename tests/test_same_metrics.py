@@ -1,0 +1,27 @@
+"""What a seed gives stays what version 0.1 gave: the metrics of two small runs on the digits.
+
+``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must give
+the same bits; elsewhere sums are rounded in another order.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gaupipe import config
+from stages import run
+
+OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
+    old = dict(OLD[name])
+    run.run(config.load("digits", old.pop("settings")), tmp_path)
+    for part, entries in old.items():
+        lines = (tmp_path / part / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == len(entries)
+        for line, entry in zip(map(json.loads, lines), entries, strict=True):
+            for metric, value in entry.items():
+                assert line[metric] == pytest.approx(value, rel=1e-3, abs=3e-3), (part, metric)
