@@ -40,5 +40,5 @@ def in_memory(metadata: dict) -> ts.TensorStore:
     spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
     try:
         return ts.open(spec, create=True, context=ts.Context()).result()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise DamagedStore(f"a zarr.json describes no array: {' '.join(str(error).split())}") from None
