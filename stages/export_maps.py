@@ -18,7 +18,7 @@ from torch import Tensor
 from gaupipe.config import Settings
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map, from_raw
+from gaupipe.gaussians import RAW_SIZE, expected_map, from_raw
 from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
 from gaupipe.teacher import Decoder, predict
@@ -125,15 +125,33 @@ def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
 
 
 def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
-    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``."""
+    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``. Raises
+    UserError for a decoder that is not a teacher's."""
     if maps.schema.kind == "gaussian":
         return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
+    try:
+        return decoder_reader(maps, device)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, store.StoreError):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}") from None
+
+
+def decoder_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
+    """:func:`gaussians_reader` of a store with a decoder."""
+    schema = maps.schema
     weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
     prior = weights.pop("prior")
-    if maps.schema.kind == "prior":
-        shared = from_raw(prior, maps.schema.parametrisation)
+    shape = (schema.layers, schema.heads, schema.tokens, RAW_SIZE[schema.parametrisation])
+    if prior.shape != shape:
+        raise ValueError(f"prior has the shape {tuple(prior.shape)}, {shape} is right")
+    if schema.kind == "prior":
+        shared = from_raw(prior, schema.parametrisation)
         return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
     layers, embedding, hidden = weights["weight1"].shape
+    if embedding != schema.embedding_dim:
+        raise ValueError(f"weight1 is for embeddings of {embedding} numbers, the store has {schema.embedding_dim}")
     network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
     network.load_state_dict(weights)
 
