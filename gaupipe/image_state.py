@@ -7,7 +7,8 @@ rows at the end of the epoch, without holding the gradients of all images (*GauT
 A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in files are kept twice:
 an epoch reads each row's committed record and writes the updated one to the other place, and :meth:`ImageState.end_epoch`
 commits them all. A process killed in the middle of an epoch has therefore destroyed nothing that the last checkpoint
-needs, and a checkpoint says only which of its two records each row has, and its step count: five bytes an image.
+needs, and a checkpoint says only which of its two records each row has, the record's checksum and the row's step count:
+nine bytes an image. A record is compared with its checksum the first time it is read after a checkpoint was loaded.
 
 Axis letters: N images, B images of a batch, R numbers of a row, W int32 words of a record.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from google_crc32c import value as crc32c
 from torch import Tensor
 
 from gaupipe.errors import UserError
@@ -117,7 +119,7 @@ class ImageState:
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the first row and five bytes an image for records in files, else all of them.
+        """What a checkpoint needs: the first row and nine bytes an image for records in files, else all of them.
 
         Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch` has committed.
         """
@@ -225,25 +227,48 @@ class FileRecords:
         """Which file holds a row's committed record."""
         self.written = torch.zeros(num_images, dtype=torch.bool)
         """Rows whose other place holds a newer record, not committed yet."""
+        self.checksums = np.zeros((2, num_images), dtype=np.uint32)
+        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of earlier versions."""
+        self.doubtful = torch.zeros(num_images, dtype=torch.bool)
+        """Rows whose committed record was written by another process and has not been compared yet."""
         self.epoch = 0
         self._descriptors: list[int] = []
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros where not ``used``."""
+        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros where not ``used``.
+
+        Raises UserError for a record that is not what was written.
+        """
         records = torch.zeros(len(image_ids), self.words if words is None else words, dtype=torch.int32)
         if not used.any():
             return records
         self._open()
+        doubtful = image_ids[used & self.doubtful[image_ids]]
+        if len(doubtful):
+            self._check(doubtful)
+        self._read_into(records, used.nonzero().squeeze(1), image_ids[used])
+        return records
+
+    def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
+        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of ``records`` [B, words]."""
         size = records.shape[1] * 4
         bytes_ = memoryview(records.numpy()).cast("B")
-        where = [(position * size, *place) for position, place in
-                 zip(used.nonzero().squeeze(1).tolist(), self._places(image_ids[used]))]
+        where = [(position * size, *place) for position, place in zip(positions.tolist(), self._places(image_ids))]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for start, descriptor, offset in where:
             if os.preadv(descriptor, [bytes_[start:start + size]], offset) != size:
                 raise UserError(f"{self.folder}: a record at byte {offset} cannot be read whole: the file is damaged")
-        return records
+
+    def _check(self, image_ids: Tensor) -> None:
+        """Compares committed records with their checksums."""
+        records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
+        self._read_into(records, torch.arange(len(image_ids)), image_ids)
+        wrong = checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        if wrong.any():
+            raise UserError(f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
+                            "restore the run directory from a copy, or start afresh in another --run-dir")
+        self.doubtful[image_ids] = False
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
         """Stores records [B, W] beside the committed ones. Raises UserError where that cannot be done."""
@@ -252,6 +277,8 @@ class FileRecords:
                 self._open()
                 self._mark()
             self.written[image_ids] = True
+            self.doubtful[image_ids] = False
+            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(records)
             size = self.words * 4
             bytes_ = memoryview(records.numpy()).cast("B")
             for start, (descriptor, offset) in enumerate(self._places(image_ids)):
@@ -279,24 +306,35 @@ class FileRecords:
     def state_dict(self) -> dict[str, Any]:
         if self.written.any():
             raise RuntimeError("rows in files have a checkpoint only between epochs: call end_epoch() first")
-        return {"place": self.place, "epoch": self.epoch}
+        committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
+        return {"place": self.place, "epoch": self.epoch, "checksums": torch.from_numpy(committed.view(np.int32))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]
         if epoch:
-            try:
-                files = json.loads((self.folder / "files.json").read_text())
-            except (OSError, ValueError):
-                raise UserError(f"{self.folder}: the files with the rows are missing or unreadable") from None
-            if files["words"] != self.words or files["num_images"] != len(self.place):
-                raise UserError(f"{self.folder} holds {files['num_images']} rows of {files['words']} words, the settings "
-                                f"ask for {len(self.place)} of {self.words}")
-            if files["epoch"] not in (epoch - 1, epoch):
-                raise UserError(f"{self.folder} holds the rows of epoch {files['epoch']}, the checkpoint needs those of "
-                                f"epoch {epoch}: they do not belong together")
+            self._check_files(epoch)
         self.place.copy_(state["place"])
         self.written.zero_()
         self.epoch = epoch
+        self.checksums[:] = 0
+        if "checksums" in state:
+            images = np.arange(len(self.place))
+            self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
+        self.doubtful = torch.from_numpy(self.checksums.any(0))
+
+    def _check_files(self, epoch: int) -> None:
+        """Raises UserError if the files are not there or do not hold the records of ``epoch``."""
+        try:
+            files = json.loads((self.folder / "files.json").read_bytes())
+            there = files["num_images"], files["words"], files["epoch"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            raise UserError(f"{self.folder}: the files with the rows are missing or unreadable") from None
+        if there[:2] != (len(self.place), self.words):
+            raise UserError(f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
+                            f"{len(self.place)} of {self.words}")
+        if there[2] not in (epoch - 1, epoch):
+            raise UserError(f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
+                            f"epoch {epoch}: they do not belong together")
 
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each row's newest record."""
@@ -323,3 +361,8 @@ class FileRecords:
         directory = os.open(self.folder, os.O_RDONLY)
         os.fsync(directory)
         os.close(directory)
+
+
+def checksums(records: Tensor) -> np.ndarray:
+    """crc32c [B] uint32 of each record [B, W]; never 0."""
+    return np.fromiter((crc32c(record) or 1 for record in records.numpy()), np.uint32, len(records))

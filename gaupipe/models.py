@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-import shutil
-import tempfile
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,13 +20,18 @@ from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import ATTN_LAYERS, Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
+from gaupipe import digests
 from gaupipe.attention import ATTENTION
 from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.convert import convert, swap
 from gaupipe.errors import UserError
+from gaupipe.folders import replaced
 
 __all__ = ["GauViT", "ReZeroBlock", "convert", "forward_with_maps", "run_blocks", "save_student"]
+
+STUDENT_FILES = ("config.json", "model.safetensors")
+"""What timm reads from a student's folder."""
 
 STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
 """The timm model whose name a plain student is saved under; every size is overridden by ``model_args``."""
@@ -150,34 +154,35 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
 def save_student(model: VisionTransformer, folder: str | Path, label_names: list[str] | None = None,
                  **data_config) -> None:
     """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the model from:
-    config.json and model.safetensors. A folder that is there is replaced as a whole.
+    config.json and model.safetensors, with their digests in SHA256SUMS. A student that is there is replaced as a whole,
+    at no moment by a part of one, and stays if this one cannot be written.
 
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which loads without
     gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe`` first. ``data_config`` is timm's
     (``mean``, ``std``, ``crop_pct``, ...): how images are to be prepared. Raises UserError for a model that
-    ``timm.create_model`` did not build.
+    ``timm.create_model`` did not build and for a place that holds something else than a student.
     """
     if not hasattr(model, "pretrained_cfg"):
         raise UserError("save_student: the model was built by its class, which timm cannot name; build it with "
                         "timm.create_model")
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
+    if folder.exists() and not _is_replaceable(folder):
+        raise UserError(f"{folder} is there and is not the folder of a student: choose another place, or remove it")
     architecture, model_args = architecture_of(model)
     described = copy.copy(model)
     described._model_args = model_args  # timm would add what create_model was given, gaupipe's keywords among it
     described.pretrained_cfg = dict(model.pretrained_cfg, architecture=architecture, num_classes=model.num_classes,
                                     input_size=(model.in_chans, *model.patch_embed.img_size), **data_config)
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    save_for_hf(described, str(fresh), model_config=dict(label_names=label_names), model_args=model_args,
-                safe_serialization=True)
-    fresh.chmod(0o755)
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-old-"))
-        folder.rename(old / folder.name)
-        fresh.rename(folder)
-        shutil.rmtree(old)
-    else:
-        fresh.rename(folder)
+    with replaced(folder) as fresh:
+        save_for_hf(described, str(fresh), model_config=dict(label_names=label_names), model_args=model_args,
+                    safe_serialization=True)
+        digests.write(fresh)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds a student, perhaps a damaged one."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
+    return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:

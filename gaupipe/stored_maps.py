@@ -6,14 +6,16 @@ B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.gaussians import expected_map, from_raw
+from gaupipe.errors import UserError
+from gaupipe.gaussians import RAW_SIZE, expected_map, from_raw
 from gaupipe.teacher import Decoder, Teacher
 
 if TYPE_CHECKING:
@@ -83,13 +85,16 @@ class EmbeddingKind(GaussianKind):
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
     def reader(self, maps, device) -> Callable[[Stored], Tensor]:
-        weights = {
-            name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()
-        }
-        prior = weights.pop("prior")                                   # [L, H, T, P]
-        layers, embedding, hidden = weights["weight1"].shape
-        network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
-        network.load_state_dict(weights)
+        weights, prior = shared_weights(maps, device)                  # prior [L, H, T, P]
+        with teachers_decoder(maps):
+            layers, embedding, hidden = weights["weight1"].shape
+            if embedding != maps.schema.embedding_dim:
+                raise ValueError(
+                    f"weight1 is for embeddings of {embedding} numbers, the store has "
+                    f"{maps.schema.embedding_dim}"
+                )
+            network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
+            network.load_state_dict(weights)
 
         @torch.no_grad()
         def decode(stored: Stored) -> Tensor:
@@ -120,9 +125,40 @@ class PriorKind(GaussianKind):
         return {"prior": teacher.prior.detach()}
 
     def reader(self, maps, device) -> Callable[[Stored], Tensor]:
-        prior = torch.from_numpy(maps.decoder()["prior"]).to(device)
+        _, prior = shared_weights(maps, device)
         shared = from_raw(prior, maps.schema.parametrisation)          # [L, H, T, 4]
         return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
+
+
+def shared_weights(
+    maps: store.Store, device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a decoder that
+    is not a teacher's."""
+    schema = maps.schema
+    with teachers_decoder(maps):
+        weights = {
+            name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()
+        }
+        prior = weights.pop("prior")
+        shape = (schema.layers, schema.heads, schema.tokens, RAW_SIZE[schema.parametrisation])
+        if prior.shape != shape:
+            raise ValueError(f"prior has the shape {tuple(prior.shape)}, {shape} is right")
+    return weights, prior
+
+
+@contextlib.contextmanager
+def teachers_decoder(maps: store.Store) -> Iterator[None]:
+    """Turns what a foreign decoder's arrays cause into one line."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) or type(error).__module__.startswith("store."):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}"
+        ) from None
 
 
 KINDS: dict[str, GaussianKind] = {

@@ -13,6 +13,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
+from gaupipe import digests
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
@@ -52,31 +53,51 @@ class TrainingState:
         return self.ema.module if self.ema else self.modules
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt`` so that a reader finds the old one or the new one, never a part."""
+        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds the old one or the new
+        one, never a part."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
         with partial.open("wb") as file:
+            hashed = digests.HashedFile(file)
             torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
                         "scaler": self.scaler.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
                         "rows": self.per_image.state_dict() if self.per_image else None, "metrics": self.metrics,
-                        "identity": self.identity, "finished": self.finished}, file)
+                        "identity": self.identity, "finished": self.finished}, hashed)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(folder / "state.pt")
+        digests.replace(partial, folder / "state.pt", hashed.hexdigest())
 
     def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises UserError, with the
-        difference, for a checkpoint of another identity."""
+        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises UserError for a checkpoint
+        that is damaged or not one of ours, and, with the difference, for one of another identity."""
         path = folder / "state.pt"
         if not path.is_file():
             return False
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        known = flatten(Settings()) | state["identity"]  # a setting that a later version adds was at its default
-        for name in known.keys() & self.identity.keys() | state["identity"].keys():
+        digests.check(path)
+        try:
+            self._restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True), folder)
+        except (UserError, OSError):
+            raise
+        except Exception as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
+                            "copy, or start afresh in another --run-dir") from None
+        return True
+
+    def _restore(self, state: dict[str, Any], folder: Path) -> None:
+        recorded = state["identity"]
+        # a setting that a later version adds was at its default; phase A of version 0.1 recorded no settings
+        defaults = flatten(Settings()) if "seed" in recorded else {}
+        known = defaults | recorded
+        for name in known.keys() & self.identity.keys() | recorded.keys():
             old, new = known[name], self.identity.get(name)
             if old != new:
-                raise UserError(f"{folder} was started with {name} {old}, now it is {new}: change it back, or start afresh "
-                                "in another --run-dir")
+                raise UserError(
+                    f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
+                    "start afresh in another --run-dir"
+                )
+        if not isinstance(state["finished"], bool) or not all("epoch" in row for row in state["metrics"]):
+            raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
@@ -85,7 +106,6 @@ class TrainingState:
         if self.per_image:
             self.per_image.load_state_dict(state["rows"])
         self.metrics, self.finished = state["metrics"], state["finished"]
-        return True
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import store
 import timm
 import torch
+from safetensors import safe_open
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from gaupipe import digests
+from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
-from gaupipe.models import forward_with_maps
-from gaupipe.building import select_device
+from gaupipe.models import STUDENT_FILES, forward_with_maps
 from gaupipe.student import check_fit
 from gaupipe.training import score
 from stages import phase_b
@@ -25,24 +29,68 @@ TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
 
 
-def load_student(run_dir: Path, name: str | None = None, distilled: bool = True) -> tuple[Settings, nn.Module, str]:
-    """The settings of a student, the student as timm loads its folder, in eval mode, and its name. ``name`` None is the
-    student trained last."""
+def load_student(
+    run_dir: Path, name: str | None = None, distilled: bool = True
+) -> tuple[Settings, nn.Module, str]:
+    """The settings of a student, the student as timm loads its folder, in eval mode, and its name.
+
+    ``name`` None is the student trained last. Raises UserError where the student is not there, damaged
+    or no ViT.
+    """
     run = RunDirectory(run_dir)
     run.settings()
     there, plain = run.students(distilled), "" if distilled else " --no-distill"
+    command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
     if name is None and not there:
-        raise UserError(f"{run_dir} has no student: 'gaupipe phase-b --run-dir {run_dir}{plain}' trains one")
+        raise UserError(f"{run_dir} has no student: {command}' trains one")
     if name is None:
         name = there[-1]
     check_name(name)
     folder = run.student(name, distilled) / "student"
     if not folder.is_dir():
-        known = f"; there are {', '.join(there)}" if there else ""
-        raise UserError(f"{folder} is not there: 'gaupipe phase-b --run-dir {run_dir} --student ATTENTION --name {name}"
-                        f"{plain}' trains it{known}")
+        others = f"; there are {', '.join(there)}" if there else ""
+        raise UserError(
+            f"{folder} is not there: {command} --student ATTENTION --name {name}' trains it{others}"
+        )
+    again = f"{command} --name {name} --resume' writes it again from its checkpoint"
+    for file in STUDENT_FILES:
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file} is not there: {again}")
+        digests.check(folder / file)
     settings = run.student_settings(name, distilled)
-    return settings, timm.create_model(f"local-dir:{folder}", pretrained=True).eval(), name
+    try:
+        check_sizes(folder)
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    except OSError:
+        raise
+    except Exception as error:  # json, safetensors and timm raise whatever a foreign file makes of them
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{folder} is damaged, or not a student ({reason[:200]}): {again}"
+        ) from None
+    return settings, model, name
+
+
+def check_sizes(folder: Path) -> None:
+    """Raises ValueError unless a student's config.json describes a ViT with the weights of its model.safetensors.
+
+    timm adapts weights to another size where it can, without a word, and makes the model first, however large. So the
+    model is made on the meta device, which takes no memory.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    arguments = config["model_args"]
+    if arguments.get("depth", 1) > len(stored):
+        raise ValueError(f"{arguments['depth']} blocks cannot have {len(stored)} weights in all")
+    with torch.device("meta"):
+        model = timm.create_model(config["architecture"], **arguments)
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f"{config['architecture']} is no VisionTransformer")
+    built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if different := sorted(name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)):
+        name = different[0]
+        raise ValueError(f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json")
 
 
 def run(
@@ -52,24 +100,40 @@ def run(
     split: str = "val",
     distilled: bool = True,
 ) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is there
-    and fits the student, also how far student and teacher agree on training images."""
+    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is complete
+    and fits the student, also how far student and teacher agree on training images. Raises StoreError for the store of
+    another teacher or data set, and for a damaged one."""
     settings, student, name = load_student(run_dir, name, distilled)
     data = load_data(settings.data)
     images = getattr(data, split)
     if images is None:
         raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
+    check_data(student, data, run_dir)
+    maps = open_maps(RunDirectory(run_dir), data, student, settings)
     device = select_device(settings)
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
-    url = str(RunDirectory(run_dir).maps)
+    return scores if maps is None else scores | teacher_agreement(student, maps, data, settings, device)
+
+
+def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
+    """Raises UserError for a student of other images or classes than the run's."""
+    takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
+    if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
+        raise UserError(f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels and "
+                        f"{takes[3]} classes, the data set {data.name} has {data.channels}, {data.image_size} x "
+                        f"{data.image_size} and {data.num_classes}")
+
+
+def open_maps(run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings) -> store.Store | None:
+    """The run's store; None where it is not there, not finished, or of other blocks and heads than the student."""
     try:
-        maps = store.open(url, dataset_sha256=data.sha256)
-        check_fit(student, maps.schema, settings, url)
-    except (store.StoreError, UserError):
-        return scores  # maps that are not there or do not fit say nothing about this student
-    return scores | teacher_agreement(student, maps, data, settings, device)
+        maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=run.teacher_digest())
+        check_fit(student, maps.schema, settings, str(run.maps))
+    except (store.UnfinishedStore, UserError):
+        return None
+    return maps
 
 
 @torch.inference_mode()

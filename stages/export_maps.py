@@ -93,7 +93,7 @@ def ensure(
     """The store of a run: as it is if it is complete, else written."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    if not is_complete(url, directory.teacher_sha256.read_text().strip()):
+    if not is_complete(url, directory.teacher_digest()):
         run(run_dir, kind, out=out, encoding=encoding, data=data)
     return url
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -23,6 +25,8 @@ def run(
 ) -> tuple[Path, float]:
     """Writes a student as ONNX, for any number of images, and returns the file and the largest difference between its
     logits and torch's on random images. A model that differs by more than ``TOLERANCE`` is not left behind.
+
+    A file that is there is replaced, through a link too. Raises UserError for a place that holds anything else.
     """
     try:
         import onnxruntime
@@ -30,13 +34,12 @@ def run(
     except ImportError as error:
         raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
     settings, student, name = load_student(run_dir, name, distilled)
-    out = out or RunDirectory(run_dir).student(name, distilled) / "student.onnx"
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}")
+    out = Path(out or RunDirectory(run_dir).student(name, distilled) / "student.onnx")
+    target = check_place(out)
     generator = torch.Generator().manual_seed(settings.seed)
     images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
-    partial = out.with_name(out.name + ".partial")
-    try:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
+        partial = Path(folder) / "student.onnx"
         torch.onnx.export(student, (images[:2],), str(partial), dynamo=True, input_names=["images"],
                           output_names=["logits"], dynamic_shapes={"x": {0: torch.export.Dim("batch")}}, verbose=False,
                           external_data=False)
@@ -46,7 +49,17 @@ def run(
         difference = (torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) - expected).abs().max().item()
         if not difference <= TOLERANCE:
             raise UserError(f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}")
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+        partial.replace(check_place(out))
     return out, difference
+
+
+def check_place(out: Path) -> Path:
+    """The file that ``--out`` names, links followed. Raises UserError unless a file can be written there: nothing but
+    a regular file is replaced."""
+    target = Path(os.path.realpath(out))
+    if not target.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {target.parent}")
+    if target.is_symlink() or target.exists() and not target.is_file():
+        kind = "a folder" if target.is_dir() else "no regular file"
+        raise UserError(f"--out {out}: {kind} is there; name a file, new or to be replaced")
+    return target

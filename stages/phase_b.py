@@ -263,9 +263,7 @@ def build(
     if teacher is None:
         optim = settings.baseline.optim or settings.phase_b.optim
         return PhaseB(settings, data, device, student, optim, None)
-    teacher_sha256 = None
-    if maps_url is None and teacher.teacher_sha256.is_file():
-        teacher_sha256 = teacher.teacher_sha256.read_text().strip()
+    teacher_sha256 = teacher.teacher_digest() if maps_url is None else None
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,

@@ -18,12 +18,12 @@ numpy in and out; works without the rest of gaupipe:
     assert store.verify("maps.zarr") == []
 """
 
-from store.errors import CorruptChunk, DamagedStore, StoreError
+from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.layout import Shard
 from store.reader import Store, open
 from store.schema import ArraySpec, Schema
 from store.verify import Problem, repair, verify
 from store.writer import Writer, create, join
 
-__all__ = ["ArraySpec", "CorruptChunk", "DamagedStore", "Problem", "Schema", "Shard", "Store", "StoreError", "Writer",
-           "create", "join", "open", "repair", "verify"]
+__all__ = ["ArraySpec", "CorruptChunk", "DamagedStore", "Problem", "Schema", "Shard", "Store", "StoreError",
+           "UnfinishedStore", "Writer", "create", "join", "open", "repair", "verify"]

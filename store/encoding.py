@@ -12,6 +12,7 @@ import functools
 import math
 
 import numpy as np
+from google_crc32c import value as crc32c
 
 from store.errors import StoreError
 from store.schema import Schema
@@ -69,6 +70,12 @@ def decode(name: str, stored: np.ndarray, schema: Schema) -> np.ndarray:
     for pair, table in enumerate(_pair_tables()):
         values[..., pair] = table[stored.view("<u2")[..., pair]]
     return values.view(np.float16)
+
+
+def image_crc32c(stored: np.ndarray) -> np.ndarray:
+    """crc32c [n] uint32 of every image's stored numbers [n, ...]: their bytes on a little-endian machine."""
+    images = np.ascontiguousarray(stored).reshape(len(stored), math.prod(stored.shape[1:]))
+    return np.fromiter((crc32c(image) for image in images), np.uint32, len(images))
 
 
 @functools.cache

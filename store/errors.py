@@ -5,6 +5,10 @@ class StoreError(ValueError):
     """A user's mistake, a damaged store, or storage that does not answer."""
 
 
+class UnfinishedStore(StoreError):
+    """There is no store, or not all of it has been written yet."""
+
+
 class DamagedStore(StoreError):
     """The store's own description (its metadata files) is not what was written."""
 

@@ -1,14 +1,22 @@
 """How a schema becomes zarr files: shards, codecs, metadata, and the checks that hold them together.
 
-Root attributes = the schema + `images_per_shard`, `complete`, `files_sha256` (a digest of every other metadata file and
-of the decoder's files) and `root_sha256` (of the root file itself, with this digest as zeros). Two arrays of ours stand
-beside the data, one row per shard: `shard_sha256` [S,A,32] uint8 and `shard_nbytes` [S,A] uint64 describe the shard's
-file in each of the A data arrays. The row of `shard_sha256` is written last: it is what marks a shard as finished.
+Root attributes = the schema + `images_per_shard`, `complete`, `files_sha256` (a digest of every other
+metadata file and of the decoder's files) and `root_sha256` (of the root file itself, with this digest as
+zeros). Arrays of ours stand beside the data, one file a shard for all A data arrays:
+
+    shard_sha256  [S, A, 32] uint8    digest of the shard's file in each data array
+    shard_nbytes  [S, A]     uint64   its size in bytes
+    image_crc32c  [N, A]     uint32   checksum of each image's stored numbers (format version 2)
+
+The row of `shard_sha256` is written last: it is what marks a shard as finished. Since format version 2 both
+checksums are bound to the store, the array and the shard they belong to (`Layout.shard_digest`,
+`Layout.image_mask`), so that neither a shard nor its checksums pass for those of another place or teacher.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -22,14 +30,20 @@ from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
 from store.encoding import code_attributes
-from store.errors import DamagedStore, StoreError
+from store.errors import DamagedStore, StoreError, UnfinishedStore
 from store.files import Files
 from store.schema import WITH_DECODER, Schema
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 1
+FORMAT, FORMAT_VERSION = "gaupipe-maps", 2
 ROOT = "zarr.json"
-RECORDS = ("shard_sha256", "shard_nbytes")  # arrays of ours, one row a shard
+RECORDS = {1: ("shard_sha256", "shard_nbytes"), 2: ("shard_sha256", "shard_nbytes", "image_crc32c")}
+"""The arrays of ours, by format version."""
+IDENTITY = ("kind", "encoding", "num_images", "grid", "layers", "heads", "num_classes", "embedding_dim",
+            "parametrisation", "dataset", "dataset_sha256", "teacher_sha256")
+"""What checksums are bound to; a field that a later version adds to the schema must not change it."""
 SHARD_BYTES = 32 * 2**20
+LARGEST_SHARD = 2**32
+"""Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in memory."""
 COLUMN_BYTES = 256  # an array with fewer bytes an image is compressed by whole shards and held in memory by readers
 MISSING = {"float16": float("nan"), "uint8": 0, "int64": -1}  # fill values; no image is ever stored with them
 _ZEROS = "0" * 64
@@ -43,6 +57,15 @@ class Shard(NamedTuple):
     stop: int
 
 
+class RecordSpec(NamedTuple):
+    """One array of ours: its shape, the rows of a shard, and its dtype."""
+
+    shape: tuple[int, ...]
+    rows: int
+    dtype: str
+    dimension_names: tuple[str, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """A store's description: all that is needed to name, write and check its files."""
@@ -51,55 +74,148 @@ class Layout:
     images_per_shard: int
     files_sha256: dict[str, str]
     complete: bool = False
+    version: int = FORMAT_VERSION
 
     @property
     def names(self) -> list[str]:
         return list(self.schema.arrays())
 
     @property
+    def records(self) -> dict[str, RecordSpec]:
+        return records(self.schema, self.images_per_shard, self.version)
+
+    @property
+    def num_shards(self) -> int:
+        return -(-self.schema.num_images // self.images_per_shard)
+
+    @property
     def shards(self) -> list[Shard]:
-        n, step = self.schema.num_images, self.images_per_shard
-        return [Shard(index, start, min(start + step, n)) for index, start in enumerate(range(0, n, step))]
+        return [self.shard(index) for index in range(self.num_shards)]
+
+    def shard(self, index: int) -> Shard:
+        start = index * self.images_per_shard
+        return Shard(index, start, min(start + self.images_per_shard, self.schema.num_images))
 
     def shard_file(self, name: str, index: int) -> str:
-        """The file of one shard of one array."""
-        return f"{name}/{shard_key(index, len(self.schema.arrays()[name].shape))}"
+        """The file of one shard of one array, data or record."""
+        spec = self.records.get(name) or self.schema.arrays()[name]
+        return f"{name}/{shard_key(index, len(spec.shape))}"
 
     def record_file(self, index: int) -> str:
         """The file that says, by being there, that a shard is finished."""
-        return f"shard_sha256/{shard_key(index, 3)}"
+        return self.shard_file("shard_sha256", index)
+
+    def record_bytes(self) -> int:
+        """Bytes of one shard's files in the records: their numbers and a checksum of four bytes in each."""
+        return sum(spec.rows * math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize + 4
+                   for spec in self.records.values())
+
+    def finished(self, files: Files) -> list[int]:
+        """The indices of the finished shards, in order; read from the store at every call."""
+        keys = {key: key.split("/")[2] for key in files.list("shard_sha256/c/")}
+        indices = sorted(int(index) for key, index in keys.items()
+                         if index.isdecimal() and key == self.record_file(int(index)))
+        return [index for index in indices if index < self.num_shards]
+
+    def record_rows(self, name: str, shard: Shard) -> Shard:
+        """The rows of a record that lie in the shard's file of it."""
+        return shard if name == "image_crc32c" else Shard(shard.index, shard.index, shard.index + 1)
 
     def is_column(self, name: str) -> bool:
         return is_column(self.schema, name)
 
+    @functools.cached_property
+    def identity(self) -> str:
+        """sha256, in hex, of what makes this store this store; the attributes are those of `IDENTITY`."""
+        attributes = self.schema.to_attributes()
+        fields = {name: attributes[name] for name in IDENTITY} | {"images_per_shard": self.images_per_shard}
+        return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
+
+    def shard_digest(self, name: str, index: int, data: bytes) -> bytes:
+        """What `shard_sha256` says of a shard's file: in format version 1 the sha256 of its bytes, since then
+        the sha256 of the text `IDENTITY/ARRAY/INDEX/SHA256`, with the store's identity and the file's sha256
+        in hex."""
+        digest = hashlib.sha256(data)
+        if self.version > 1:
+            digest = hashlib.sha256(f"{self.identity}/{name}/{index}/{digest.hexdigest()}".encode())
+        return digest.digest()
+
+    def image_mask(self, name: str, index: int) -> int:
+        """What the crc32c of a shard's images are combined with (exclusive or) in `image_crc32c`: the first
+        four bytes, little end first, of the sha256 of the text `IDENTITY/ARRAY/INDEX`."""
+        digest = hashlib.sha256(f"{self.identity}/{name}/{index}".encode()).digest()
+        return int.from_bytes(digest[:4], "little")
+
+    def image_masks(self, indices: range) -> np.ndarray:
+        """`image_mask` of these shards and all arrays: [len(indices), A] uint32."""
+        masks = [[self.image_mask(name, index) for name in self.names] for index in indices]
+        return np.array(masks, np.uint32).reshape(len(indices), len(self.names))
+
     def root_file(self) -> bytes:
         """The bytes of the group's zarr.json."""
-        return seal({"format": FORMAT, "format_version": FORMAT_VERSION, **self.schema.to_attributes(),
+        return seal({"format": FORMAT, "format_version": self.version, **self.schema.to_attributes(),
                      "images_per_shard": self.images_per_shard, "complete": self.complete,
                      "files_sha256": self.files_sha256})
 
     @classmethod
     def from_root_file(cls, data: bytes | None, url: str) -> Layout:
-        """Reads zarr.json. Raises StoreError when it is not ours and DamagedStore when any bit of it has changed."""
+        """Reads zarr.json. Raises UnfinishedStore when it is not there, StoreError when it is not ours and
+        DamagedStore when any bit of it has changed or it contradicts itself."""
         if data is None:
-            raise StoreError(f"{url}: no attention-map store there (no {ROOT}); export one with gaupipe export-maps")
+            raise UnfinishedStore(f"{url}: no attention-map store there (no {ROOT}); "
+                                  "export one with gaupipe export-maps")
         damaged = f"{url}: {ROOT} is damaged or was edited; repair it with gaupipe export-maps --repair"
         try:
-            root = json.loads(data)
-            attributes = root["attributes"]
+            attributes = json.loads(data)["attributes"]
             ours = attributes.get("format") == FORMAT
-        except (ValueError, KeyError, TypeError, AttributeError):
+            sealed = "root_sha256" in attributes
+            attributes.pop("root_sha256", None)
+            whole = seal(attributes) == data
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedStore(damaged) from None
-        if not ours and "root_sha256" not in attributes:
-            raise StoreError(f"{url}: a zarr group, but not a store of attention maps (attribute format is not {FORMAT!r})")
-        attributes.pop("root_sha256", None)
-        if seal(attributes) != data:
+        if not ours and (whole or not sealed):
+            raise StoreError(f"{url}: a zarr group, but not a store of attention maps "
+                             f"(attribute format is not {FORMAT!r})")
+        if not whole:
             raise DamagedStore(damaged)
-        if attributes["format_version"] > FORMAT_VERSION:
-            raise StoreError(f"{url}: format version {attributes['format_version']}, this gaupipe reads up to "
-                             f"{FORMAT_VERSION}; a newer gaupipe reads it")
-        return cls(Schema.from_attributes(attributes), attributes["images_per_shard"], attributes["files_sha256"],
-                   attributes["complete"])
+        version = attributes.get("format_version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise StoreError(f"{url}: format version {version}, this gaupipe reads up to {FORMAT_VERSION}; "
+                             "a newer gaupipe reads it")
+        try:
+            return cls._from_attributes(attributes)
+        except StoreError as error:
+            raise DamagedStore(f"{url}: {ROOT} contradicts itself: {error}") from None
+
+    @classmethod
+    def _from_attributes(cls, attributes: dict) -> Layout:
+        """Raises StoreError for attributes that no writer of ours writes."""
+        schema = Schema.from_attributes(attributes)
+        version, per_shard, complete, files = (
+            attributes.get(name) for name in ("format_version", "images_per_shard", "complete", "files_sha256"))
+        if type(version) is not int or version not in RECORDS:
+            raise StoreError(f"format_version is {version!r}; it must be one of {', '.join(map(str, RECORDS))}")
+        if type(per_shard) is not int or not 1 <= per_shard <= schema.num_images:
+            raise StoreError(f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}")
+        if per_shard > 1 and per_shard * schema.bytes_per_image > LARGEST_SHARD:
+            raise StoreError(f"images_per_shard is {per_shard}, a shard of more than {LARGEST_SHARD} bytes")
+        if type(complete) is not bool:
+            raise StoreError(f"complete is {complete!r}; it must be true or false")
+        layout = cls(schema, per_shard, files, complete, version)
+        needed = {f"{name}/{ROOT}" for name in (*layout.names, *layout.records)}
+        if not isinstance(files, dict) or not needed <= files.keys() or not all(
+                key in needed or key.startswith("decoder/") and ".." not in key.split("/") for key in files):
+            raise StoreError(f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files")
+        return layout
+
+
+def records(schema: Schema, per_shard: int, version: int) -> dict[str, RecordSpec]:
+    """The arrays of ours that stand beside the data in this format version."""
+    shards, arrays = -(-schema.num_images // per_shard), len(schema.arrays())
+    specs = {"shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", ("shard", "array", "byte")),
+             "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", ("shard", "array")),
+             "image_crc32c": RecordSpec((schema.num_images, arrays), per_shard, "uint32", ("image", "array"))}
+    return {name: specs[name] for name in RECORDS[version]}
 
 
 def shard_key(index: int, dimensions: int) -> str:
@@ -112,14 +228,19 @@ def is_column(schema: Schema, name: str) -> bool:
     return math.prod(schema.arrays()[name].shape[1:]) * schema.stored_dtype(name).itemsize < COLUMN_BYTES
 
 
-def plan(schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None) -> tuple[Layout, dict[str, bytes]]:
+def plan(schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None,
+         version: int = FORMAT_VERSION) -> tuple[Layout, dict[str, bytes]]:
     """The layout of a new store and its metadata files (root excluded) with the decoder's files, by name."""
+    if shard_bytes > LARGEST_SHARD:
+        raise StoreError(f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible")
     per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
-    files = metadata_files(schema, per_shard, decoder)
-    return Layout(schema, per_shard, {key: sha256(data) for key, data in files.items()}), files
+    files = metadata_files(schema, per_shard, decoder, version)
+    digests = {key: sha256(data) for key, data in files.items()}
+    return Layout(schema, per_shard, digests, version=version), files
 
 
-def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None) -> dict[str, bytes]:
+def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None,
+                   version: int) -> dict[str, bytes]:
     """Every file of the store that does not depend on the images, without the root's: zarr-python writes them."""
     if (schema.kind in WITH_DECODER) != bool(decoder):
         raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays" if not decoder
@@ -134,11 +255,10 @@ def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndar
                            shards=(per_shard, *spec.shape[1:]), filters=None, compressors=checked,
                            fill_value=MISSING[dtype.name], dimension_names=spec.dimension_names,
                            attributes=code_attributes(schema, name))
-    num_shards, num_arrays = -(-schema.num_images // per_shard), len(schema.arrays())
-    for name, dtype, tail, dimensions in (("shard_sha256", "uint8", (num_arrays, 32), ("shard", "array", "byte")),
-                                          ("shard_nbytes", "uint64", (num_arrays,), ("shard", "array"))):
-        group.create_array(name, shape=(num_shards, *tail), chunks=(1, *tail), dtype=dtype, filters=None, fill_value=0,
-                           serializer=BytesCodec(), compressors=[Crc32cCodec()], dimension_names=dimensions,
+    for name, record in records(schema, per_shard, version).items():
+        group.create_array(name, shape=record.shape, chunks=(record.rows, *record.shape[1:]),
+                           dtype=record.dtype, filters=None, fill_value=0, serializer=BytesCodec(),
+                           compressors=[Crc32cCodec()], dimension_names=record.dimension_names,
                            attributes={"arrays": list(schema.arrays())})
     if decoder:
         weights = group.create_group("decoder")
@@ -151,15 +271,48 @@ def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndar
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
+def read_metadata(files: Files, layout: Layout, name: str) -> dict:
+    """The zarr.json of one array, data or record. Raises DamagedStore when any bit of it has changed, or it
+    is of another shape than the root says."""
+    data = read_checked(files, layout, f"{name}/{ROOT}")
+    if name in layout.records:
+        shape, rows, dtype, _ = layout.records[name]
+    else:
+        shape, rows = layout.schema.arrays()[name].shape, layout.images_per_shard
+        dtype = layout.schema.stored_dtype(name).name
+    try:
+        metadata = json.loads(data)
+        described = (metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"],
+                     metadata["data_type"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        described = None
+    if described != (list(shape), [rows, *shape[1:]], dtype):
+        raise DamagedStore(f"{files.url}: {name}/{ROOT} does not describe the array that {ROOT} speaks of; "
+                           "repair it with gaupipe export-maps --repair")
+    return metadata
+
+
 def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     """The decoder's arrays, every file checked against its digest. Raises DamagedStore."""
     keys = [key for key in layout.files_sha256 if key.startswith("decoder/")]
-    if not keys:
+    if not keys and layout.schema.kind not in WITH_DECODER:
         return {}
     buffers = {key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(read_checked(files, layout, key))
                for key in keys}
-    group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
-    return {name: array[...] for name, array in group.arrays()}
+    try:
+        group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
+        arrays = dict(group.arrays())
+        sound = bool(arrays) and sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD and all(
+            "/".join(["decoder", name, "c", *["0"] * array.ndim]) in buffers and array.chunks == array.shape
+            for name, array in arrays.items())
+        values = {name: array[...] for name, array in arrays.items()} if sound else {}
+        sound = sound and all(np.isfinite(array).all() for array in values.values())
+    except Exception:  # whatever zarr-python meets in metadata that it did not write
+        sound = False
+    if not sound:
+        raise DamagedStore(f"{files.url}: the group decoder does not hold whole arrays of finite numbers; "
+                           "repair it with gaupipe export-maps --repair")
+    return values
 
 
 def read_checked(files: Files, layout: Layout, key: str) -> bytes:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import collections
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from store.encoding import decode
-from store.errors import CorruptChunk, StoreError
+from store.encoding import decode, image_crc32c
+from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import ROOT, Layout, read_checked, read_decoder
+from store.layout import ROOT, Layout, read_decoder, read_metadata
 
 INDEX_CACHE_BYTES = 64 * 2**20
+CHECKSUMS = "image_crc32c"
 
 
 def open(url: str | os.PathLike, *, dataset_sha256: str | None = None, teacher_sha256: str | None = None,
          allow_incomplete: bool = False, preload_bytes: int = 0) -> Store:
     """Opens a store for reading.
 
-    A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises StoreError when there
-    is no store, when it is incomplete (unless allowed), and when its data set or teacher is not the one asked for;
-    DamagedStore when its metadata changed after it was written.
+    A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises UnfinishedStore
+    when there is no store or it is incomplete (unless allowed), StoreError when its data set or teacher is not the
+    one asked for, and DamagedStore when its metadata changed after it was written.
     """
     files = Files(url)
     layout = Layout.from_root_file(files.read(ROOT), files.url)
     if not layout.complete and not allow_incomplete:
-        raise StoreError(f"{files.url}: the store is incomplete; continue with gaupipe export-maps")
+        raise UnfinishedStore(f"{files.url}: the store is incomplete; continue with gaupipe export-maps")
     for what, stored, asked in (("data set", layout.schema.dataset_sha256, dataset_sha256),
                                 ("teacher", layout.schema.teacher_sha256, teacher_sha256)):
         if asked is not None and stored != asked:
@@ -41,15 +43,24 @@ class Store:
     """A store opened for reading.
 
     Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a spawned one the URL.
+
+    Since format version 2 an image's numbers are compared with the checksum that was taken when they were written, the
+    first time that this reader reads them. The checksum is bound to the store, the array and the shard.
     """
 
     def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
         self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
         self._files, self._layout = files, layout
-        for name in layout.names:
-            read_checked(files, layout, f"{name}/zarr.json")
-        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in layout.names}
+        for name in (*layout.names, *layout.records):
+            read_metadata(files, layout, name)
+        if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
+            raise DamagedStore(f"{self.url}: is complete, but the last of its {layout.num_shards} shards was never "
+                               "finished; repair it with gaupipe export-maps --repair")
+        checked = [CHECKSUMS] if CHECKSUMS in layout.records else []
+        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, *checked)}
         self._in_memory: dict[str, np.ndarray] = {}
+        self._checked = np.zeros(len(self), bool)
+        """Images whose numbers were compared with their checksums."""
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
 
@@ -59,14 +70,16 @@ class Store:
     def gather(self, image_ids: np.ndarray) -> dict[str, np.ndarray]:
         """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the order asked.
 
-        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the image id, when what is
-        stored for one of them is damaged or missing.
+        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the image id, when what
+        is stored for one of them is damaged, missing or another image's.
         """
         refuse_after_fork()
         ids = self._check_ids(image_ids)
+        if not self.complete and not self._finished[ids].all():
+            raise self._corrupt(self._layout.names[0], int(ids[self._finished[ids].argmin()]), "it is not there")
         self._preload([name for name in self._layout.names if self._layout.is_column(name)])
         reads = {name: self._arrays[name][ids].read() for name in self._layout.names if name not in self._in_memory}
-        rows = {}
+        rows, new = {}, np.flatnonzero(~self._checked[ids])
         for name in self._layout.names:
             try:
                 stored = reads[name].result() if name in reads else self._in_memory[name][ids]
@@ -75,7 +88,10 @@ class Store:
             missing = _is_missing(stored)
             if missing.any():
                 raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
+            if name in reads and len(new):
+                self._check(name, ids[new], stored[new] if len(new) < len(ids) else stored)
             rows[name] = decode(name, stored, self.schema)
+        self._checked[ids] = True
         return rows
 
     def prefetch(self, batches: Iterable[np.ndarray], depth: int = 2) -> Iterator[dict[str, np.ndarray]]:
@@ -98,10 +114,11 @@ class Store:
 
     def size_on_disk(self) -> int:
         """Bytes of the finished shards' files and records, and of the metadata and decoder files."""
-        shards = self._files.load(self._files.open_array("shard_nbytes"))
-        records = sum(40 * len(row) + 8 for row in shards if row.any())  # 32 + 8 bytes a file, and two checksums
+        finished = self._layout.finished(self._files)
         others = [ROOT, *self._layout.files_sha256]
-        return int(shards.sum()) + records + sum(len(self._files.read(key) or b"") for key in others)
+        size = sum(len(self._files.read(key) or b"") for key in others) + len(finished) * self._layout.record_bytes()
+        sizes = self._files.open_array("shard_nbytes")
+        return size + (int(self._files.load(sizes[finished]).sum()) if finished else 0)
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(image_ids)
@@ -116,15 +133,42 @@ class Store:
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._in_memory:
-                try:
-                    self._in_memory[name] = self._arrays[name].read().result()
-                except ValueError as error:
-                    raise self._find_damage(name, np.arange(len(self)), error) from None
+                stored = self._read_whole(name)
+                there = np.flatnonzero(~_is_missing(stored) & (self.complete or self._finished))
+                self._check(name, there, stored if len(there) == len(stored) else stored[there])
+                self._in_memory[name] = stored
+
+    def _read_whole(self, name: str) -> np.ndarray:
+        try:
+            return self._arrays[name].read().result()
+        except ValueError as error:
+            raise self._find_damage(name, np.arange(len(self)), error) from None
+
+    @functools.cached_property
+    def _finished(self) -> np.ndarray:
+        """Whether each image's shard is finished: [N] bool."""
+        finished = np.zeros(self._layout.num_shards, bool)
+        finished[self._layout.finished(self._files)] = True
+        return finished.repeat(self._layout.images_per_shard)[:len(self)]
+
+    @functools.cached_property
+    def _checksums(self) -> np.ndarray:
+        """The crc32c of every image's stored numbers: [N, A] uint32."""
+        masks = self._layout.image_masks(range(self._layout.num_shards))
+        return self._read_whole(CHECKSUMS) ^ masks.repeat(self._layout.images_per_shard, axis=0)[:len(self)]
+
+    def _check(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
+        """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for these images."""
+        if CHECKSUMS not in self._arrays:
+            return
+        wrong = image_crc32c(stored) != self._checksums[ids, self._layout.names.index(name)]
+        if wrong.any():
+            raise self._corrupt(name, int(ids[wrong.argmax()]), "it is not what was written for this image")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Which image made a batched read fail."""
         ids = np.unique(ids)
-        if self._layout.is_column(name):  # a shard's images are one chunk: the first of them tells
+        if name == CHECKSUMS or self._layout.is_column(name):  # a shard's images are one chunk: the first of them tells
             ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
         for image_id in ids:
             try:
@@ -136,7 +180,7 @@ class Store:
         return StoreError(explain(error, self.url))
 
     def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:
-        shard = self._layout.shards[image_id // self._layout.images_per_shard]
+        shard = self._layout.shard(image_id // self._layout.images_per_shard)
         return CorruptChunk(f"{self.url}: {name} of image {image_id} cannot be read: {what}; shard {shard.index} (images "
                             f"{shard.start} to {shard.stop - 1}) needs gaupipe export-maps --repair", image_id, name)
 

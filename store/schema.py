@@ -18,6 +18,10 @@ KINDS = ("gaussian", "embedding", "dense", "prior")
 WITH_DECODER = ("embedding", "prior")
 """Kinds in which arrays that all images share lie beside theirs."""
 ENCODINGS = ("float16", "uint8")
+LARGEST = 2**31 - 1
+"""The largest size, of images, tokens or anything else, that a store may have."""
+LARGEST_IMAGE = 2**32
+"""Bytes of one image's numbers before compression that anybody is asked to hold in memory."""
 
 
 class ArraySpec(NamedTuple):
@@ -52,7 +56,9 @@ class Schema:
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        object.__setattr__(self, "grid", tuple(self.grid))
+        for name in ("kind", "encoding", "dataset", "dataset_sha256", "teacher_sha256", "parametrisation"):
+            if not isinstance(value := getattr(self, name), str):
+                raise StoreError(f"{name} is {_short(value)} in the store's schema; it must be text")
         if self.kind not in KINDS:
             raise StoreError(f"store kind {self.kind!r} is unknown; choose one of {', '.join(KINDS)}")
         if self.encoding not in ENCODINGS:
@@ -60,21 +66,33 @@ class Schema:
         if self.encoding == "uint8" and self.kind != "gaussian":
             raise StoreError(f"encoding 'uint8' is for the kind 'gaussian'; a store of kind {self.kind!r} takes 'float16'")
         if (self.kind == "embedding") != (self.embedding_dim is not None):
-            raise StoreError(f"embedding_dim is {self.embedding_dim} in a store of kind {self.kind!r}; "
+            raise StoreError(f"embedding_dim is {_short(self.embedding_dim)} in a store of kind {self.kind!r}; "
                              "it is needed for 'embedding' and None otherwise")
-        sizes = {"num_images": self.num_images, "layers": self.layers, "heads": self.heads,
-                 "num_classes": self.num_classes, "embedding_dim": self.embedding_dim or 1}
-        sizes.update({f"grid[{axis}]": size for axis, size in enumerate(self.grid)})
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise StoreError(f"{name} is {size!r} in the store's schema; it must be a whole number of at least 1")
-        if len(self.grid) != 2:
-            raise StoreError(f"grid is {self.grid!r} in the store's schema; it must be (height, width) in tokens")
+        if not isinstance(self.grid, (tuple, list)) or len(self.grid) != 2:
+            raise StoreError(f"grid is {_short(self.grid)} in the store's schema; it must be (height, width) in tokens")
+        object.__setattr__(self, "grid", tuple(self.grid))
+        self._check_sizes()
+        if not isinstance(self.extra, dict):
+            raise StoreError(f"extra is {_short(self.extra)} in the store's schema; it must be a dict")
         try:
             as_json = json.loads(json.dumps(self.extra, allow_nan=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise StoreError(f"the extra attributes of a store must be plain JSON: {error}") from None
         object.__setattr__(self, "extra", as_json)
+
+    def _check_sizes(self) -> None:
+        sizes = {"num_images": self.num_images, "layers": self.layers, "heads": self.heads,
+                 "num_classes": self.num_classes}
+        if self.embedding_dim is not None:
+            sizes["embedding_dim"] = self.embedding_dim
+        sizes.update({f"grid[{axis}]": size for axis, size in enumerate(self.grid)})
+        for name, size in sizes.items():
+            if type(size) is not int or not 1 <= size <= LARGEST:
+                raise StoreError(f"{name} is {_short(size)} in the store's schema; "
+                                 f"it must be a whole number from 1 to {LARGEST}")
+        if self.bytes_per_image > LARGEST_IMAGE:
+            raise StoreError(f"an image takes {self.bytes_per_image} bytes by the store's schema; "
+                             f"at most {LARGEST_IMAGE} are possible: check grid, layers, heads and num_classes")
 
     @property
     def tokens(self) -> int:
@@ -125,3 +143,12 @@ class Schema:
         """Where `other` differs, as one line; empty when they are equal."""
         mine, theirs = self.to_attributes(), other.to_attributes()
         return ", ".join(f"{name} {mine[name]!r} against {theirs[name]!r}" for name in mine if mine[name] != theirs[name])
+
+
+def _short(value: Any) -> str:
+    """A value for a message, whatever it is and however long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -5,20 +5,21 @@ from __future__ import annotations
 import numpy as np
 import tensorstore as ts
 
+from store.errors import DamagedStore
 from store.files import damage
 from store.layout import Shard
 
 
 def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> bytes:
     """The bytes of the shard's file. `metadata` is the array's zarr.json, `key` the file's name within the array."""
-    array = _in_memory(metadata)
+    array = in_memory(metadata)
     array[shard.start:shard.stop].write(values).result()
     return array.kvstore.read(key).result().value
 
 
 def decode_shard(metadata: dict, key: str, shard: Shard, data: bytes) -> list[np.ndarray | str]:
     """Each image's stored numbers, or what is wrong with them (one line)."""
-    array = _in_memory(metadata)
+    array = in_memory(metadata)
     array.kvstore.write(key, data).result()
     images = array[shard.start:shard.stop]
     try:
@@ -34,6 +35,10 @@ def _read_one(image: ts.TensorStore) -> np.ndarray | str:
         return damage(error) or str(error)
 
 
-def _in_memory(metadata: dict) -> ts.TensorStore:
+def in_memory(metadata: dict) -> ts.TensorStore:
+    """An empty array with this zarr.json, in memory. Raises DamagedStore when it describes none."""
     spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
-    return ts.open(spec, create=True, context=ts.Context()).result()
+    try:
+        return ts.open(spec, create=True, context=ts.Context()).result()
+    except (ValueError, OverflowError) as error:
+        raise DamagedStore(f"a zarr.json describes no array: {' '.join(str(error).split())}") from None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from store.encoding import image_crc32c
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.layout import RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, sha256, shard_key
+from store.layout import (FORMAT_VERSION, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked,
+                          read_decoder, read_metadata, sha256)
 from store.schema import Schema
-from store.shards import decode_shard, encode_shard
+from store.shards import decode_shard, encode_shard, in_memory
 from store.writer import Writer
+
+MOST_LISTED = 10_000
+"""Unfinished shards that are named one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,12 +54,20 @@ def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None =
     problems = [] if layout.complete else [Problem(f"{files.url}: the store is incomplete")]
     damaged = set()
     for key in layout.files_sha256:
+        name = key.partition("/")[0]
         try:
             read_checked(files, layout, key)
+            if name != "decoder":
+                in_memory(read_metadata(files, layout, name))
         except DamagedStore as error:
             problems.append(Problem(str(error)))
-            damaged.add(key.partition("/")[0])
-    if not damaged & set(RECORDS):
+            damaged.add(name)
+    if "decoder" not in damaged:
+        try:
+            read_decoder(files, layout)
+        except DamagedStore as error:
+            problems.append(Problem(str(error)))
+    if not damaged & layout.records.keys():
         problems += check_shards(files, layout, [name for name in layout.names if name not in damaged], progress)
     return problems
 
@@ -63,48 +75,72 @@ def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None =
 def check_shards(files: Files, layout: Layout, names: list[str],
                  progress: Callable[[int, int], None] | None = None) -> list[Problem]:
     """Everything wrong in the shards of these arrays, whose metadata is sound."""
-    metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json")) for name in (*names, *RECORDS)}
-    problems = []
-    for shard in layout.shards:
-        records = [_read_record(files, name, metadata[name], shard) for name in RECORDS]
+    metadata = {name: read_metadata(files, layout, name) for name in (*names, *layout.records)}
+    finished = layout.finished(files)
+    problems = _unfinished(layout, names, finished)
+    for index in finished:
+        shard = layout.shard(index)
+        records = {name: _read_record(files, layout, name, metadata[name], shard) for name in layout.records}
         for name in names:
-            if records[0] is None or records[1] is None:
-                problems.append(Problem("not written yet, or the record of it is damaged", shard.index, name, shard.start,
-                                        shard.stop))
+            if any(values is None for values in records.values()):
+                problems.append(_not_written(shard, name))
             else:
-                digest, size = (record[layout.names.index(name)] for record in records)
-                problems += _check_file(files, layout, metadata[name], name, shard, bytes(digest).hex(), int(size))
+                problems += _check_file(files, layout, metadata[name], name, shard, records)
         if progress:
-            progress(shard.index + 1, len(layout.shards))
-    return problems
+            progress(index + 1, layout.num_shards)
+    return sorted(problems, key=lambda problem: problem.shard or 0)
 
 
-def _read_record(files: Files, name: str, metadata: dict, shard: Shard) -> np.ndarray | None:
-    """The shard's row of `shard_sha256` or `shard_nbytes`; None when it is missing or any bit of its file has changed."""
-    key, row = shard_key(shard.index, len(metadata["shape"])), Shard(shard.index, shard.index, shard.index + 1)
-    data = files.read(f"{name}/{key}")
-    values = decode_shard(metadata, key, row, data)[0] if data is not None else None
-    return values if isinstance(values, np.ndarray) and encode_shard(metadata, key, row, values[None]) == data else None
+def _unfinished(layout: Layout, names: list[str], finished: list[int]) -> list[Problem]:
+    """What is missing where shards are not finished. Metadata may speak of more shards than could be listed."""
+    missing = layout.num_shards - len(finished)
+    if missing > MOST_LISTED:
+        return [Problem(f"{missing} of {layout.num_shards} shards are not written yet, or the records of them are lost")]
+    indices = sorted(set(range(layout.num_shards)) - set(finished)) if missing else []
+    return [_not_written(layout.shard(index), name) for index in indices for name in names]
 
 
-def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: Shard, digest: str,
-                size: int) -> list[Problem]:
+def _not_written(shard: Shard, name: str) -> Problem:
+    return Problem("not written yet, or the record of it is damaged", shard.index, name, shard.start, shard.stop)
+
+
+def _read_record(files: Files, layout: Layout, name: str, metadata: dict, shard: Shard) -> np.ndarray | None:
+    """The shard's rows of a record; None when they are missing or any bit of their file has changed."""
+    key, rows = layout.shard_file(name, shard.index), layout.record_rows(name, shard)
+    data = files.read(key)
+    if data is None:
+        return None
+    within = key.partition("/")[2]
+    values = decode_shard(metadata, within, rows, data)
+    if any(isinstance(row, str) for row in values) or encode_shard(metadata, within, rows, np.stack(values)) != data:
+        return None
+    return np.stack(values)
+
+
+def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: Shard,
+                records: Mapping[str, np.ndarray]) -> list[Problem]:
     def problem(what: str, start: int = shard.start, stop: int = shard.stop) -> Problem:
         return Problem(what, shard.index, name, start, stop)
 
-    key = layout.shard_file(name, shard.index)
+    key, column = layout.shard_file(name, shard.index), layout.names.index(name)
     data = files.read(key)
     if data is None:
         return [problem("the shard's file is missing")]
+    checksums = None
+    if "image_crc32c" in records:
+        checksums = records["image_crc32c"][:, column] ^ np.uint32(layout.image_mask(name, shard.index))
     found = []
     for image, values in enumerate(decode_shard(metadata, key.partition("/")[2], shard, data), shard.start):
         if isinstance(values, str):
             found.append(problem(values, image, image + 1))
         elif values.dtype.kind == "f" and not np.isfinite(values).all():
             found.append(problem("values that are not finite", image, image + 1))
+        elif checksums is not None and image_crc32c(values[None]) != checksums[image - shard.start]:
+            found.append(problem("not what was written for it", image, image + 1))
+    size = int(records["shard_nbytes"][0, column])
     if not found and len(data) != size:
         found.append(problem(f"the shard's file has {len(data)} bytes, {size} were written"))
-    if not found and sha256(data) != digest:
+    if not found and layout.shard_digest(name, shard.index, data) != bytes(records["shard_sha256"][0, column]):
         found.append(problem("the shard's file is not the one that was written"))
     return _merge(found)
 
@@ -128,7 +164,6 @@ def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_B
     and `decoder` are those of the export that made the store. Raises StoreError when the store is of another schema.
     """
     files = Files(url)
-    layout, metadata = plan(schema, shard_bytes, decoder)
     root = files.read(ROOT)
     try:
         stored = Layout.from_root_file(root, files.url) if root is not None else None
@@ -136,13 +171,17 @@ def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_B
         stored = None
     if stored is None and not files.list("shard_sha256/"):
         raise StoreError(f"{files.url}: no attention-map store there to repair; export one with gaupipe export-maps")
-    if stored is not None:
+    if stored is None:
+        layout, metadata = plan(schema, shard_bytes, decoder, FORMAT_VERSION if files.list("image_crc32c/") else 1)
+    else:
         if difference := schema.difference(stored.schema):
             raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
-        metadata = metadata_files(schema, stored.images_per_shard, decoder)
-        layout = Layout(schema, stored.images_per_shard, {key: sha256(data) for key, data in metadata.items()})
+        metadata = metadata_files(schema, stored.images_per_shard, decoder, stored.version)
+        digests = {key: sha256(data) for key, data in metadata.items()}
+        layout = Layout(schema, stored.images_per_shard, digests, version=stored.version)
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     writer = Writer(files, layout)
-    writer.reopen(problem.shard for problem in check_shards(files, layout, layout.names, progress))
+    problems = check_shards(files, layout, layout.names, progress)
+    writer.reopen(problem.shard for problem in problems if problem.shard is not None)
     return writer

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from store.encoding import encode
+from store.encoding import encode, image_crc32c
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.layout import (RECORDS, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked, read_decoder,
-                          sha256, shard_key)
+from store.layout import (ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_decoder, read_metadata,
+                          shard_key)
 from store.schema import Schema
 from store.shards import encode_shard
 
@@ -27,8 +26,7 @@ class Writer:
 
     def __init__(self, files: Files, layout: Layout):
         self._files, self._layout = files, layout
-        self._metadata = {name: json.loads(read_checked(files, layout, f"{name}/zarr.json"))
-                          for name in (*layout.names, *RECORDS)}
+        self._metadata = {name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)}
 
     @property
     def url(self) -> str:
@@ -45,8 +43,8 @@ class Writer:
 
     def pending(self) -> list[Shard]:
         """The shards that are not finished, whoever writes them; read from the store at every call."""
-        present = set(self._files.list("shard_sha256/c/"))
-        return [shard for shard in self.shards if self._layout.record_file(shard.index) not in present]
+        finished = set(self._layout.finished(self._files))
+        return [shard for shard in self.shards if shard.index not in finished]
 
     def write(self, shard: Shard, arrays: Mapping[str, np.ndarray]) -> None:
         """Stores one shard: for every array of the schema the rows of images shard.start .. shard.stop-1.
@@ -57,18 +55,24 @@ class Writer:
         specs = self.schema.arrays()
         if set(arrays) != set(specs):
             raise StoreError(f"a shard of this store has the arrays {', '.join(specs)}; given: {', '.join(arrays)}")
-        encoded = {}
+        files, checksums = {}, []
         for name, spec in specs.items():
             values, shape = np.asarray(arrays[name]), (shard.stop - shard.start, *spec.shape[1:])
             if values.shape != shape:
                 raise StoreError(f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right")
-            encoded.update(self._encode(name, shard, encode(name, values, self.schema, shard.start)))
-        self._files.write_all(encoded)
-        row = Shard(shard.index, shard.index, shard.index + 1)
-        sizes = np.array([[len(data) for data in encoded.values()]], np.uint64)
-        digests = np.array([[list(bytes.fromhex(sha256(data))) for data in encoded.values()]], np.uint8)
-        self._files.write_all(self._encode("shard_nbytes", row, sizes))
-        self._files.write_all(self._encode("shard_sha256", row, digests))  # from here on the shard is finished
+            stored = encode(name, values, self.schema, shard.start)
+            files[name] = self._encode(name, shard, stored)
+            checksums.append(image_crc32c(stored) ^ np.uint32(self._layout.image_mask(name, shard.index)))
+        self._write(shard, files)
+        digests = [list(self._layout.shard_digest(name, shard.index, data)) for name, data in files.items()]
+        records = {"shard_nbytes": np.array([[len(data) for data in files.values()]], np.uint64),
+                   "image_crc32c": np.stack(checksums, axis=1),
+                   "shard_sha256": np.array([digests], np.uint8)}
+        encoded = {name: self._encode(name, self._layout.record_rows(name, shard), records[name])
+                   for name in self._layout.records}
+        finished = {"shard_sha256": encoded.pop("shard_sha256")}
+        self._write(shard, encoded)
+        self._write(shard, finished)
 
     def reopen(self, shards: Iterable[int]) -> None:
         """Makes finished shards (by index) pending again; the store counts as incomplete from now on."""
@@ -84,9 +88,12 @@ class Writer:
                              f"{pending[0].start} to {pending[0].stop - 1}; continue the export")
         self._set_complete(True)
 
-    def _encode(self, name: str, shard: Shard, values: np.ndarray) -> dict[str, bytes]:
-        key = shard_key(shard.index, values.ndim)
-        return {f"{name}/{key}": encode_shard(self._metadata[name], key, shard, values)}
+    def _encode(self, name: str, rows: Shard, values: np.ndarray) -> bytes:
+        return encode_shard(self._metadata[name], shard_key(rows.index, values.ndim), rows, values)
+
+    def _write(self, shard: Shard, files: Mapping[str, bytes]) -> None:
+        """Writes the shard's file of several arrays; returns when they are safe."""
+        self._files.write_all({self._layout.shard_file(name, shard.index): data for name, data in files.items()})
 
     def _set_complete(self, complete: bool) -> None:
         self._layout = dataclasses.replace(self._layout, complete=complete)
@@ -128,7 +135,7 @@ def _resume(files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, 
         raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
     missing = layout.files_sha256.keys() - set(files.list())
     if missing:  # the process was killed while it created the store
-        metadata = metadata_files(schema, layout.images_per_shard, decoder)
+        metadata = metadata_files(schema, layout.images_per_shard, decoder, layout.version)
         files.write_all({key: metadata[key] for key in missing})
     if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
         raise StoreError(f"{files.url}: another export is there, with another decoder; --overwrite replaces it")

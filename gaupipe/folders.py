@@ -1,0 +1,87 @@
+"""A folder that is replaced as a whole by a process that may be killed at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from gaupipe.digests import flush
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Linux's numbers for ``renameat2``."""
+
+
+@contextlib.contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder`` that takes its place, contents and all, when the block ends without an exception.
+
+    Linux exchanges the two in one step, so that there is a whole folder at every moment. A file system that cannot do
+    that (some network file systems) needs two: a process killed between them leaves the earlier folder under the name
+    ``.NAME.replaced-*``, and the next call puts it back. What killed calls left is removed by the next one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder.parent) as alone:
+        if alone:
+            _clear(folder)
+        fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.partial-"))
+        try:
+            yield fresh
+            fresh.chmod(0o755)
+            for path in (*fresh.iterdir(), fresh):
+                flush(path)
+            if not folder.exists():
+                fresh.rename(folder)
+            elif not _exchange(fresh, folder):
+                _replace_in_two_steps(fresh, folder)
+            flush(folder.parent)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)  # after an exchange it is the earlier folder
+
+
+@contextlib.contextmanager
+def _alone_in(parent: Path) -> Iterator[bool]:
+    """Waits until no other process replaces a folder in ``parent``; False where the file system knows no locks."""
+    descriptor = os.open(parent, os.O_RDONLY)
+    try:
+        try:
+            import fcntl
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # a killed process no longer holds it
+            alone = True
+        except (ImportError, OSError):
+            alone = False
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def _clear(folder: Path) -> None:
+    """Removes what killed calls left, once the folder itself is in its place."""
+    name = glob.escape(folder.name)
+    for left in folder.parent.glob(f".{name}.replaced-*"):
+        if not folder.exists() and (left / folder.name).is_dir():
+            (left / folder.name).rename(folder)
+        shutil.rmtree(left, ignore_errors=True)
+    for left in folder.parent.glob(f".{name}.partial-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _exchange(left: Path, right: Path) -> bool:
+    """Exchanges two folders in one step; False where the system or the file system cannot do that."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    return renameat2(AT_FDCWD, os.fsencode(left), AT_FDCWD, os.fsencode(right), ctypes.c_uint(RENAME_EXCHANGE)) == 0
+
+
+def _replace_in_two_steps(fresh: Path, folder: Path) -> None:
+    earlier = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.replaced-"))
+    folder.rename(earlier / folder.name)
+    fresh.rename(folder)
+    shutil.rmtree(earlier)

@@ -1,0 +1,191 @@
+"""Every number that is read is that of its own image, teacher and data set: shards and records of another place are
+found by ``verify``, and no reader takes them."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import store
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_store import decoder_for, make_arrays, make_schema, write_store
+
+RECORDS = ("shard_sha256", "shard_nbytes", "image_crc32c")
+SMALL = dict(num_images=7)
+KINDS = {"gaussian": {}, "uint8": dict(encoding="uint8"), "dense": dict(kind="dense"),
+         "embedding": dict(kind="embedding", embedding_dim=70), "prior": dict(kind="prior")}
+
+
+def write(url: Path, seed: int = 0, **changes) -> Path:
+    """A store of 7 images in 3 shards; gaussians, maps and embeddings are not held in memory."""
+    schema = make_schema(**{**SMALL, **changes})
+    write_store(url, schema, make_arrays(schema, seed), shard_bytes=3 * schema.bytes_per_image,
+                decoder=decoder_for(schema))
+    return url
+
+
+def shard_file(url: Path, name: str, index: int) -> Path:
+    dimensions = zarr.open_group(url, mode="r")[name].ndim
+    return url / name / "c" / "/".join([str(index)] + ["0"] * (dimensions - 1))
+
+
+def exchange(left: Path, right: Path) -> None:
+    first, second = left.read_bytes(), right.read_bytes()
+    left.write_bytes(second)
+    right.write_bytes(first)
+
+
+def readers(url: Path):
+    """All ways to read images 0 to 5, whose shards are exchanged."""
+    return (lambda: store.open(url).gather([4, 0]), lambda: store.open(url, preload_bytes=10**6).gather([0]),
+            lambda: list(store.open(url).prefetch([[5], [2]])), lambda: [store.open(url).gather([i]) for i in range(6)])
+
+
+def assert_refused(url: Path, arrays: list[str]) -> None:
+    assert {(problem.shard, problem.array) for problem in store.verify(url)} >= {
+        (shard, name) for shard in (0, 1) for name in arrays}
+    for read in readers(url):
+        with pytest.raises(store.CorruptChunk, match="needs gaupipe export-maps --repair") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_records", [False, True], ids=["data", "data and records"])
+def test_exchanged_shards_are_refused(tmp_path, kind, with_records):
+    url = write(tmp_path / "s", **KINDS[kind])
+    names = list(store.open(url).schema.arrays())
+    for name in (*names, *(RECORDS if with_records else ())):
+        exchange(shard_file(url, name, 0), shard_file(url, name, 1))
+    assert_refused(url, [names[0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_exchanged_array_is_refused(tmp_path, kind):
+    url = write(tmp_path / "s", **KINDS[kind])
+    main = next(iter(store.open(url).schema.arrays()))
+    exchange(shard_file(url, main, 0), shard_file(url, main, 1))
+    assert_refused(url, [main])
+
+
+@pytest.mark.parametrize("other", [dict(teacher_sha256="b" * 64), dict(dataset_sha256="b" * 64), dict(dataset="other")])
+@pytest.mark.parametrize("with_records", [False, True], ids=["data", "data and records"])
+def test_shards_of_another_store_are_refused(tmp_path, other, with_records):
+    """All of them, the labels the same in both."""
+    url, foreign = write(tmp_path / "s"), write(tmp_path / "other", seed=1, **other)
+    for name in ("gaussians", "logits", *(RECORDS if with_records else ())):
+        shutil.rmtree(url / name / "c")
+        shutil.copytree(foreign / name / "c", url / name / "c")
+    assert_refused(url, ["gaussians", "logits"])
+
+
+def test_a_store_that_took_over_another_ones_attributes_is_refused(tmp_path):
+    """The maps of another teacher under this teacher's zarr.json, both intact."""
+    url, foreign = write(tmp_path / "s"), write(tmp_path / "other", seed=1, teacher_sha256="b" * 64)
+    shutil.copy(url / "zarr.json", foreign / "zarr.json")
+    assert_refused(foreign, ["gaussians", "logits", "labels"])
+
+
+def test_repair_writes_exchanged_shards_again(tmp_path):
+    url = write(tmp_path / "s")
+    schema = store.open(url).schema
+    before = {path: path.read_bytes() for path in url.rglob("*") if path.is_file()}
+    for name in ("gaussians", "logits", "labels", *RECORDS):
+        exchange(shard_file(url, name, 0), shard_file(url, name, 1))
+    writer = store.repair(url, schema)
+    assert [shard.index for shard in writer.pending()] == [0, 1]
+    arrays = make_arrays(schema)
+    for shard in writer.pending():
+        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+    writer.finish()
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_an_image_is_refused_whatever_was_read_before(tmp_path):
+    """Images are compared the first time they are read: also when others of their batch were read before."""
+    url = write(tmp_path / "s")
+    numbers = zarr.open_array(url / "gaussians")
+    numbers[4] = numbers[5]
+    maps = store.open(url)
+    assert len(maps.gather([0, 5, 3])["labels"]) == 3
+    for ids in ([4], [5, 4], [0, 4, 4], [4]):
+        with pytest.raises(store.CorruptChunk, match="gaussians of image 4 cannot be read: it is not what was written"):
+            maps.gather(ids)
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(1, "gaussians", 4, 5)]
+
+
+def test_unfinished_shards_are_not_read(tmp_path):
+    schema = make_schema(**SMALL)
+    arrays, writer = make_arrays(schema), store.create(tmp_path / "s", schema, shard_bytes=3 * schema.bytes_per_image)
+    for shard in writer.pending()[1:]:
+        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+    shard_file(tmp_path / "s", "shard_sha256", 2).unlink()  # as if it was killed before the last file
+    maps = store.open(tmp_path / "s", allow_incomplete=True)
+    assert np.array_equal(maps.gather([5, 3])["labels"], arrays["labels"][[5, 3]])
+    for image in (0, 6):
+        with pytest.raises(store.CorruptChunk, match=f"image {image} cannot be read: it is not there"):
+            maps.gather([4, image])
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_file_put_in_the_place_of_another_is_found(tmp_path_factory, data):
+    """Of the same store or of another teacher's; what is read is right or refused."""
+    folder = tmp_path_factory.getbasetemp() / "any-file"
+    if not folder.exists():
+        write(folder / "s")
+        write(folder / "other", seed=1, teacher_sha256="b" * 64)
+    url = folder / "s"
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    source = data.draw(st.sampled_from(files))
+    target = folder / data.draw(st.sampled_from([name for name in files if name.startswith("s/") and name != source]))
+    sound = target.read_bytes()
+    truth = store.open(url).gather(np.arange(7))
+    target.write_bytes((folder / source).read_bytes())
+    try:
+        same = target.read_bytes() == sound
+        try:
+            assert bool(store.verify(url)) != same
+            rows = store.open(url).gather(np.arange(7))
+        except store.StoreError as error:
+            assert not same and "\n" not in str(error)
+        else:
+            assert all(np.array_equal(rows[name], truth[name]) for name in truth)
+    finally:
+        target.write_bytes(sound)
+
+
+def crc32c(data: bytes) -> int:
+    """Bit by bit: polynomial 0x1EDC6F41, reflected."""
+    value = 0xFFFFFFFF
+    for byte in data:
+        value ^= byte
+        for _ in range(8):
+            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
+    return value ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_checksums_are_those_of_docs_store(tmp_path, kind):
+    url = write(tmp_path / "s", **KINDS[kind])
+    group = zarr.open_group(url, mode="r")
+    names = ("kind", "encoding", "num_images", "grid", "layers", "heads", "num_classes", "embedding_dim",
+             "parametrisation", "dataset", "dataset_sha256", "teacher_sha256", "images_per_shard")
+    text = json.dumps({name: group.attrs[name] for name in names}, sort_keys=True, separators=(",", ":"))
+    identity = hashlib.sha256(text.encode()).hexdigest()
+    for column, name in enumerate(group["shard_sha256"].attrs["arrays"]):
+        numbers = group[name][...]
+        for image in range(7):
+            shard = image // group.attrs["images_per_shard"]
+            mask = hashlib.sha256(f"{identity}/{name}/{shard}".encode()).digest()[:4]
+            assert int(group["image_crc32c"][image, column]) == (
+                crc32c(numbers[image].tobytes()) ^ int.from_bytes(mask, "little"))
+        for shard in range(3):
+            file = hashlib.sha256(shard_file(url, name, shard).read_bytes()).hexdigest()
+            assert bytes(group["shard_sha256"][shard, column]) == hashlib.sha256(
+                f"{identity}/{name}/{shard}/{file}".encode()).digest()
+            assert int(group["shard_nbytes"][shard, column]) == shard_file(url, name, shard).stat().st_size
