@@ -90,7 +90,7 @@ class ImageState:
         denominator = second.div((1 - beta2 ** power).float()).sqrt_().add_(self.eps)
         denominator.mul_(((1 - beta1 ** power) / self.lr).float())
         row.addcdiv_(first, denominator, value=-1)
-        for stored, new in zip(moments, (first, second)):
+        for stored, new in zip(moments, (first, second), strict=True):
             stored.copy_(new)
         self._records.write(image_ids, records)
         self.steps[image_ids] = steps
@@ -234,7 +234,7 @@ class FileRecords:
         size = records.shape[1] * 4
         bytes_ = memoryview(records.numpy()).cast("B")
         where = [(position * size, *place) for position, place in
-                 zip(used.nonzero().squeeze(1).tolist(), self._places(image_ids[used]))]
+                 zip(used.nonzero().squeeze(1).tolist(), self._places(image_ids[used]), strict=True)]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for start, descriptor, offset in where:
@@ -298,7 +298,7 @@ class FileRecords:
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each row's newest record."""
         places = self.place[image_ids] ^ self.written[image_ids]
-        for image_id, place in zip(image_ids.tolist(), places.tolist()):
+        for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
             yield self._descriptors[place], image_id * self.words * 4
 
     def _open(self) -> None:

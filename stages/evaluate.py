@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import store
 import timm
 import torch
 from torch import Tensor, nn
 
+import store
 from gaupipe import data as datasets
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData, Split

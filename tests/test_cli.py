@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 
 
 def test_run_prints_one_line_per_epoch_and_the_table(finished):
-    folder, result = finished
+    _, result = finished
     assert result.returncode == 0, result.stderr
     for label in ("teacher (phase A)", "standard, distilled", "standard, plain"):
         assert label in result.stdout

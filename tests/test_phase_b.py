@@ -144,10 +144,11 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir, monkey
         with pytest.raises(KeyboardInterrupt):
             step(torch.zeros(1, 1, 8, 8), None, order, None)
         orders.append(order)
-    for stored, order in zip(seen, orders):
+    for stored, order in zip(seen, orders, strict=True):
         own = job.maps.gather(order.numpy())["logits"]
         assert (stored["logits"] == own).all(1).mean() < 0.05
-    first, second = (stored["logits"][order.argsort()] for stored, order in zip(seen, orders))
+    first, second = (stored["logits"][order.argsort()]
+                     for stored, order in zip(seen, orders, strict=True))
     assert (first == second).all()
 
 
