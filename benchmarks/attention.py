@@ -150,7 +150,7 @@ def interleaved(steps: dict[str, Callable], rounds: int, device: str) -> dict[st
             times[name].append(seconds(steps[name], torch.device(device)))
     summary = {}
     for name in steps:
-        ratios = [mine / base for mine, base in zip(times[name], times[BASELINE])]
+        ratios = [mine / base for mine, base in zip(times[name], times[BASELINE], strict=True)]
         low, median, high = statistics.quantiles(ratios, n=4)
         summary[name] = dict(median=median, low=low, high=high, best=min(times[name]) / min(times[BASELINE]),
                              ms=1e3 * statistics.median(times[name]))

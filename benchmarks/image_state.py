@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
     for name, base in (("gather", "memcpy"), ("update", "memcpy"), ("gather", "read"), ("update", "write"),
                        ("mapped gather", "gather"), ("mapped update", "update")):
         per_byte = words / arguments.row if name == "gather" else 1
-        pairs = zip(times[name], times[base]) if name in times else []
+        pairs = zip(times[name], times[base], strict=True) if name in times else []
         result[f"{name}/{base}"] = spread([per_byte * mine / theirs for mine, theirs in pairs], ".2f")
     return result
 
@@ -224,7 +224,7 @@ def overlap(arguments: argparse.Namespace) -> None:
     print(f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes {1e3 * statistics.median(update):.1f} ms\n")
     print("| threads | update in | ms a step | ratio to 2 threads, in line |\n|---|---|---|---|")
     for threads, worker in ways:
-        ratios = [mine / base for mine, base in zip(times[threads, worker], times[2, False])]
+        ratios = [mine / base for mine, base in zip(times[threads, worker], times[2, False], strict=True)]
         print(f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
               f"{spread(ratios, '.2f')} |")
 

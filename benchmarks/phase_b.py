@@ -64,7 +64,8 @@ def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, d
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
-    order = [np.random.permutation(IMAGES)[:batch] for _ in range(2 * rounds + 8)]
+    rng = np.random.default_rng()
+    order = [rng.permutation(IMAGES)[:batch] for _ in range(2 * rounds + 8)]
     targets = maps.prefetch(order)
     waited = 0.0
 

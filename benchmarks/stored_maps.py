@@ -79,9 +79,9 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
                     gather(ids[start:start + BATCH])
                 if round_ or cache == "cold":  # the first round warms the cache
                     speeds[reader].append(len(ids) / (time.perf_counter() - started))
-        against = {reader: [ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader])]
+        against = {reader: [ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader], strict=True)]
                    for reader in ("zarr", "memmap")}
-        preloaded = [ours / theirs for ours, theirs in zip(speeds["preloaded"], speeds["memmap"])]
+        preloaded = [ours / theirs for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=True)]
         print(f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
               f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
               f"{spread(preloaded, '.2f')}", flush=True)

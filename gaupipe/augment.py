@@ -108,8 +108,8 @@ class Augment:
         boxes, found = _boxes(self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP), size, settings.scale,
                               settings.ratio)
         low, high = settings.ratio  # the largest box in the middle of the image, when no attempt fits
-        h = height if width / height >= low else int(round(width / low))
-        w = width if width / height <= high else int(round(height * high))
+        h = height if width / height >= low else round(width / low)
+        w = width if width / height <= high else round(height * high)
         boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
         return boxes
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
-from enum import Enum
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,33 +26,33 @@ app = typer.Typer(name="gaupipe", pretty_exceptions_enable=False, add_completion
 Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     gaussian = "gaussian"
     embedding = "embedding"
     dense = "dense"
     prior = "prior"
 
 
-class Encoding(str, Enum):
+class Encoding(StrEnum):
     float16 = "float16"
     uint8 = "uint8"
 
 
-ConfigArgument = Annotated[Optional[str], typer.Argument(
+ConfigArgument = Annotated[str | None, typer.Argument(
     metavar="[CONFIG]", help="A YAML file, or the name of a shipped configuration.", show_default="digits")]
-RunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the run.",
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run.",
                                                 show_default="the run in runs/ that was used last")]
-StudentName = Annotated[Optional[str], typer.Option("--student", metavar="NAME", help="The student: its attention, or "
+StudentName = Annotated[str | None, typer.Option("--student", metavar="NAME", help="The student: its attention, or "
                                                     "the --name it was trained under.",
                                                     show_default="the one trained last")]
 Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
-NewRunDir = Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the run.",
+NewRunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run.",
                                                    show_default="runs/NAME of the configuration")]
-Overrides = Annotated[Optional[list[str]], typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
                                                         show_default="none")]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
 Force = Annotated[bool, typer.Option("--force", help="Start even if memory or disk look too small.")]
-Store = Annotated[Optional[str], typer.Argument(metavar="[STORE]", help="Path or URL of an attention-map store.",
+Store = Annotated[str | None, typer.Argument(metavar="[STORE]", help="Path or URL of an attention-map store.",
                                                 show_default="that of the run")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -68,7 +68,7 @@ def root(context: typer.Context,
 
 @app.command()
 def run(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
-        student: Annotated[Optional[Student], typer.Option(help="Attention of the student.",
+        student: Annotated[Student | None, typer.Option(help="Attention of the student.",
                                                            show_default="phase_b.student of the settings")] = None
         ) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
@@ -95,10 +95,10 @@ def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides:
 
 
 @app.command("export-maps")
-def export_maps(run_dir: RunDir = None, kind: Annotated[Optional[Kind], typer.Option(
+def export_maps(run_dir: RunDir = None, kind: Annotated[Kind | None, typer.Option(
                     help="What is stored per image.", show_default="gaussian; prior where images have no Gaussians of their "
                                                                    "own")] = None,
-                out: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
+                out: Annotated[str | None, typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
                                                            show_default="maps.zarr in the run directory")] = None,
                 overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
                 repair: Annotated[bool, typer.Option("--repair", help="Rewrite what 'gaupipe verify' finds damaged, and "
@@ -127,15 +127,15 @@ def export_maps(run_dir: RunDir = None, kind: Annotated[Optional[Kind], typer.Op
 
 @app.command("phase-b")
 def phase_b(run_dir: RunDir = None,
-            student: Annotated[Optional[Student], typer.Option(
+            student: Annotated[Student | None, typer.Option(
                 help="Attention of the student.", show_default="phase_b.student of the settings")] = None,
-            name: Annotated[Optional[str], typer.Option(
+            name: Annotated[str | None, typer.Option(
                 "--name", metavar="NAME", help="Name of the student's folder, to train several from the same maps.",
                 show_default="the attention")] = None,
-            overrides: Annotated[Optional[list[str]], typer.Option(
+            overrides: Annotated[list[str] | None, typer.Option(
                 "--set", metavar="PHASE_B.X=Y", help="Change a setting for this student; repeatable.",
                 show_default="none")] = None,
-            maps: Annotated[Optional[str], typer.Option(metavar="PATH-OR-URL", help="The attention-map store.",
+            maps: Annotated[str | None, typer.Option(metavar="PATH-OR-URL", help="The attention-map store.",
                                                         show_default="maps.zarr in the run directory")] = None,
             distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
             resume: Resume = False) -> None:
@@ -162,7 +162,7 @@ def evaluate(run_dir: RunDir = None, student: StudentName = None,
 
 @app.command("export-student")
 def export_student(run_dir: RunDir = None, student: StudentName = None,
-                   out: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Where the model goes.",
+                   out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the model goes.",
                                                                show_default="student.onnx beside the student")] = None,
                    plain: Plain = False) -> None:
     """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe\\[onnx]')."""
@@ -174,18 +174,18 @@ def export_student(run_dir: RunDir = None, student: StudentName = None,
 
 @app.command()
 def compare(config: ConfigArgument = None,
-            run_dir: Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the comparison.",
+            run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the comparison.",
                                                             show_default="runs/compare-NAME of the configuration")] = None,
             overrides: Overrides = None,
-            students: Annotated[Optional[str], typer.Option(metavar="A,B", help="Attentions of the students.",
+            students: Annotated[str | None, typer.Option(metavar="A,B", help="Attentions of the students.",
                                                             show_default="phase_b.student of the settings")] = None,
             seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")] = "0,1,2",
-            sweep: Annotated[Optional[str], typer.Option(metavar="SWEEP", help="Further cells: a YAML list of settings, or "
+            sweep: Annotated[str | None, typer.Option(metavar="SWEEP", help="Further cells: a YAML list of settings, or "
                                                          "the name of a shipped sweep.", show_default="none")] = None,
-            rows: Annotated[Optional[list[str]], typer.Option("--row", metavar="NAME", help="Only this row, the plain ViT, and "
+            rows: Annotated[list[str] | None, typer.Option("--row", metavar="NAME", help="Only this row, the plain ViT, and "
                                                               "the rows it is like; may be repeated.",
                                                               show_default="all rows")] = None,
-            targets: Annotated[Optional[str], typer.Option(metavar="0.8,0.84", help="Validation accuracies to compare at.",
+            targets: Annotated[str | None, typer.Option(metavar="0.8,0.84", help="Validation accuracies to compare at.",
                                                            show_default="95, 98, 100 % of the plain ViT's last")] = None,
             tune: Annotated[bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")] = True,
             jobs: Annotated[int, typer.Option(min=1, help="Trainings at once, each in a process.")] = 1,
@@ -213,16 +213,16 @@ def compare(config: ConfigArgument = None,
 
 @app.command()
 def inspect(maps: Store = None, run_dir: RunDir = None,
-            student: Annotated[Optional[str], typer.Option(
+            student: Annotated[str | None, typer.Option(
                 "--student", metavar="NAME", help="This student's own maps in place of the stored ones.",
                 show_default="the store")] = None,
-            image: Annotated[Optional[int], typer.Option(help="Image id; without it a summary.", show_default="none")] = None,
-            layer: Annotated[Optional[int], typer.Option(help="Encoder block, from 0.", show_default="0")] = None,
-            head: Annotated[Optional[str], typer.Option(metavar="H|mean", help="Head, from 0, or their mean.",
+            image: Annotated[int | None, typer.Option(help="Image id; without it a summary.", show_default="none")] = None,
+            layer: Annotated[int | None, typer.Option(help="Encoder block, from 0.", show_default="0")] = None,
+            head: Annotated[str | None, typer.Option(metavar="H|mean", help="Head, from 0, or their mean.",
                                                         show_default="mean")] = None,
-            query: Annotated[Optional[str], typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, "
+            query: Annotated[str | None, typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, "
                                                          "or their mean.", show_default="mean")] = None,
-            png: Annotated[Optional[str], typer.Option(metavar="FILE", help="Draw the image with the map over it.",
+            png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the image with the map over it.",
                                                        show_default="none")] = None,
             as_json: AsJson = False) -> None:
     """What a store holds: a summary, or where one image's queries look. With --student, what a student attends to."""
@@ -256,7 +256,7 @@ def inspect(maps: Store = None, run_dir: RunDir = None,
 def verify(maps: Store = None,
            teacher: Annotated[bool, typer.Option("--teacher", help="Also run the teacher again on a sample of the images "
                                                                    "and compare.")] = False,
-           run_dir: Annotated[Optional[Path], typer.Option("--run-dir", help="Folder of the teacher's run.",
+           run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the teacher's run.",
                                                            show_default="the folder the store is in")] = None,
            sample: Annotated[int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole "
                                                            "batches.")] = 256) -> None:
@@ -279,9 +279,9 @@ def verify(maps: Store = None,
 @app.command()
 def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
          steps: Annotated[int, typer.Option(min=0, help="Training steps to measure; 0 leaves the times out.")] = 4,
-         images: Annotated[Optional[int], typer.Option(min=1, help="Training images of a data set that is not here.",
+         images: Annotated[int | None, typer.Option(min=1, help="Training images of a data set that is not here.",
                                                        show_default="read from the data set")] = None,
-         classes: Annotated[Optional[int], typer.Option(min=2, help="Its classes.",
+         classes: Annotated[int | None, typer.Option(min=2, help="Its classes.",
                                                         show_default="read from the data set")] = None,
          as_json: AsJson = False) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""

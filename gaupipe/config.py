@@ -82,7 +82,9 @@ class DataSettings(Section):
     image_size: Positive | None = None
     """Height and width given to the model, in pixels; null keeps the images' own size."""
     batch_size: Positive = 128
+    """Training images in a step."""
     eval_batch_size: Positive = 512
+    """Images at once where nothing is trained: validation, export, evaluation."""
     workers: Count = 0
     """Processes that decode images; 0 is right for data sets held in memory."""
 
@@ -91,6 +93,8 @@ class ModelSettings(Section):
     """The ViT that phase A teaches and that the student copies."""
 
     name: str = "gauvit_pico_patch2_8"
+    """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
+    ``gauvit_tiny_patch16_224``."""
     args: ModelArgs = {}
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96, depth: 6}``."""
     init_std: Rate | None = None
@@ -106,9 +110,13 @@ class OptimSettings(Section):
     """The optimizer of network weights and its rate, by timm's names (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "adamw"
+    """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
     lr: Rate = 1e-3
+    """Learning rate after the warm-up."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of Adam's first and second moment."""
     weight_decay: Weight = 0.03
+    """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
     """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``: what follows the warm-up."""
     schedule_args: dict[str, Any] = {}
@@ -117,6 +125,7 @@ class OptimSettings(Section):
     warmup_epochs: Count = 1
     """Epochs of linear warm-up, among those of the phase."""
     min_lr: Weight = 1e-5
+    """Rate at which the warm-up starts and the schedule ends."""
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient; null does not clip."""
     accumulate: Positive = 1
@@ -129,8 +138,11 @@ class RowSettings(Section):
     """What phase A keeps per image (Gaussian parameters or embeddings) and its row-wise Adam."""
 
     lr: Rate = 0.1
+    """Adam's rate for the per-image parameters, which step once an epoch."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay of Adam's first and second moment."""
     eps: Rate = 1e-8
+    """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
     """Standard deviation of a row's start; 0 starts every image alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -143,7 +155,9 @@ class CompressionSettings(Section):
     """The compression network: an embedding per image and block, decoded into the Gaussian parameters."""
 
     embedding: Positive = 256
+    """Numbers in an embedding."""
     hidden: Positive = 768
+    """Width of the decoder's hidden layer."""
 
 
 class PhaseASettings(Section):
@@ -152,6 +166,7 @@ class PhaseASettings(Section):
     mode: Literal["stochastic", "expected"] = "expected"
     """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact expectation."""
     parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
+    """``loc_scale`` learns mean and log std of a Gaussian; ``paper`` learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Add a Gaussian per block, head and query that all images share."""
     residual: bool = True
@@ -161,6 +176,7 @@ class PhaseASettings(Section):
     prior_lr: Rate = 2e-2
     """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch, see ``rows``)."""
     max_epochs: Positive = 12
+    """Epochs after which phase A stops at the latest."""
     stop_accuracy: Fraction = 0.92
     """Stop after the first epoch whose training accuracy reaches this."""
     upper_accuracy: Fraction = 0.98
@@ -185,6 +201,7 @@ class PhaseBSettings(Section):
     """Phase B: an ordinary ViT learns from labels, the teacher's predictions and the stored maps."""
 
     student: StudentKey = "standard"
+    """The student's attention."""
     attention_options: dict[str, Any] = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
     match_params: bool = False
@@ -192,6 +209,7 @@ class PhaseBSettings(Section):
     rezero: bool = False
     """Blocks without normalisation, each branch behind a learned scalar that starts at 0."""
     epochs: Positive = 12
+    """Epochs of the student, and of the baseline."""
     alpha: Weight = 0.2
     """Weight of L_soft."""
     beta: Weight = 0.1
@@ -199,6 +217,7 @@ class PhaseBSettings(Section):
     gamma: Weight = 0.7
     """Weight of L_feat at the start of its schedule."""
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
+    """How gamma goes from its start to 0 over ``gamma_epochs``; ``constant`` keeps it (the paper)."""
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all epochs."""
     model_args: ModelArgs = {}
@@ -219,7 +238,10 @@ class PhaseBSettings(Section):
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN, norms and head; Q and K
     start fresh. ``prior`` then fits Q and K to the attention of the shared prior."""
     temperature: Rate = 1.0
+    """Both maps become softmax(log p / temperature) before they are compared; above 1 softens them."""
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
+    """``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's map; ``student_teacher`` is
+    KL(student || teacher), the order of *GauTransformer, eq. 9*."""
     augment: AugmentSettings = AugmentSettings()
     preload_gb: Weight = 2.0
     """Read the whole store into memory at the start if its numbers fit into this many GB."""
@@ -236,6 +258,7 @@ class BaselineSettings(Section):
     """The same ViT trained on the labels alone, for as many epochs as phase B."""
 
     enabled: bool = True
+    """Whether ``gaupipe run`` trains the baseline too."""
     optim: OptimSettings | None = None
     """Null takes phase B's."""
 
@@ -244,6 +267,7 @@ class Settings(Section):
     """Everything that determines a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Where all random numbers of the run start."""
     device: str = "auto"
     """``auto`` takes a GPU where there is one; else a torch device that computes, e.g. ``cpu``, ``cuda:1``."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None

@@ -95,7 +95,7 @@ class ImageState:
         denominator = second.div((1 - beta2 ** power).float()).sqrt_().add_(self.eps)
         denominator.mul_(((1 - beta1 ** power) / self.lr).float())
         row.addcdiv_(first, denominator, value=-1)
-        for stored, new in zip(moments, (first, second)):
+        for stored, new in zip(moments, (first, second), strict=True):
             stored.copy_(new)
         self._records.write(image_ids, records)
         self.steps[image_ids] = steps
@@ -253,7 +253,8 @@ class FileRecords:
         """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of ``records`` [B, words]."""
         size = records.shape[1] * 4
         bytes_ = memoryview(records.numpy()).cast("B")
-        where = [(position * size, *place) for position, place in zip(positions.tolist(), self._places(image_ids))]
+        places = zip(positions.tolist(), self._places(image_ids), strict=True)
+        where = [(position * size, *place) for position, place in places]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for start, descriptor, offset in where:
@@ -339,7 +340,7 @@ class FileRecords:
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each row's newest record."""
         places = self.place[image_ids] ^ self.written[image_ids]
-        for image_id, place in zip(image_ids.tolist(), places.tolist()):
+        for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
             yield self._descriptors[place], image_id * self.words * 4
 
     def _open(self) -> None:

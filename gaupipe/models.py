@@ -15,9 +15,19 @@ from pathlib import Path
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, model_entrypoint, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    model_entrypoint,
+    register_model,
+)
 from timm.models._hub import save_for_hf
-from timm.models.vision_transformer import ATTN_LAYERS, Block, VisionTransformer, checkpoint_filter_fn
+from timm.models.vision_transformer import (
+    ATTN_LAYERS,
+    Block,
+    VisionTransformer,
+    checkpoint_filter_fn,
+)
 from torch import Tensor, nn
 
 from gaupipe import digests

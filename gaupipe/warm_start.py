@@ -20,8 +20,8 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
     size."""
     shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
     differs = [name for name, tensor in teacher.items()
-               if name in shapes and shapes[name] != tensor.shape or name.endswith("attn.v.weight")
-               and name.replace("attn.v", "attn.qkv") not in shapes]
+               if (name in shapes and shapes[name] != tensor.shape)
+               or (name.endswith("attn.v.weight") and name.replace("attn.v", "attn.qkv") not in shapes)]
     if differs:
         raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
                         "phase_b.model_args out or set warm_start to none")

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import store
-
 from gaupipe import data as datasets
-from gaupipe.comparison import PLAIN, Cell, Run, ancestors, apply, as_run, chosen_rows, default_cells, resolved, sweep_cells
+from gaupipe.comparison import (
+    PLAIN,
+    Cell,
+    Run,
+    ancestors,
+    apply,
+    as_run,
+    chosen_rows,
+    default_cells,
+    resolved,
+    sweep_cells,
+)
 from gaupipe.config import DataSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError

@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import store
 import timm
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import store
 from gaupipe import config
 from gaupipe import data as datasets
 from gaupipe.comparison import Run, as_teacher, digest, total_seconds

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import store
 import timm
 import torch
 from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import store
 from gaupipe import digests
 from gaupipe.building import select_device
 from gaupipe.config import Settings

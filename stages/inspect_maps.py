@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import store
 import torch
 from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
+import store
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError

@@ -12,15 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import store
 import torch
 from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model, list_models
 
+import store
 from gaupipe.config import Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
-from gaupipe.planning import (Plan, available_memory, check_resources, free_disk, gigabytes, make_plan, sizes_of)
+from gaupipe.planning import (
+    Plan,
+    available_memory,
+    check_resources,
+    free_disk,
+    gigabytes,
+    make_plan,
+    sizes_of,
+)
 from gaupipe.teacher import Teacher
 from gaupipe.building import select_device
 from gaupipe.student import build_student

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import store
-from store.encoding import LOG_STD_STEP, MEAN_STEP, decode, encode
 
+import store
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
+from store.encoding import LOG_STD_STEP, MEAN_STEP, decode, encode
 
 if TYPE_CHECKING:
     from stages.phase_a import PhaseA

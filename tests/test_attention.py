@@ -64,7 +64,8 @@ def oracle(key, options, weights, x, heads, visible, bias):
     w, w_bias = weights["proj.weight"].T, weights["proj.bias"]
     for i in range(tokens):
         over_all = project_onto(mh[i], v[i])
-        in_each = np.concatenate([project_onto(m, u) for m, u in zip(np.split(mh[i], heads), np.split(v[i], heads))])
+        each = zip(np.split(mh[i], heads), np.split(v[i], heads), strict=True)
+        in_each = np.concatenate([project_onto(m, u) for m, u in each])
         if key == "standard":
             update[i] = mh[i] @ w
         elif key == "belief":
@@ -158,7 +159,7 @@ def test_gradients_are_the_slopes_of_the_equations(key, options, case):
     def loss(step):
         moved = {name: value + step * along[name] for name, value in weights.items()}
         return sum((oracle(key, options, moved, image, *rest)[0] * s).sum()
-                   for image, s in zip(tokens + step * along_x, sensitivity))
+                   for image, s in zip(tokens + step * along_x, sensitivity, strict=True))
 
     eps = 1e-6
     slope = (loss(eps) - loss(-eps)) / (2 * eps)

@@ -30,7 +30,8 @@ def test_the_geometry_of_the_first_block(key):
             mh = np.concatenate([maps[image, head, token] @ v[image, :, 16 * head:16 * (head + 1)] for head in range(4)])
             own = v[image, token]
             if key == "xsa":
-                d = np.concatenate([m - (m @ u) / (u @ u) * u for m, u in zip(np.split(mh, 4), np.split(own, 4))])
+                each = zip(np.split(mh, 4), np.split(own, 4), strict=True)
+                d = np.concatenate([m - (m @ u) / (u @ u) * u for m, u in each])
             else:
                 d = mh - (mh @ own) / (own @ own) * own
             for norm, update_norm, angle, signal in (

@@ -7,7 +7,16 @@ import torch.nn.functional as nnf
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.augment import OPERATIONS, Augment, Mix, mix, mixed_map, mixed_targets, philox, uniforms
+from gaupipe.augment import (
+    OPERATIONS,
+    Augment,
+    Mix,
+    mix,
+    mixed_map,
+    mixed_targets,
+    philox,
+    uniforms,
+)
 from gaupipe.augment_settings import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
 from gaupipe.gaussians import expected_map, move
 
@@ -196,7 +205,7 @@ def test_the_default_changes_nothing():
 
 # colours and erasing
 
-STRONGEST = {name: (0.0, 0.9) for name in ("Brightness", "Color", "Contrast", "Sharpness")} | {
+STRONGEST = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), (0.0, 0.9)) | {
     "Solarize": (1.0, 0.0), "Rotate": (0.0, 30.0), "ShearX": (0.0, 0.3), "ShearY": (0.0, 0.3),
     "TranslateX": (0.0, 150 / 331 * 16), "TranslateY": (0.0, 150 / 331 * 16)}
 """What magnitudes 0 and 30 mean for an image of 16 x 16 pixels."""

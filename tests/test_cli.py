@@ -12,6 +12,7 @@ import torch
 import zarr
 from PIL import Image
 
+from gaupipe import __version__
 from gaupipe import data as datasets
 from gaupipe.config import DataSettings
 
@@ -41,7 +42,7 @@ def finished(tmp_path_factory):
 
 
 def test_run_prints_one_line_per_epoch_and_the_table(finished):
-    folder, result = finished
+    _, result = finished
     assert result.returncode == 0, result.stderr
     for label in ("teacher (phase A)", "standard, distilled", "standard, plain"):
         assert label in result.stdout
@@ -204,3 +205,12 @@ def test_help_does_not_import_torch():
               "sys.exit('torch' in sys.modules or 'timm' in sys.modules)")
     result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert result.returncode == 0 and "--student" in result.stdout and "default" in result.stdout
+
+
+def test_the_package_runs_as_a_module(tmp_path):
+    run = [sys.executable, "-m", "gaupipe"]
+    answer = subprocess.run([*run, "--version"], text=True, capture_output=True, cwd=tmp_path)
+    assert (answer.returncode, answer.stdout) == (0, f"gaupipe {__version__}\n")
+    answer = subprocess.run([*run, "run", "absent.yaml"], text=True, capture_output=True, cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "absent.yaml" in answer.stderr

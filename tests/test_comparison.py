@@ -12,8 +12,20 @@ import time
 import pytest
 
 from gaupipe import config
-from gaupipe.comparison import (PLAIN, Run, Spread, apply, as_run, as_teacher, compare_at, default_cells, digest, epochs_to,
-                                resolved, sweep_cells)
+from gaupipe.comparison import (
+    PLAIN,
+    Run,
+    Spread,
+    apply,
+    as_run,
+    as_teacher,
+    compare_at,
+    default_cells,
+    digest,
+    epochs_to,
+    resolved,
+    sweep_cells,
+)
 from gaupipe.errors import UserError
 
 TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
@@ -189,7 +201,7 @@ def test_a_tiny_comparison(compared):
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
         assert cell["final"]["val_acc"]["mean"] == pytest.approx(sum(run["val_acc"][-1] for run in runs) / 2)
         goals = [run["val_acc"][-1] for run in by_name[PLAIN]["runs"]]
-        reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals)]
+        reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals, strict=True)]
         assert last["reached"] == sum(epochs is not None for epochs in reached)
         if None not in reached:
             assert last["epochs"]["mean"] == pytest.approx(sum(reached) / 2)

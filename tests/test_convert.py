@@ -57,7 +57,7 @@ def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
 @pytest.mark.parametrize("key", STUDENTS)
 @pytest.mark.parametrize("source", ["DeiT, distilled", "qk-norm"])
 def test_every_weight_is_kept_and_the_source_left_alone(source, key):
-    model, x = trained_like(**SOURCES[source])
+    model, _ = trained_like(**SOURCES[source])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     converted = convert(model, key)
     state = converted.state_dict()

@@ -44,7 +44,7 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
     hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
     logits, rows = forward_with_maps(model, images)
     expected = sum(w * feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
-                   for layer, (w, row) in enumerate(zip((1.0, 0.5), rows)))
+                   for layer, (w, row) in enumerate(zip((1.0, 0.5), rows, strict=True)))
     oracle = gradients(model, cross_entropy(logits, labels) + expected)
     logits, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]), [1.0, 0.5], temperature,
                                              direction)
@@ -87,7 +87,8 @@ def test_hiding_the_diagonal_renormalises_the_teachers_row():
     teacher = torch.tensor([[[[.5, .3, .2], [.1, .8, .1], [1., 0., 0.]]]])
     total = 0.0
     for query, keys, target in [(0, (1, 2), (.6, .4)), (1, (0, 2), (.5, .5)), (2, (0,), (1.,))]:
-        total += sum(p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key]) for key, p in zip(keys, target))
+        total += sum(p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key])
+                     for key, p in zip(keys, target, strict=True))
     loss = feature_loss(log_rows, teacher, hidden=torch.eye(3, dtype=torch.bool))
     assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import store
 import torch
 
+import store
 from gaupipe.stored_maps import KINDS
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
@@ -126,7 +126,7 @@ def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     (maps / removed).unlink()
     (maps / "logits" / "zarr.json").write_bytes(before["logits/zarr.json"].replace(b"float16", b"float32"))
 
-    code, out, err = in_process("verify", maps)
+    code, out, _ = in_process("verify", maps)
     assert code == 1 and "logits/zarr.json" in out
     for name in (flipped, cut, removed):
         shard = shards[int(name.split("/")[2])]

@@ -1,5 +1,6 @@
 """The store on object storage: a real S3 server on loopback, the commands as a user gives them."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -13,8 +14,8 @@ import urllib.request
 
 import numpy as np
 import pytest
-import store
 
+import store
 from gaupipe import config
 from stages import export_maps, phase_a
 
@@ -113,10 +114,8 @@ class Proxy(socketserver.ThreadingTCPServer):
         except OSError:
             pass
         for end in (source, target):
-            try:
+            with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
 
 
 @pytest.fixture(scope="module")

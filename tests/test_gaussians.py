@@ -6,11 +6,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.gaussians import (expected_axes, expected_map, from_raw, initial_raw, outer, point_axes,
-                               query_coordinates, sample)
+from gaupipe.gaussians import (
+    expected_axes,
+    expected_map,
+    from_raw,
+    initial_raw,
+    outer,
+    point_axes,
+    query_coordinates,
+    sample,
+)
 
 GRIDS = [(4, 4), (3, 7), (1, 5), (14, 14)]
 

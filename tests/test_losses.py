@@ -52,7 +52,7 @@ def test_feature_losses_sum_over_blocks():
     students, teachers = [rows(0), rows(1)], [rows(2).exp(), rows(3).exp()]
     parts = [feature_loss(s, t) for s, t in zip(students, teachers, strict=True)]
     assert feature_losses(students, teachers).item() == pytest.approx(sum(parts).item())
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="shorter"):
         feature_losses(students, teachers[:1])
 
 

@@ -170,7 +170,7 @@ def test_forward_with_maps_gives_the_models_logits_and_the_maps_behind_them(key)
     logits, rows = forward_with_maps(model, x)
     torch.testing.assert_close(logits, model(x))
     assert len(rows) == len(model.blocks)
-    for block, row in zip(model.blocks, rows):
+    for block, row in zip(model.blocks, rows, strict=True):
         tokens = model.pos_embed.shape[1]
         assert row.shape == (3, block.attn.num_heads, tokens, tokens) and row.dtype == torch.float32
         torch.testing.assert_close(row.exp().sum(-1), torch.ones(row.shape[:-1]))

@@ -6,10 +6,10 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-import store
 import torch
 from typer.testing import CliRunner
 
+import store
 from gaupipe import planning
 from gaupipe.cli import app
 from gaupipe.config import parse

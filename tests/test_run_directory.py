@@ -62,7 +62,8 @@ def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     for command in (["evaluate"], ["inspect"], ["inspect", "--image", 5, "--query", 2]):
         code, out, _ = in_process(*command, "--run-dir", made, "--student", "gamma03", "--json")
         assert code == 0
-    assert json.loads(out)["by"] == "gamma03" and sum(sum(json.loads(out)["map"], [])) == pytest.approx(1, abs=1e-5)
+    assert json.loads(out)["by"] == "gamma03"
+    assert sum(map(sum, json.loads(out)["map"])) == pytest.approx(1, abs=1e-5)
     # continued with its own settings; with others the difference is named
     assert in_process("phase-b", "--run-dir", made, "--name", "gamma03", "--resume")[0] == 0
     code, _, err = in_process("phase-b", "--run-dir", made, "--name", "gamma03", "--set", "phase_b.gamma=0.5", "--resume")

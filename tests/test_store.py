@@ -5,10 +5,11 @@ import pickle
 
 import numpy as np
 import pytest
-import store
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import store
 
 
 def make_schema(**changes) -> store.Schema:
@@ -104,7 +105,7 @@ def test_prefetch_keeps_the_order_and_passes_errors_on(tmp_path):
     for depth in (0, 2, 50):
         read = list(maps.prefetch(batches, depth))
         assert len(read) == 9
-        for ids, rows in zip(batches, read):
+        for ids, rows in zip(batches, read, strict=True):
             assert_stored(rows, arrays, ids)
     stream = maps.prefetch([[1], [2], [99], [3]])
     assert [len(next(stream)["labels"]), len(next(stream)["labels"])] == [1, 1]
@@ -175,7 +176,8 @@ def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
     write_store(tmp_path / "s", schema, arrays)
     read = store.open(tmp_path / "s").gather(np.arange(5))["gaussians"].astype(np.float64).reshape(-1, 4)
     written = arrays["gaussians"].astype(np.float64).reshape(-1, 4)
-    distance = [np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2 for a, b in zip(written, read)]
+    distance = [np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2
+                for a, b in zip(written, read, strict=True)]
     assert np.mean(distance) < average and np.max(distance) < largest
 
 

@@ -6,6 +6,7 @@ import threading
 import urllib.parse
 
 import pytest
+
 import store
 from test_store import assert_stored, make_arrays, make_schema, write_store
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import store
 import tensorstore
 import zarr
+
+import store
 from test_store import KINDS, decoder_for, make_arrays, make_schema, write_store
 
 HERE = Path(__file__).parent / "zarrita"

@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
-import store
 import zarr
+
+import store
 from test_export_s3 import pytestmark, server  # noqa: F401  the server's fixture, and the reason to skip without it
 from test_store import assert_stored, make_arrays, make_schema, write_store
 

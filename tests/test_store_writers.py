@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 import store
 from test_store import make_arrays, make_schema, write_store
 

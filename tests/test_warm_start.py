@@ -61,12 +61,12 @@ def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(atten
 
     def divergence() -> list[float]:
         return [feature_loss(row, wanted.expand_as(row), hidden=hidden).item()
-                for row, wanted in zip(forward_with_maps(model, unseen)[1], prior())]
+                for row, wanted in zip(forward_with_maps(model, unseen)[1], prior(), strict=True)]
 
     at_start = divergence()
     fit_queries_and_keys(model, prior(), images)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(now < 0.25 * then for now, then in zip(divergence(), at_start))
+    assert all(now < 0.25 * then for now, then in zip(divergence(), at_start, strict=True))
     for name, parameter in model.named_parameters():
         if ".attn.qkv." in name:
             assert torch.equal(parameter[64:], before[name][64:]) and not torch.equal(parameter[:64], before[name][:64])
