@@ -4,6 +4,7 @@ and the state that a checkpoint holds."""
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ def select_device(settings: Settings) -> torch.device:
 
 
 def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", **options: Any) -> nn.Module:
-    """The timm model that the settings name, sized for the data, its weights started as the settings say."""
+    """The timm model that the settings name, sized for the data, its weights started as the settings say. Raises UserError for
+    a model that cannot be built, and for images that patches do not cover exactly."""
     import timm
     if not timm.is_model(model.name):
         import difflib
@@ -54,8 +56,19 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
     except (TypeError, AssertionError, ValueError) as error:
         raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
                         f"{model.args}: {error}") from None
+    _check_patches(vit.patch_embed.patch_size, data.image_size)
     start_weights(vit, model)
     return vit
+
+
+def _check_patches(patch: tuple[int, int], image_size: int) -> None:
+    """timm drops the border of an image that is no whole number of patches high and wide."""
+    step = math.lcm(*patch)
+    if image_size % step:
+        below, above = image_size // step * step, -(-image_size // step) * step
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
+                        f"{image_size} x {image_size}; {near} would fit, or another model.args.patch_size")
 
 
 def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
