@@ -51,15 +51,20 @@ class Split:
 
 
 class _Batches(Dataset):
-    """Makes a DataLoader fetch whole batches: images uint8 [B, C, height, width], labels [B], image ids [B]. An image that
-    cannot be read gives the UserError in place of the batch: one raised in a worker would come out as a traceback."""
+    """Makes a DataLoader fetch whole batches.
+
+    A batch is images uint8 [B, C, height, width], labels [B] and image ids [B]. In place of a batch
+    with an image that cannot be read comes the UserError: raised in a worker, it would arrive as a
+    traceback.
+    """
 
     def __init__(self, split: Split) -> None:
         self.split = split
 
     def __getitems__(self, image_ids: list[int]) -> tuple[Tensor, Tensor, Tensor] | UserError:
         try:
-            images, labels = self.split.source.__getitems__(self.split.positions[image_ids].tolist())
+            positions = self.split.positions[image_ids].tolist()
+            images, labels = self.split.source.__getitems__(positions)
         except UserError as error:
             return error
         return images, labels, torch.tensor(image_ids)
@@ -166,7 +171,8 @@ def load(settings: DataSettings) -> ImageData:
     train, test = open_sources(settings)
     labels = train.labels
     if len(np.unique(labels)) < 2:
-        raise UserError(f"data set {settings.name}: its training images are all of one class; two or more are needed")
+        raise UserError(f"data set {settings.name}: its training images are all of one class; "
+                        "two or more are needed")
     val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
     kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
     if settings.train_images is not None:

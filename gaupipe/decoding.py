@@ -1,4 +1,4 @@
-"""The pixels of one image file, in RGB. A file that cannot be read to its end is refused by name."""
+"""The pixels of an image file, in RGB. A file that cannot be read to its end is refused by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from gaupipe.errors import UserError
 
 COMMON = ("JPEG", "PNG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF", "JPEG2000")
-"""Formats that a file may have whatever its suffix says. The others have weak signatures: a damaged file may pass for one
-of them."""
+"""Formats that a file may have whatever its suffix says. The signatures of other formats are weak:
+a damaged file may pass for one of them."""
 
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that Pillow only recognises, or that another program would have to draw."""
@@ -25,13 +25,16 @@ NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 @functools.cache
 def suffixes() -> dict[str, str]:
     """{".png": "PNG", ...} of the formats that Pillow decodes."""
-    formats = {suffix: "JPEG" if name == "MPO" else name  # several JPEGs in a file, the first as any other
-               for suffix, name in Image.registered_extensions().items()}
+    formats = {
+        suffix: "JPEG" if name == "MPO" else name  # an MPO is several JPEGs in a file
+        for suffix, name in Image.registered_extensions().items()
+    }
     return {suffix: name for suffix, name in formats.items()
             if name in Image.OPEN and name not in NOT_DECODED}
 
 
 def suffix_of(name: str) -> str:
+    """'.png' of 'a.PNG'."""
     return os.path.splitext(name)[1].lower()
 
 
@@ -45,8 +48,9 @@ def identify(file: BinaryIO, name: str) -> Image.Image:
 def read_rgb(file: BinaryIO, name: str) -> Image.Image:
     """The first frame of an image in RGB, turned as its EXIF orientation says.
 
-    Colours become RGB as Pillow converts them. Transparency is dropped. Grey values of 16 bits, and fractions from 0 to 1,
-    are scaled to 8 bits. Raises what Pillow raises, and ValueError for grey values of another range.
+    Colours become RGB as Pillow converts them. Transparency is dropped. Grey values of 16 bits are
+    scaled to 8 bits, and so are fractions from 0 to 1. Raises what Pillow raises, and ValueError
+    for grey values of another range.
     """
     with quiet(), identify(file, name) as image:
         image.load()
@@ -58,7 +62,7 @@ def read_rgb(file: BinaryIO, name: str) -> Image.Image:
 
 def _eight_bits(values: np.ndarray) -> np.ndarray:
     top = 65535 if np.issubdtype(values.dtype, np.integer) else 1
-    if not ((values >= 0) & (values <= top)).all():
+    if not ((values >= 0) & (values <= top)).all():  # NaN is not in the range either
         raise ValueError(f"its values go from {values.min()} to {values.max()}; "
                          f"0 to {top} can be scaled to 8 bits")
     return np.rint(values * (255 / top)).astype(np.uint8)
@@ -69,15 +73,17 @@ def refusing(name: str) -> Iterator[None]:
     """Turns whatever goes wrong while an image is read into UserError with the file's ``name``."""
     try:
         yield
-    except Exception as error:  # Pillow's decoders raise whatever their input makes them stumble over
+    except Exception as error:  # Pillow's decoders raise whatever their input makes them raise
         raise UserError(f"{name}: not readable as an image ({_reason(error)}); "
                         "replace it or take it out") from None
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silences Pillow's warnings of odd metadata, which nobody reads here. Its warning of an image so large that it may be
-    an attack becomes an error."""
+    """Silences Pillow's warnings of odd metadata, which nobody reads here.
+
+    Its warning of an image so large that it may be an attack becomes an error.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", Image.DecompressionBombWarning)

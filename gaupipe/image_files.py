@@ -1,4 +1,4 @@
-"""Image files and the digests of their contents, which the user's cache keeps from one command to the next."""
+"""Image files and the digests of their contents, which the user's cache keeps between commands."""
 
 from __future__ import annotations
 
@@ -20,19 +20,23 @@ READERS = 8
 """Threads that read files at once; what they wait for is the disk or the network."""
 
 SETTLED_NS = 2_000_000_000
-"""A file that changed less long ago might change again within the same time stamp: its digest is not kept."""
+"""A file that changed less long ago might change again within the same time stamp: its digest is
+not kept."""
 
 
 class ImageFiles:
     """Image files in a fixed order: ``names`` are their paths relative to ``root``.
 
-    Raises UserError, with the first one's name, for files that are not images. Whether an image can be decoded to its end
-    shows when it is.
+    Raises UserError, with the first one's name, for files that are not images. Whether an image can
+    be decoded to its end shows when it is.
     """
 
     def __init__(self, root: Path, names: list[str]) -> None:
         self.root, self.names = root, names
-        self.digests = content_digests(root, names)
+        digest = hashlib.sha256()
+        for name, content in zip(names, content_digests(root, names), strict=True):
+            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(content))
+        self._fingerprint = digest.digest()
 
     def name(self, position: int) -> str:
         """What messages call the file."""
@@ -43,17 +47,15 @@ class ImageFiles:
 
     def fingerprint(self) -> bytes:
         """A digest of all names and contents in their order."""
-        digest = hashlib.sha256()
-        for name, content in zip(self.names, self.digests, strict=True):
-            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(content))
-        return digest.digest()
+        return self._fingerprint
 
 
 def content_digests(root: Path, names: list[str]) -> list[str]:
     """SHA-256 of each file's content, in hexadecimal digits.
 
-    Only files are read that the cache does not know with their present size, time stamps and inode. The inode counts
-    because files that change places may agree in the rest. Raises UserError when a file is not an image.
+    A file is read only if the cache does not know it with its present size, time stamps and inode.
+    The inode counts because files that change places may agree in the rest. Raises UserError when a
+    file is not an image.
     """
     now = time.time_ns()
     cache = DigestCache(root)
@@ -99,7 +101,7 @@ def _examine(path: str) -> str | UserError:
 
 
 def _stamp(path: str) -> str | None:
-    """What changes when a file's content does: size, time stamps and inode; None for a link to nothing."""
+    """What changes with a file's content: size, times and inode. None for a link to nothing."""
     try:
         found = os.stat(path)
     except OSError:
@@ -108,13 +110,16 @@ def _stamp(path: str) -> str | None:
 
 
 def _changed_ns(stamp: str) -> int:
+    """When a file or its entry in its folder changed last, in nanoseconds since 1970."""
     _, modified, changed, _ = map(int, stamp.split())
     return max(modified, changed)
 
 
 class DigestCache:
-    """The digests of the files under one folder, kept in one file. A cache that cannot be read counts as empty, and one
-    that cannot be written is left as it is."""
+    """The digests of the files under one folder, kept in one file.
+
+    A cache that cannot be read counts as empty. One that cannot be written is left as it is.
+    """
 
     def __init__(self, root: Path) -> None:
         name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]
@@ -130,11 +135,12 @@ class DigestCache:
         return json.loads(text) if hashlib.sha256(text).hexdigest().encode() == check else {}
 
     def digest(self, name: str, stamp: str | None) -> str | None:
-        """The digest of the file that had this stamp; None where there is none."""
+        """The digest of the file while it had this stamp; None if it is not known."""
         known = self._known.get(name)
         return known[1] if known and known[0] == stamp else None
 
     def save(self, known: dict[str, list[str]]) -> None:
+        """Replaces all that the cache knows, in one step."""
         text = json.dumps(known).encode()
         content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
         with contextlib.suppress(OSError):
@@ -149,8 +155,10 @@ class DigestCache:
 
 
 def cache_folder() -> Path:
-    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder, or a folder that is not there for a user without a
-    home."""
+    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder.
+
+    For a user without a home it is a folder that cannot be there.
+    """
     if own := os.environ.get("GAUPIPE_CACHE"):
         return Path(own)
     try:

@@ -1,4 +1,4 @@
-"""A folder that holds one folder of images for each class: which images it has, and what else lies there."""
+"""A folder with a folder of images for each class: which images it has, and what else is there."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ LOOP = "link to a folder read already"
 
 
 def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """{class: paths of its images relative to ``folder``}, all sorted, as torchvision's ImageFolder reads a folder.
+    """{class: its images} as torchvision's ImageFolder finds them, all sorted by name.
 
-    Images may lie in sub-folders of their class. What is not among them is added to ``left_out``. Raises UserError for
-    what cannot be meant: no class folder, a class without images, a link to nothing in the place of a class.
+    Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
+    of their class. What is not among them is added to ``left_out``. Raises UserError for what
+    cannot be meant: no class folder, a class without images, a link to nothing in a class's place.
     """
     place = folder.resolve()
     above = {_identity(os.stat(parent)) for parent in (place, *place.parents)}
@@ -41,22 +42,28 @@ def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
         elif _identity(found) in above:
             left_out.append((LOOP, entry.path))
         else:
-            missed: LeftOut = []
-            images = _images(entry.path, above | {_identity(found)}, missed)
+            images = _class_images(entry.path, above | {_identity(found)}, left_out)
             classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
-            if not classes[entry.name]:
-                instead = f", only {_counted(missed)}" if missed else ""
-                raise UserError(f"data.root: the class folder {entry.path} holds no image that Pillow "
-                                f"reads{instead}; put images there or remove it")
-            left_out += missed
     if not classes:
-        raise UserError(f"data.root: {folder} holds no class folder; it should hold one folder of images "
-                        f"for each class, as in {folder / 'cat' / '1.png'}")
+        raise UserError(f"data.root: {folder} holds no class folder; it should hold one folder of "
+                        f"images for each class, as in {folder / 'cat' / '1.png'}")
     return classes
 
 
+def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> list[str]:
+    """Paths of the images of a class."""
+    others: LeftOut = []
+    images = list(_images(folder, entered, others))
+    if not images:
+        instead = f", only {_counted(others)}" if others else ""
+        raise UserError(f"data.root: the class folder {folder} holds no image that Pillow reads"
+                        f"{instead}; put images there or remove it")
+    left_out += others
+    return images
+
+
 def _images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> Iterator[str]:
-    """Paths of the images under a class folder. No folder is entered twice, so links cannot multiply images."""
+    """Paths of the images under a folder, no folder entered twice."""
     for entry in _entries(folder):
         found = _stat(entry.path)
         suffix = suffix_of(entry.name)
@@ -77,7 +84,10 @@ def _images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> It
 
 
 def say_left_out(root: Path, left_out: LeftOut) -> None:
-    """Says in one line on stderr, once, what a folder holds besides images. Worker processes leave it to the first."""
+    """Says in one line on stderr, once, what a folder holds besides images.
+
+    Worker processes leave it to the process that started them.
+    """
     if left_out and multiprocessing.parent_process() is None:
         [(most, _)] = Counter(why for why, _ in left_out).most_common(1)
         example = next(path for why, path in left_out if why == most)
@@ -104,7 +114,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """Of what a link leads to; None for one that leads nowhere."""
+    """Of what a link leads to; None for a link that leads nowhere."""
     try:
         return os.stat(path)
     except OSError:

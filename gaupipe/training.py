@@ -41,8 +41,10 @@ def select_device(settings: Settings) -> torch.device:
 
 
 def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", **options: Any) -> nn.Module:
-    """The timm model that the settings name, sized for the data, its weights started as the settings say. Raises UserError for
-    a model that cannot be built, and for images that patches do not cover exactly."""
+    """The timm model that the settings name, sized for the data, started as the settings say.
+
+    Raises UserError for a model that cannot be built and for images that patches do not cover.
+    """
     import timm
     if not timm.is_model(model.name):
         import difflib
@@ -67,8 +69,9 @@ def _check_patches(patch: tuple[int, int], image_size: int) -> None:
     if image_size % step:
         below, above = image_size // step * step, -(-image_size // step) * step
         near = f"{below} or {above}" if below else str(above)
-        raise UserError(f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
-                        f"{image_size} x {image_size}; {near} would fit, or another model.args.patch_size")
+        raise UserError(f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover "
+                        f"images of {image_size} x {image_size}; {near} would fit, or another "
+                        "model.args.patch_size")
 
 
 def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,

@@ -21,8 +21,8 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def machine(tmp_path_factory):
-    """The folder of all that commands look for on the machine, whatever lies there: 'fashion-mnist', 300 images of 8 x 8
-    pixels and 50 to test, and 'cache'."""
+    """Stands in for what commands would find on the machine: a folder with 'cache' and
+    'fashion-mnist', 300 images of 8 x 8 pixels and 50 to test."""
     folder = tmp_path_factory.mktemp("machine")
     (folder / "fashion-mnist").mkdir()
     draw = np.random.default_rng(0)

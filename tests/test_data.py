@@ -1,5 +1,7 @@
-"""Data sets: stable image ids, fixed splits, and what is said when one is not there. For folders see also
-test_image_files.py."""
+"""Data sets: stable image ids, fixed splits, and what is said when one is not there.
+
+Images in files have tests of their own in test_image_files.py.
+"""
 
 import gzip
 import hashlib
@@ -79,7 +81,7 @@ def test_images_are_resized():
 
 
 def digest_in_memory(data: datasets.ImageData, images: np.ndarray) -> str:
-    """The digest of a data set held in memory, which the stores and checkpoints of old runs carry."""
+    """The digest of a data set held in memory, as old runs and stores carry it."""
     digest = hashlib.sha256(hashlib.sha256(images.tobytes()).digest())
     for array in (data.train.positions, data.train.labels):
         digest.update(array.astype("<i8").tobytes())
@@ -130,10 +132,13 @@ def test_one_class_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("size,args,fit", [
-    (9, {}, "8 or 10"), (30, {"patch_size": 4}, "28 or 32"), (8, {"patch_size": [2, 3]}, "6 or 12")])
+    (9, {}, "8 or 10"),
+    (30, {"patch_size": 4}, "28 or 32"),
+    (8, {"patch_size": [2, 3]}, "6 or 12"),
+])
 def test_images_that_patches_do_not_cover_are_refused(size, args, fit):
-    message = f"data.image_size: patches of .* do not cover images of {size} x {size}; {fit} would fit"
-    with pytest.raises(UserError, match=message):
+    message = f"patches of .* do not cover images of {size} x {size}; {fit} would fit"
+    with pytest.raises(UserError, match=f"data.image_size: {message}"):
         build_vit(ModelSettings(args={"depth": 1, **args}), digits(image_size=size))
 
 
@@ -185,7 +190,7 @@ def test_fashion_mnist_is_where_the_environment_says(machine, tmp_path, monkeypa
     here = datasets.load(DataSettings(name="fashion_mnist", root=machine / "fashion-mnist"))
     assert here.sha256 == data.sha256
     monkeypatch.setenv("GAUPIPE_FASHION_MNIST", str(tmp_path / "absent"))
-    with pytest.raises(UserError, match="absent/train-images.*apt-get install dataset-fashion-mnist"):
+    with pytest.raises(UserError, match="absent/train-images.*apt-get install"):
         datasets.load(DataSettings(name="fashion_mnist"))
 
 

@@ -1,4 +1,4 @@
-"""Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest of it all."""
+"""Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ def noise(seed: int, *shape: int, dtype: type = np.uint8) -> np.ndarray:
 
 @pytest.fixture
 def root(tmp_path):
-    """train/ with ten and val/ with two images of cats and dogs each, uncompressed so that all files are equally long."""
+    """train/ with ten and val/ with two images of cats and dogs each, all files of one length."""
     for number, (split, name, count) in enumerate([("train", "cat", 10), ("train", "dog", 10),
                                                    ("val", "cat", 2), ("val", "dog", 2)]):
         folder = tmp_path / "data" / split / name
@@ -63,9 +63,13 @@ def pixels(path) -> np.ndarray:
 # images that cannot be read
 
 
-@pytest.mark.parametrize("content,reason", [(b"", "it is empty"), (b"no image", "of no format that Pillow reads"),
-                                            (bytes(5000), "of no format"), (b"\x89PNG\r\n\x1a\n", ""),
-                                            (None, "No such file")])
+@pytest.mark.parametrize("content,reason", [
+    (b"", "it is empty"),
+    (b"no image", "of no format that Pillow reads"),
+    (bytes(5000), "of no format that Pillow reads"),
+    (b"\x89PNG\r\n\x1a\n", ""),
+    (None, "No such file"),
+])
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason):
     path = root / split / "cat" / "1.bmp"
@@ -83,7 +87,8 @@ def test_of_many_files_that_are_no_images_the_first_is_named_and_all_are_counted
     for path in (root / "train").rglob("*.bmp"):
         path.write_text("none")
     message = refused(root)
-    assert message.startswith(str(root / "train" / "cat" / "0.bmp")) and "20 of 20 files are so" in message
+    assert message.startswith(str(root / "train" / "cat" / "0.bmp"))
+    assert "20 of 20 files are so" in message
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -117,12 +122,13 @@ def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit
 
 def test_the_command_ends_with_one_line_and_code_2(root, in_process, tmp_path):
     path = root / "train" / "dog" / "3.bmp"
-    phase_a = ["phase-a", "digits", "--run-dir", tmp_path / "run", "--set", "data.name=folder", "--set",
-               f"data.root={root}", "--set", "data.image_size=8", "--set", "threads=1"]
+    phase_a = ["phase-a", "digits", "--run-dir", tmp_path / "run", "--set", "data.name=folder",
+               "--set", f"data.root={root}", "--set", "data.image_size=8", "--set", "threads=1"]
     for size in (150, 0):  # found in the first epoch, and before
         os.truncate(path, size)
         code, out, err = in_process(*phase_a, "--resume")
-        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(f"gaupipe: {path}: not readable")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"gaupipe: {path}: not readable")
 
 
 # what a folder holds
@@ -133,10 +139,9 @@ def test_image_ids_follow_the_sorted_classes_and_paths(root):
     shutil.move(root / "train" / "cat" / "7.bmp", root / "train" / "cat" / "a" / "7.bmp")
     shutil.copytree(root / "train" / "cat", root / "train" / "Zebra")
     files = load(root).train.source.files
-    own = [f"{name}/{image}" for name in ("Zebra", "cat", "dog")
-           for image in [f"{n}.bmp" for n in range(10)] if (name, image) not in (("Zebra", "7.bmp"), ("cat", "7.bmp"))]
-    own[9:9] = ["Zebra/a/7.bmp"]
-    own[19:19] = ["cat/a/7.bmp"]
+    nested = [*(f"{number}.bmp" for number in range(10) if number != 7), "a/7.bmp"]
+    own = [f"{name}/{image}" for name in ("Zebra", "cat") for image in nested]
+    own += [f"dog/{number}.bmp" for number in range(10)]
     assert files.names == own
     theirs = ImageFolder(root / "train")
     assert [path for path, _ in theirs.samples] == [str(root / "train" / name) for name in own]
@@ -162,8 +167,8 @@ def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"data.root {root}: left out ") and f"example {train / '.ipynb_'}" in err
-    for part in ("hidden (3)", "link to a folder read already (3)", ".txt (2)", "pipe or device (2)",
-                 "without suffix (2)", "outside a class folder (1)"):
+    for part in ("hidden (3)", "link to a folder read already (3)", ".txt (2)",
+                 "pipe or device (2)", "without suffix (2)", "outside a class folder (1)"):
         assert part in err
     load(root)
     assert capfd.readouterr() == ("", "")
@@ -187,16 +192,29 @@ def empty(folder):
     folder.mkdir()
 
 
+def remove(*folders):
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def only(folder, name):
+    """Leaves nothing in a folder but an empty file."""
+    empty(folder)
+    (folder / name).touch()
+
+
 FOLDERS = {
     "train without classes": (lambda root: empty(root / "train"), "/train holds no class folder"),
     "val without classes": (lambda root: empty(root / "val"), "/val holds no class folder"),
-    "images beside no class": (lambda root: (empty(root / "train"), (root / "train" / "a.bmp").touch()),
-                               "/train holds no class folder"),
-    "class without images": (lambda root: empty(root / "train" / "cat"), "/train/cat holds no image"),
-    "class in val without images": (lambda root: empty(root / "val" / "cat"), "/val/cat holds no image"),
-    "other files": (lambda root: (empty(root / "train" / "cat"), (root / "train" / "cat" / "1.heic").touch()),
-                    "/train/cat holds no image that Pillow reads, only .heic (1)"),
-    "one class": (lambda root: (shutil.rmtree(root / "train" / "dog"), shutil.rmtree(root / "val" / "dog")),
+    "no class around an image": (lambda root: only(root / "train", "a.bmp"),
+                                 "/train holds no class folder"),
+    "class without images": (lambda root: empty(root / "train" / "cat"),
+                             "/train/cat holds no image that Pillow reads; put"),
+    "class in val without images": (lambda root: empty(root / "val" / "cat"),
+                                    "/val/cat holds no image that Pillow reads; put"),
+    "class of other files": (lambda root: only(root / "train" / "cat", "1.heic"),
+                             "/train/cat holds no image that Pillow reads, only .heic (1)"),
+    "one class": (lambda root: remove(root / "train" / "dog", root / "val" / "dog"),
                   "one class only, 'cat'; two or more"),
     "class of val alone": (lambda root: shutil.copytree(root / "val" / "dog", root / "val" / "fox"),
                            "/val has the class 'fox', which"),
@@ -217,7 +235,8 @@ def test_a_folder_that_cannot_be_meant_is_refused(root, case):
 
 @pytest.mark.parametrize("name,options", [
     ("a.png", {}), ("a.BMP", {}), ("a.webp", {"lossless": True, "exact": True}), ("a.tif", {}),
-    ("a.tiff", {"compression": "tiff_lzw"}), ("a.ppm", {}), ("a.tga", {}), ("a.PNG", {"format": "BMP"})])
+    ("a.tiff", {"compression": "tiff_lzw"}), ("a.ppm", {}), ("a.tga", {}),
+    ("a.PNG", {"format": "BMP"})])
 def test_formats_that_lose_nothing_give_the_pixels_back(tmp_path, name, options):
     values = noise(0, 6, 9, 3)
     Image.fromarray(values).save(tmp_path / name, **options)
@@ -304,9 +323,10 @@ def test_the_middle_of_the_longer_side_is_kept(root):
 
 def test_the_digest_is_of_names_contents_and_labels(root):
     data = load(root)
-    names = [f"{name}/{image}.bmp" for name in ("cat", "dog") for image in range(10)]
-    files = hashlib.sha256(b"".join(
-        name.encode() + b"\0" + hashlib.sha256((root / "train" / name).read_bytes()).digest() for name in names))
+    files = hashlib.sha256()
+    for name in [f"{name}/{image}.bmp" for name in ("cat", "dog") for image in range(10)]:
+        content = (root / "train" / name).read_bytes()
+        files.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
     digest = hashlib.sha256(files.digest())
     for array in (data.train.positions, data.train.labels):
         digest.update(array.astype("<i8").tobytes())
@@ -324,8 +344,9 @@ def edit(path):
     before, content = path.stat(), bytearray(path.read_bytes())
     content[100] ^= 1
     path.write_bytes(content)
-    while (now := path.stat()).st_mtime_ns != before.st_mtime_ns or now.st_ctime_ns == before.st_ctime_ns:
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # until the clock of the file system has ticked
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # its clock has not ticked yet
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
@@ -373,19 +394,23 @@ def cache(tmp_path, monkeypatch):
 def examined(monkeypatch):
     """Names of the files whose content has been read for their digest."""
     names, examine = [], image_files._examine
-    monkeypatch.setattr(image_files, "_examine", lambda path: names.append(os.path.basename(path)) or examine(path))
+
+    def count(path):
+        names.append(os.path.basename(path))
+        return examine(path)
+    monkeypatch.setattr(image_files, "_examine", count)
     return names
 
 
 def test_only_files_that_have_changed_are_read_again(root, cache, examined):
     before = load(root).sha256
-    assert len(examined) == 24 and len(list(cache.iterdir())) == 2  # one file for train, one for val
+    assert len(examined) == 24 and len(list(cache.iterdir())) == 2  # a file for train, one for val
     examined.clear()
     assert load(root).sha256 == before and examined == []
     edit(root / "train" / "cat" / "4.bmp")
     assert load(root).sha256 != before and examined == ["4.bmp"]
     examined.clear()
-    (root / "train" / "dog" / "new.bmp").write_bytes((root / "train" / "cat" / "0.bmp").read_bytes())
+    shutil.copy(root / "train" / "cat" / "0.bmp", root / "train" / "dog" / "new.bmp")
     load(root)
     assert examined == ["new.bmp"]
 
@@ -405,16 +430,17 @@ def test_after_a_mistake_only_the_wrong_file_is_read_again(root, cache, examined
     examined.clear()
     wrong.write_bytes(good)
     load(root)
-    assert sorted(examined) == sorted(["3.bmp", *(f"{n}.bmp" for n in (0, 1, 0, 1))])  # val was not reached before
+    val = ["0.bmp", "0.bmp", "1.bmp", "1.bmp"]  # it was not reached before
+    assert sorted(examined) == [*val, "3.bmp"]
 
 
 def test_a_damaged_cache_counts_as_none(root, cache, examined):
     before = load(root).sha256
     for path in list(cache.iterdir()):
         whole = path.read_bytes()
-        at = whole.index(b".bmp") + 60
-        damaged = [b"", whole[:-1], b"\0" * len(whole), whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:]]
-        for content in damaged:
+        flipped = bytearray(whole)
+        flipped[whole.index(b".bmp") + 60] ^= 1
+        for content in (b"", whole[:-1], bytes(len(whole)), flipped):
             path.write_bytes(content)
             examined.clear()
             assert load(root).sha256 == before and examined
@@ -462,9 +488,9 @@ def finished(tmp_path_factory):
         for image in range(10):
             values = (colour + noise(image, 8, 8, 3) / 5).astype(np.uint8)
             Image.fromarray(values).save(place / "images" / "train" / name / f"{image}.bmp")
-    settings = config.load("digits", ["data.name=folder", f"data.root={place / 'images'}", "data.image_size=8",
-                                      "phase_a.max_epochs=1", "phase_b.epochs=1", "threads=1",
-                                      "model.args={depth: 1, embed_dim: 16, num_heads: 2}"])
+    settings = config.load("digits", [
+        "data.name=folder", f"data.root={place / 'images'}", "data.image_size=8", "threads=1",
+        "phase_a.max_epochs=1", "model.args={depth: 1, embed_dim: 16, num_heads: 2}"])
     phase_a.run(settings, place / "run")
     export_maps.run(place / "run")
     return place
@@ -472,10 +498,12 @@ def finished(tmp_path_factory):
 
 def test_maps_of_images_that_have_changed_are_refused(finished, in_process, tmp_path):
     run, maps = finished / "run", finished / "run" / "maps.zarr"
-    commands = [(["verify", maps, "--teacher"], "started with the data set"),
-                (["inspect", maps, "--image", 0, "--png", tmp_path / "map.png"], "are not those the maps were made from"),
-                (["phase-b", "--run-dir", run], "maps of another data set"),
-                (["phase-a", finished / "run" / "config.yaml", "--run-dir", run, "--resume"], "started with the data set")]
+    commands = [
+        (["verify", maps, "--teacher"], "started with the data set"),
+        (["inspect", maps, "--image", 0, "--png", tmp_path / "map.png"], "are not those the maps"),
+        (["phase-b", "--run-dir", run], "maps of another data set"),
+        (["phase-a", run / "config.yaml", "--run-dir", run, "--resume"], "started with the data"),
+    ]
     for arguments, _ in commands[:2]:
         assert in_process(*arguments)[0] == 0
     (tmp_path / "map.png").unlink()
@@ -493,8 +521,8 @@ def test_maps_of_images_that_have_changed_are_refused(finished, in_process, tmp_
 
 def test_torchvisions_image_folder(root):
     theirs, ours = load(root, name="torch/image_folder"), load(root)
-    assert theirs.train.source.files.names == ours.train.source.files.names and len(theirs.test) == 4
-    assert theirs.sha256 == ours.sha256
+    assert theirs.train.source.files.names == ours.train.source.files.names
+    assert len(theirs.test) == 4 and theirs.sha256 == ours.sha256
     (root / "train" / "cat" / "3.bmp").write_text("no image")
     assert "cat/3.bmp: not readable" in refused(root, name="torch/image_folder")
     shutil.rmtree(root / "val" / "cat")
@@ -545,7 +573,8 @@ def test_a_hugging_face_data_set(root, monkeypatch):
     assert (len(data.train), len(data.val), len(data.test)) == (16, 4, 4)
     images, labels = data.train.source.__getitems__([15, 3])
     assert labels.tolist() == [1, 0]
-    np.testing.assert_array_equal(images[0].permute(1, 2, 0), pixels(root / "train" / "dog" / "5.bmp"))
+    expected = pixels(root / "train" / "dog" / "5.bmp")
+    np.testing.assert_array_equal(images[0].permute(1, 2, 0), expected)
     assert load(root, name="hfds/mine").sha256 == data.sha256
     monkeypatch.setattr(HubData, "_fingerprint", "4d80")
     assert load(root, name="hfds/mine").sha256 != data.sha256
