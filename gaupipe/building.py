@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from typing import Any
 
 import timm
@@ -41,7 +42,8 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
               **options: Any) -> nn.Module:
     """The timm model that the settings name, sized for the data, its weights started as the settings say.
 
-    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot.
+    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot, and for images that
+    patches do not cover.
     """
     if not timm.is_model(model.name):
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
@@ -50,6 +52,7 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
     try:
         placed = {"device": device} if device else {}
         vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options, **placed)
+        _check_patches(vit.patch_embed.patch_size, data.image_size)
         start_weights(vit, model)
     except UserError:
         raise
@@ -57,6 +60,18 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
         raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
                         f"{model.args}: {_reason(error)}") from None
     return vit
+
+
+def _check_patches(patch: tuple[int, int], image_size: int) -> None:
+    """timm drops the border of an image that is no whole number of patches high and wide."""
+    step = math.lcm(*patch)
+    if image_size % step:
+        below, above = image_size // step * step, -(-image_size // step) * step
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
+            f"{image_size} x {image_size}; {near} would fit, or another model.args.patch_size"
+        )
 
 
 def _reason(error: Exception) -> str:

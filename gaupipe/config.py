@@ -72,7 +72,8 @@ class DataSettings(Section):
     name: str = "digits"
     """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's ``create_dataset``."""
     root: Path | None = None
-    """Folder of the files (timm data sets; for ``fashion_mnist`` only when they are not those of Debian's package)."""
+    """Folder of the files. ``fashion_mnist`` looks by itself in the folder that the environment
+    variable GAUPIPE_FASHION_MNIST names, or else where Debian's package puts the files."""
     download: bool = False
     """Let torchvision fetch a data set that is not there."""
     train_images: Positive | None = None
@@ -80,7 +81,8 @@ class DataSettings(Section):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Share of the training images held out, class by class, for validation (``digits`` always holds out 20 %)."""
     image_size: Positive | None = None
-    """Height and width given to the model, in pixels; null keeps the images' own size."""
+    """Height and width given to the model, in pixels, a multiple of the patch size. Null keeps the
+    size of images held in memory, and makes it 224 for images in files."""
     batch_size: Positive = 128
     """Training images in a step."""
     eval_batch_size: Positive = 512

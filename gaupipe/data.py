@@ -6,11 +6,9 @@ held-out images left out. Splits do not depend on the seed of a run.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import itertools
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,61 +23,14 @@ from gaupipe.augment import Augment, Mix, mix
 from gaupipe.config import DataSettings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
-
-DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-
-
-class ArrayImages(Dataset):
-    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N]."""
-
-    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
-        self.images = torch.from_numpy(np.array(images, order="C"))
-        self.labels = np.asarray(labels, dtype=np.int64)
-
-    def resized(self, size: int) -> ArrayImages:
-        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
-        if tuple(self.images.shape[-2:]) == (size, size):
-            return self
-        from torchvision.transforms.v2.functional import resize
-        return ArrayImages(resize(self.images, [size, size], antialias=True).numpy(), self.labels)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        where = np.asarray(positions)
-        return self.images[where], torch.from_numpy(self.labels[where])
-
-    def fingerprint(self) -> bytes:
-        return hashlib.sha256(self.images.numpy().tobytes()).digest()
-
-
-class DecodedImages(Dataset):
-    """A timm or torchvision data set of PIL images, decoded when asked for, resized and centre-cropped to a square."""
-
-    def __init__(self, source: Any, labels: np.ndarray, size: int) -> None:
-        from torchvision.transforms import v2
-        source.transform = v2.Compose([v2.ToImage(), v2.RGB(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
-        self.source = source
-        self.labels = labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([self.source[position][0].as_subclass(Tensor) for position in positions])
-        return images, torch.from_numpy(self.labels[np.asarray(positions)])
-
-    def fingerprint(self) -> bytes:
-        names = self.source.filenames(basename=True) if hasattr(self.source, "filenames") else len(self.source)
-        return hashlib.sha256(repr(names).encode()).digest()
+from gaupipe.image_sources import ArrayImages, Source, open_sources
 
 
 @dataclass
 class Split:
     """Some images of a source; image id i is the source's image ``positions[i]``."""
 
-    source: ArrayImages | DecodedImages
+    source: Source
     positions: np.ndarray
 
     def __len__(self) -> int:
@@ -101,13 +52,22 @@ class Split:
 
 
 class _Batches(Dataset):
-    """Makes a DataLoader fetch whole batches: images uint8 [B, C, height, width], labels [B], image ids [B]."""
+    """Makes a DataLoader fetch whole batches.
+
+    A batch is images uint8 [B, C, height, width], labels [B] and image ids [B]. In place of a batch
+    with an image that cannot be read comes the UserError: raised in a worker, it would arrive as a
+    traceback.
+    """
 
     def __init__(self, split: Split) -> None:
         self.split = split
 
-    def __getitems__(self, image_ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        images, labels = self.split.source.__getitems__(self.split.positions[image_ids].tolist())
+    def __getitems__(self, image_ids: list[int]) -> tuple[Tensor, Tensor, Tensor] | UserError:
+        try:
+            positions = self.split.positions[image_ids].tolist()
+            images, labels = self.split.source.__getitems__(positions)
+        except UserError as error:
+            return error
         return images, labels, torch.tensor(image_ids)
 
 
@@ -257,8 +217,11 @@ class ImageData:
 
 def load_data(settings: DataSettings) -> ImageData:
     """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is not there."""
-    train, test = _sources(settings)
+    train, test = open_sources(settings)
     labels = train.labels
+    if len(np.unique(labels)) < 2:
+        raise UserError(f"data set {settings.name}: its training images are all of one class; "
+                        "two or more are needed")
     val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
     kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
     if settings.train_images is not None:
@@ -303,108 +266,6 @@ def _stratified(positions: np.ndarray, labels: np.ndarray, share: float | int) -
     except ValueError as error:
         raise UserError(f"cannot take {share} of {len(positions)} images class by class: {error}") from None
     return np.sort(rest), np.sort(taken)
-
-
-def _sources(settings: DataSettings) -> tuple[ArrayImages | DecodedImages, ArrayImages | DecodedImages | None]:
-    """The training source and the test source."""
-    if settings.name == "digits":
-        train, test = _digits(), None
-    elif settings.name == "fashion_mnist":
-        root = settings.root or DEBIAN_FASHION_MNIST
-        train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
-    elif settings.name == "folder":
-        return _folder_sources(settings)
-    else:
-        return _timm_source(settings, "train"), _timm_source(settings, "validation", "test")
-    if settings.image_size:
-        train, test = train.resized(settings.image_size), test and test.resized(settings.image_size)
-    return train, test
-
-
-def _digits() -> ArrayImages:
-    from sklearn.datasets import load_digits
-    digits = load_digits()
-    return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
-
-
-def _idx_images(root: Path, prefix: str) -> ArrayImages:
-    """Fashion-MNIST's files, or others of that format: images uint8 [N, height, width] and labels [N]."""
-    arrays = []
-    for kind, axes in (("images", 3), ("labels", 1)):
-        path = root / f"{prefix}-{kind}-idx{axes}-ubyte.gz"
-        if not path.is_file():
-            raise UserError(f"data set fashion_mnist: {path} is not there; 'apt-get install dataset-fashion-mnist' "
-                            "provides it on Debian, data.name=torch/fashion_mnist with data.download=true elsewhere")
-        try:
-            with gzip.open(path) as file:
-                content = file.read()
-            if content[:4] != bytes((0, 0, 8, axes)):
-                raise ValueError(f"it should begin as one of bytes with {axes} axes does")
-            shape = np.frombuffer(content, dtype=">i4", count=axes, offset=4)
-            arrays.append(np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape))
-        except (OSError, EOFError, ValueError, zlib.error) as error:
-            raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
-    images, labels = arrays
-    if len(images) != len(labels):
-        raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
-    if images.shape[1] != images.shape[2]:
-        raise UserError(f"{root}: {prefix} images of {images.shape[1]} x {images.shape[2]} pixels; square ones are needed")
-    return ArrayImages(images[:, None], labels)
-
-
-def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImages | None]:
-    """A folder that holds train/CLASS/* and, where there are test images, val, validation or test/CLASS/*."""
-    from timm.data import create_dataset
-    root, size = settings.root or Path("data"), settings.image_size or 224
-    if not (root / "train").is_dir():
-        raise UserError(f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png and, for test "
-                        "images, val/CLASS/*.png")
-    train = create_dataset("", root=str(root / "train"), search_split=False)
-    held_out = next((root / name for name in ("val", "validation", "test") if (root / name).is_dir()), None)
-    if held_out is None:
-        return DecodedImages(train, _labels(train), size), None
-    classes = train.reader.class_to_idx
-    unknown = sorted({path.name for path in held_out.iterdir() if path.is_dir()} - set(classes))
-    if unknown:
-        raise UserError(f"data.root: {held_out} has the class {unknown[0]!r}, which {root / 'train'} lacks")
-    test = create_dataset("", root=str(held_out), search_split=False, class_map=classes)
-    return DecodedImages(train, _labels(train), size), DecodedImages(test, _labels(test), size)
-
-
-def _timm_source(settings: DataSettings, *splits: str) -> ArrayImages | DecodedImages:
-    """The first of ``splits`` that the data set has."""
-    from timm.data import create_dataset
-    name, root = settings.name, settings.root or Path("data")
-    if not name.startswith(("torch/", "hfds/")):
-        raise UserError(f"data.name: unknown data set {name!r}; known: digits, fashion_mnist, folder (with data.root), "
-                        "torch/NAME and hfds/NAME as timm's create_dataset names them")
-    try:
-        source = create_dataset(name, root=str(root), split=splits[0], download=settings.download, is_training=False)
-    except (RuntimeError, FileNotFoundError, AssertionError, ImportError, ValueError, OSError) as error:
-        if len(splits) > 1:
-            return _timm_source(settings, *splits[1:])
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"data set {name} not found under {str(root)!r} ({reason}); put its files there, name their "
-                        "folder with data.root, or set data.download=true") from None
-    labels = _labels(source)
-    pixels = getattr(source, "data", None)
-    if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
-        pixels = np.asarray(pixels)
-        images = ArrayImages(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2), labels)
-        return images.resized(settings.image_size or images.images.shape[-1])
-    return DecodedImages(source, labels, settings.image_size or 224)
-
-
-def _labels(source: Any) -> np.ndarray:
-    """Labels of every sample without decoding images where the data set allows it."""
-    if hasattr(source, "targets"):
-        return np.asarray(source.targets, dtype=np.int64)
-    reader = getattr(source, "reader", None)
-    if hasattr(reader, "samples"):
-        return np.asarray([target for _, target in reader.samples], dtype=np.int64)
-    if hasattr(reader, "dataset") and hasattr(reader, "label_key"):
-        return np.asarray(reader.dataset[reader.label_key], dtype=np.int64)
-    return np.asarray([target for _, target in source], dtype=np.int64)
 
 
 load = load_data

@@ -1,13 +1,40 @@
 """One thread a test process: the models are tiny, and threads that wait for each other cost more than they bring."""
 
+import gzip
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from gaupipe.cli import main
 
 torch.set_num_threads(1)
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    """A gzipped IDX file of bytes, the format of Fashion-MNIST's files."""
+    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
+    path.write_bytes(gzip.compress(header + array.tobytes()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def machine(tmp_path_factory):
+    """Stands in for what commands would find on the machine: a folder with 'cache' and
+    'fashion-mnist', 300 images of 8 x 8 pixels and 50 to test."""
+    folder = tmp_path_factory.mktemp("machine")
+    (folder / "fashion-mnist").mkdir()
+    draw = np.random.default_rng(0)
+    for prefix, count in (("train", 300), ("t10k", 50)):
+        images = draw.integers(256, size=(count, 8, 8), dtype=np.uint8)
+        labels = np.arange(count, dtype=np.uint8) % 10
+        write_idx(folder / "fashion-mnist" / f"{prefix}-images-idx3-ubyte.gz", images)
+        write_idx(folder / "fashion-mnist" / f"{prefix}-labels-idx1-ubyte.gz", labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GAUPIPE_FASHION_MNIST", str(folder / "fashion-mnist"))
+        patch.setenv("GAUPIPE_CACHE", str(folder / "cache"))
+        yield folder
 
 
 @pytest.fixture

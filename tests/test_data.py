@@ -1,18 +1,24 @@
-"""Data sets: stable image ids, fixed splits, and what is said when one is not there."""
+"""Data sets: stable image ids, fixed splits, and what is said when one is not there.
+
+Images in files have tests of their own in test_image_files.py.
+"""
 
 import gzip
+import hashlib
 import json
 
 import numpy as np
 import pytest
 import torch
+from conftest import write_idx
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from gaupipe import data as datasets
-from gaupipe.config import DataSettings
+from gaupipe.config import DataSettings, ModelSettings
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
+from gaupipe.training import build_vit
 
 CPU = torch.device("cpu")
 
@@ -74,6 +80,73 @@ def test_images_are_resized():
     assert images.shape == (5, 1, 12, 12) and data.image_size == 12
 
 
+def digest_in_memory(data: datasets.ImageData, images: np.ndarray) -> str:
+    """The digest of a data set held in memory, as old runs and stores carry it."""
+    digest = hashlib.sha256(hashlib.sha256(images.tobytes()).digest())
+    for array in (data.train.positions, data.train.labels):
+        digest.update(array.astype("<i8").tobytes())
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize("train_images", [None, 200])
+def test_the_digest_of_the_digits_stays_what_it_was(train_images):
+    data = digits(train_images=train_images)
+    pixels = np.rint(load_digits().images * 255 / 16).astype(np.uint8)
+    assert data.sha256 == digest_in_memory(data, pixels)
+
+
+def write_mnist(root, images, labels):
+    """torchvision's folder of MNIST, unpacked."""
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    for prefix in ("train", "t10k"):
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            path = raw / f"{prefix}-{kind}-ubyte"
+            write_idx(path, array)
+            path.write_bytes(gzip.decompress(path.read_bytes()))
+
+
+def test_pixels_and_labels_of_a_torchvision_data_set_count(tmp_path):
+    images = np.random.default_rng(0).integers(256, size=(20, 6, 6), dtype=np.uint8)
+    labels = np.arange(20, dtype=np.uint8) % 2
+    settings = DataSettings(name="torch/mnist", root=tmp_path)
+    write_mnist(tmp_path, images, labels)
+    data = datasets.load(settings)
+    assert (len(data.train), len(data.test), data.num_classes) == (18, 20, 2)
+    assert data.sha256 == digest_in_memory(data, images)
+    exchanged = labels.copy()
+    pair = data.train.positions[:2]
+    exchanged[pair] = labels[pair][::-1]
+    assert exchanged.tolist() != labels.tolist()
+    write_mnist(tmp_path, images, exchanged)
+    assert datasets.load(settings).sha256 != data.sha256
+    images[data.train.positions[5], 3, 3] ^= 1
+    write_mnist(tmp_path, images, labels)
+    assert datasets.load(settings).sha256 != data.sha256
+
+
+def test_one_class_is_refused(tmp_path):
+    write_mnist(tmp_path, np.zeros((20, 6, 6), np.uint8), np.full(20, 3, np.uint8))
+    with pytest.raises(UserError, match="torch/mnist: its training images are all of one class"):
+        datasets.load(DataSettings(name="torch/mnist", root=tmp_path))
+
+
+@pytest.mark.parametrize("size,args,fit", [
+    (9, {}, "8 or 10"),
+    (30, {"patch_size": 4}, "28 or 32"),
+    (8, {"patch_size": [2, 3]}, "6 or 12"),
+])
+def test_images_that_patches_do_not_cover_are_refused(size, args, fit):
+    message = f"patches of .* do not cover images of {size} x {size}; {fit} would fit"
+    with pytest.raises(UserError, match=f"data.image_size: {message}"):
+        build_vit(ModelSettings(args={"depth": 1, **args}), digits(image_size=size))
+
+
+def test_images_that_patches_cover_are_not_refused():
+    vit = build_vit(ModelSettings(args={"depth": 1, "patch_size": 4}), digits(image_size=12))
+    assert vit.patch_embed.grid_size == (3, 3)
+
+
 @pytest.fixture
 def image_folder(tmp_path):
     """Two classes of 10 RGB images each: red ones and blue ones, larger than the model wants them."""
@@ -110,17 +183,15 @@ def test_a_data_set_that_is_not_there_gives_one_line(settings, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.skipif(not datasets.DEBIAN_FASHION_MNIST.is_dir(), reason="Debian's dataset-fashion-mnist not installed")
-def test_debians_fashion_mnist():
+def test_fashion_mnist_is_where_the_environment_says(machine, tmp_path, monkeypatch):
     data = datasets.load(DataSettings(name="fashion_mnist"))
-    assert (len(data.train), len(data.val), len(data.test)) == (54_000, 6_000, 10_000)
-    assert np.bincount(data.test.labels).tolist() == [1000] * 10
-    assert data.mean[0] == pytest.approx(0.286, abs=0.002)  # the data set's known mean
-
-
-def write_idx(path, array):
-    header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4").tobytes()
-    path.write_bytes(gzip.compress(header + array.tobytes()))
+    assert (len(data.train), len(data.val), len(data.test)) == (270, 30, 50)
+    assert np.bincount(data.test.labels).tolist() == [5] * 10 and data.image_size == 8
+    here = datasets.load(DataSettings(name="fashion_mnist", root=machine / "fashion-mnist"))
+    assert here.sha256 == data.sha256
+    monkeypatch.setenv("GAUPIPE_FASHION_MNIST", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="absent/train-images.*apt-get install"):
+        datasets.load(DataSettings(name="fashion_mnist"))
 
 
 def test_other_images_in_fashion_mnists_format(tmp_path):

@@ -1,16 +1,17 @@
 """Export, verify and repair as a user meets them: interrupted, damaged, and compared with the teacher."""
 
+import itertools
 import json
 import multiprocessing
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from store.files import Files
 
 import store
 from gaupipe.stored_maps import KINDS
@@ -54,45 +55,76 @@ def shard_files(folder: Path) -> list[str]:
                   and "/c/" in name and not name.endswith("__lock"))
 
 
-def export(run: str) -> None:
+def export(run: str, fatal: int | None = None) -> None:
+    """An export. With ``fatal`` its process is killed in the midst of this write, 0 being the
+    first, or at the end where there are no more writes than that."""
+    write_all, begun = Files.write_all, itertools.count()
+
+    def write_or_die(files: Files, contents: dict[str, bytes]) -> None:
+        if next(begun) == fatal:
+            _under_way = [files._kvstore.write(key, data) for key, data in contents.items()]
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_all(files, contents)
+
+    Files.write_all = write_or_die
     export_maps.run(Path(run), shard_mb=SHARD_MB)
+    if fatal is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(trained, tmp_path):
-    run, maps = tmp_path / "run", tmp_path / "run" / "maps.zarr"
-    shutil.copytree(trained, run, ignore=shutil.ignore_patterns("maps.zarr"))
-    processes = multiprocessing.get_context("forkserver")  # it imports torch once; each export is forked from it
-    processes.set_forkserver_preload(["stages.export_maps", "sklearn.datasets", "sklearn.model_selection"])
+def exit_code(run: Path, fatal: int | None = None) -> int:
+    """Of a process that runs :func:`export`."""
+    processes = multiprocessing.get_context("forkserver")  # it imports torch once and is forked
+    processes.set_forkserver_preload(["stages.export_maps", "sklearn.datasets",
+                                      "sklearn.model_selection"])
+    process = processes.Process(target=export, args=(str(run), fatal))
+    process.start()
+    process.join()
+    return process.exitcode
 
-    def start() -> multiprocessing.Process:
-        process = processes.Process(target=export, args=(str(run),))
-        process.start()
-        return process
 
-    random, pending, kept = np.random.default_rng(), set(), {}
-    for _ in range(8):
-        wanted = len(contents(maps)) + random.integers(1, 8)
-        process = start()
-        while process.is_alive() and sum(1 for path in maps.rglob("*") if path.is_file()) < wanted:
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.01))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+@pytest.fixture
+def unexported(trained, tmp_path):
+    """The run directory without its store."""
+    no_store = shutil.ignore_patterns("maps.zarr")
+    return Path(shutil.copytree(trained, tmp_path / "run", ignore=no_store))
+
+
+def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(
+        trained, unexported):
+    maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
+    draw, pending, kept = np.random.default_rng(), set(), {}
+    # two writes make the store and three each of its 19 shards, of which at most four are under
+    # way: the third process finishes a shard, and all of them together leave some
+    for fatal in (0, 1, draw.integers(15, 19), *draw.integers(0, 6, 3)):
+        assert exit_code(unexported, int(fatal)) == -signal.SIGKILL
         now = changes(maps)
         assert all(now[name] == written for name, written in kept.items())
-        if (maps / "zarr.json").exists():
-            with pytest.raises(store.StoreError):
-                store.open(maps)
-        if now.keys() >= {name for name in contents(trained / "maps.zarr") if name.endswith("zarr.json")}:
+        with pytest.raises(store.StoreError):
+            store.open(maps)
+        if now.keys() >= {name for name in whole if name.endswith("zarr.json")}:
             pending = {shard.index for shard in store.join(maps).pending()}
-            kept = {name: now[name] for name in shard_files(maps) if int(name.split("/")[2]) not in pending}
+            kept = {name: now[name] for name in shard_files(maps)
+                    if int(name.split("/")[2]) not in pending}
     assert pending and kept
-    process = start()
-    process.join()
+    assert exit_code(unexported) == 0
     now = changes(maps)
-    assert process.exitcode == 0 and all(now[name] == written for name, written in kept.items())
-    assert contents(maps) == contents(trained / "maps.zarr")
+    assert all(now[name] == written for name, written in kept.items())
+    assert contents(maps) == whole
+
+
+@pytest.mark.parametrize("after", [0, 1], ids=["in", "after"])
+def test_an_export_killed_in_or_after_its_last_write(trained, unexported, after):
+    maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
+    last = 2 + 3 * 19
+    assert exit_code(unexported, last + after) == -signal.SIGKILL
+    assert store.join(maps).pending() == []
+    if contents(maps) != whole:  # killed before the last byte
+        assert not after
+        with pytest.raises(store.StoreError):
+            store.open(maps)
+        assert exit_code(unexported) == 0
+    assert contents(maps) == whole and store.open(maps).complete
 
 
 def test_an_export_says_its_size_first_and_its_speed_last(run, in_process):

@@ -1,0 +1,253 @@
+"""The data sets that ``data.name`` can name: where their images come from.
+
+Labels are known without decoding an image. Images in files are decoded when they are asked for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gaupipe.config import DataSettings
+from gaupipe.decoding import read_rgb, refusing
+from gaupipe.errors import UserError
+from gaupipe.image_files import ImageFiles
+from gaupipe.image_folder import LeftOut, find_classes, say_left_out
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
+another folder."""
+
+
+class ArrayImages(Dataset):
+    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N]."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+        self.images = torch.from_numpy(np.array(images, order="C"))
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def resized(self, size: int) -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
+        if tuple(self.images.shape[-2:]) == (size, size):
+            return self
+        from torchvision.transforms.v2.functional import resize
+        return ArrayImages(resize(self.images, [size, size], antialias=True).numpy(), self.labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(positions)
+        return self.images[where], torch.from_numpy(self.labels[where])
+
+    def fingerprint(self) -> bytes:
+        return hashlib.sha256(self.images.numpy().tobytes()).digest()
+
+
+class HubImages:
+    """The images of a Hugging Face data set, as timm's reader hands them out."""
+
+    def __init__(self, data_set: str, reader: Any) -> None:
+        self.data_set, self.reader = data_set, reader
+
+    def name(self, position: int) -> str:
+        """What messages call the image."""
+        return f"image {position} of {self.data_set}"
+
+    def open(self, position: int) -> BinaryIO:
+        return self.reader[position][0]
+
+    def fingerprint(self) -> bytes:
+        """A digest of the library's own fingerprint, which tells where the data came from.
+
+        No content is read for it.
+        """
+        return hashlib.sha256(self.reader.dataset._fingerprint.encode()).digest()
+
+
+class DecodedImages(Dataset):
+    """Images that are decoded when they are asked for.
+
+    They are resized so that the shorter side is ``size``, bilinear with antialiasing, and cropped
+    to the square in the middle. An image that cannot be decoded raises UserError.
+    """
+
+    def __init__(self, files: ImageFiles | HubImages, labels: np.ndarray, size: int) -> None:
+        from torchvision.transforms import v2
+        self.files = files
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.to_square = v2.Compose(
+            [v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        images = torch.stack([self._pixels(position) for position in positions])
+        return images, torch.from_numpy(self.labels[np.asarray(positions)])
+
+    def _pixels(self, position: int) -> Tensor:
+        """uint8 [3, size, size]."""
+        name = self.files.name(position)
+        with refusing(name), self.files.open(position) as file:
+            return self.to_square(read_rgb(file, name)).as_subclass(Tensor)
+
+    def fingerprint(self) -> bytes:
+        return self.files.fingerprint()
+
+
+Source = ArrayImages | DecodedImages
+
+
+def open_sources(settings: DataSettings) -> tuple[Source, Source | None]:
+    """The training source and the test source.
+
+    Raises UserError for a data set that is not there or that cannot be read.
+    """
+    if settings.name == "folder":
+        return _folder_sources(settings)
+    if settings.name == "digits":
+        train, test = _digits(), None
+    elif settings.name == "fashion_mnist":
+        usual = os.environ.get("GAUPIPE_FASHION_MNIST") or DEBIAN_FASHION_MNIST
+        root = settings.root or Path(usual)
+        train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
+    else:
+        return _timm_sources(settings)
+    if settings.image_size:
+        train = train.resized(settings.image_size)
+        test = test and test.resized(settings.image_size)
+    return train, test
+
+
+def _digits() -> ArrayImages:
+    from sklearn.datasets import load_digits
+    digits = load_digits()
+    return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
+
+
+def _idx_images(root: Path, prefix: str) -> ArrayImages:
+    """Fashion-MNIST's files, or others of that format."""
+    images = _idx_array(root, f"{prefix}-images", 3)
+    labels = _idx_array(root, f"{prefix}-labels", 1)
+    if len(images) != len(labels):
+        raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
+    height, width = images.shape[1:]
+    if height != width:
+        raise UserError(f"{root}: {prefix} images of {height} x {width} pixels; "
+                        "square ones are needed")
+    return ArrayImages(images[:, None], labels)
+
+
+def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
+    """An IDX file of bytes: images [N, height, width] with three ``axes``, labels [N] with one."""
+    path = root / f"{name}-idx{axes}-ubyte.gz"
+    if not path.is_file():
+        raise UserError(f"data set fashion_mnist: {path} is not there; 'apt-get install "
+                        "dataset-fashion-mnist' provides it on Debian, "
+                        "data.name=torch/fashion_mnist with data.download=true elsewhere")
+    try:
+        with gzip.open(path) as file:
+            content = file.read()
+        if content[:4] != bytes((0, 0, 8, axes)):
+            raise ValueError(f"it should begin as one of bytes with {axes} axes does")
+        shape = np.frombuffer(content, dtype=">i4", count=axes, offset=4)
+        return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
+
+
+def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImages | None]:
+    """A folder that holds train/CLASS/* and, for test images, val, validation or test/CLASS/*."""
+    root = settings.root or Path("data")
+    left_out: LeftOut = []
+    folder = root / "train"
+    if not folder.is_dir():
+        raise UserError(f"data.root: no folder {str(folder)!r}; it should hold train/CLASS/*.png "
+                        "and, for test images, val/CLASS/*.png")
+    classes = find_classes(folder, left_out)
+    if len(classes) < 2:
+        raise UserError(f"data.root: {folder} holds one class only, {next(iter(classes))!r}; "
+                        "two or more are needed")
+    places = (root / name for name in ("val", "validation", "test"))
+    held_out = next((place for place in places if place.is_dir()), None)
+    tested = find_classes(held_out, left_out) if held_out else {}
+    if unknown := sorted(tested.keys() - classes.keys()):
+        raise UserError(f"data.root: {held_out} has the class {unknown[0]!r}, which {folder} lacks")
+    numbers = {name: number for number, name in enumerate(classes)}
+    train = _class_images(folder, classes, numbers, settings)
+    test = _class_images(held_out, tested, numbers, settings) if held_out else None
+    say_left_out(root, left_out)
+    return train, test
+
+
+def _class_images(folder: Path, classes: dict[str, list[str]], numbers: dict[str, int],
+                  settings: DataSettings) -> DecodedImages:
+    files = [file for images in classes.values() for file in images]
+    labels = [numbers[name] for name, images in classes.items() for _ in images]
+    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings.image_size or 224)
+
+
+def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
+    if not settings.name.startswith(("torch/", "hfds/")):
+        raise UserError(f"data.name: unknown data set {settings.name!r}; known: digits, "
+                        "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
+                        "timm's create_dataset names them")
+    train = _timm_data_set(settings, "train")
+    test = _timm_data_set(settings, "validation", "test")
+    classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
+    if classes != tested:
+        apart = min(set(classes) ^ set(tested), default="")
+        raise UserError(f"data set {settings.name}: training and test images do not have the same "
+                        f"classes; {apart!r} is one that only one of them has")
+    return _timm_source(train, settings), _timm_source(test, settings)
+
+
+def _timm_data_set(settings: DataSettings, *splits: str) -> Any:
+    """timm's data set of the first of ``splits`` that there is."""
+    from timm.data import create_dataset
+    name, root = settings.name, settings.root or Path("data")
+    try:
+        return create_dataset(name, root=str(root), split=splits[0], download=settings.download,
+                              is_training=False)
+    except (RuntimeError, AssertionError, ImportError, ValueError, OSError) as error:
+        if len(splits) > 1:
+            return _timm_data_set(settings, *splits[1:])
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"data set {name} not found under {str(root)!r} ({reason}); put its files "
+                        "there, name their folder with data.root, or set data.download=true"
+                        ) from None
+
+
+def _timm_source(data_set: Any, settings: DataSettings) -> Source:
+    """The images of timm's data set, whichever way it keeps them: an array, a reader or files."""
+    pixels, size = getattr(data_set, "data", None), settings.image_size
+    if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
+        pixels = np.asarray(pixels)
+        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+        return ArrayImages(pixels, data_set.targets).resized(size or pixels.shape[-1])
+    if reader := getattr(data_set, "reader", None):
+        labels = reader.dataset[reader.label_key]
+        return DecodedImages(HubImages(settings.name, reader), labels, size or 224)
+    files = _files(data_set)
+    start = len(os.path.join(data_set.root, ""))
+    names = [str(path)[start:] for path, _ in files]
+    labels = np.asarray([label for _, label in files])
+    return DecodedImages(ImageFiles(Path(data_set.root), names), labels, size or 224)
+
+
+def _files(data_set: Any) -> list[tuple[str, int]]:
+    """(path, label) of each image of a torchvision data set that lies in files."""
+    if hasattr(data_set, "index"):  # iNaturalist's, in the order of the file system's listing
+        folders = [os.path.join(data_set.root, name) for name in data_set.all_categories]
+        return sorted((os.path.join(folders[label], name), label) for label, name in data_set.index)
+    return data_set.samples if hasattr(data_set, "samples") else data_set.imgs

@@ -1,0 +1,583 @@
+"""Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
+
+import hashlib
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+from gaupipe import data as datasets
+from gaupipe import image_files
+from gaupipe.config import DataSettings
+from gaupipe.data import Batches
+from gaupipe.decoding import read_rgb
+from gaupipe.errors import UserError
+
+CPU = torch.device("cpu")
+ORIENTATION = 0x0112
+EXIF_TURNS = {1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
+              5: lambda a: a.swapaxes(0, 1), 6: lambda a: np.rot90(a, -1),
+              7: lambda a: np.rot90(a, 2).swapaxes(0, 1), 8: np.rot90}
+
+
+def noise(seed: int, *shape: int, dtype: type = np.uint8) -> np.ndarray:
+    top = np.iinfo(dtype).max
+    return np.random.default_rng(seed).integers(top, size=shape, dtype=dtype, endpoint=True)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """train/ with ten and val/ with two images of cats and dogs each, all files of one length."""
+    for number, (split, name, count) in enumerate([("train", "cat", 10), ("train", "dog", 10),
+                                                   ("val", "cat", 2), ("val", "dog", 2)]):
+        folder = tmp_path / "data" / split / name
+        folder.mkdir(parents=True)
+        for image in range(count):
+            Image.fromarray(noise(100 * number + image, 8, 8, 3)).save(folder / f"{image}.bmp")
+    return tmp_path / "data"
+
+
+def load(root, **settings) -> datasets.ImageData:
+    return datasets.load(DataSettings(**{"name": "folder", "root": root, "image_size": 8,
+                                         "val_fraction": 0.2, **settings}))
+
+
+def refused(root, **settings) -> str:
+    """The one line with which a data set is refused."""
+    with pytest.raises(UserError) as error:
+        load(root, **settings)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def pixels(path) -> np.ndarray:
+    with open(path, "rb") as file:
+        return np.asarray(read_rgb(file, str(path)))
+
+
+# images that cannot be read
+
+
+@pytest.mark.parametrize("content,reason", [
+    (b"", "it is empty"),
+    (b"no image", "of no format that Pillow reads"),
+    (bytes(5000), "of no format that Pillow reads"),
+    (b"\x89PNG\r\n\x1a\n", ""),
+    (None, "No such file"),
+])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason):
+    path = root / split / "cat" / "1.bmp"
+    path.unlink()
+    if content is None:
+        path.symlink_to(root / "absent.bmp")
+    else:
+        path.write_bytes(content)
+    message = refused(root)
+    assert message.startswith(f"{path}: not readable as an image (") and reason in message
+    assert "files are so" not in message
+
+
+def test_of_many_files_that_are_no_images_the_first_is_named_and_all_are_counted(root):
+    for path in (root / "train").rglob("*.bmp"):
+        path.write_text("none")
+    message = refused(root)
+    assert message.startswith(str(root / "train" / "cat" / "0.bmp"))
+    assert "20 of 20 files are so" in message
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_image_cut_off_in_the_middle_is_refused_when_it_is_read(root, workers):
+    data = load(root)
+    name = data.train.source.files.names[data.train.positions[5]]
+    path = root / "train" / name
+    os.truncate(path, 150)
+    data = load(root)  # the header is there
+    with pytest.raises(UserError) as error:
+        list(Batches(data.train, data, 4, workers).epoch(CPU, (0, 0)))
+    message = str(error.value)
+    assert message.startswith(f"{path}: not readable as an image (") and "truncated" in message
+    assert "\n" not in message and "Traceback" not in message
+
+
+def test_an_image_that_is_gone_when_it_is_read_is_refused(root):
+    data = load(root)
+    shutil.rmtree(root / "train")
+    with pytest.raises(UserError, match="No such file"):
+        data.train.image(0)
+
+
+@pytest.mark.parametrize("limit", [20, 40])  # of 64 pixels: Pillow raises an error, and only warns
+@pytest.mark.filterwarnings("error")
+def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    assert refused(root).startswith(f"{root / 'train' / 'cat' / '0.bmp'}: not readable as an image "
+                                    f"(more than {limit} pixels)")
+
+
+def test_the_command_ends_with_one_line_and_code_2(root, in_process, tmp_path):
+    path = root / "train" / "dog" / "3.bmp"
+    phase_a = ["phase-a", "digits", "--run-dir", tmp_path / "run", "--set", "data.name=folder",
+               "--set", f"data.root={root}", "--set", "data.image_size=8", "--set", "threads=1"]
+    for size in (150, 0):  # found in the first epoch, and before
+        os.truncate(path, size)
+        code, out, err = in_process(*phase_a, "--resume")
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"gaupipe: {path}: not readable")
+
+
+# what a folder holds
+
+
+def test_image_ids_follow_the_sorted_classes_and_paths(root):
+    (root / "train" / "cat" / "a").mkdir()
+    shutil.move(root / "train" / "cat" / "7.bmp", root / "train" / "cat" / "a" / "7.bmp")
+    shutil.copytree(root / "train" / "cat", root / "train" / "Zebra")
+    files = load(root).train.source.files
+    nested = [*(f"{number}.bmp" for number in range(10) if number != 7), "a/7.bmp"]
+    own = [f"{name}/{image}" for name in ("Zebra", "cat") for image in nested]
+    own += [f"dog/{number}.bmp" for number in range(10)]
+    assert files.names == own
+    theirs = ImageFolder(root / "train")
+    assert [path for path, _ in theirs.samples] == [str(root / "train" / name) for name in own]
+    assert load(root).train.source.labels.tolist() == theirs.targets
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes and links")
+def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
+    cat, train = root / "train" / "cat", root / "train"
+    for name in ("notes.txt", "more.TXT", "README", "._0.bmp"):
+        (cat / name).write_text("no image")
+    for folder in (train / ".ipynb_checkpoints", cat / ".ipynb_checkpoints"):
+        shutil.copytree(train / "dog", folder)
+    shutil.copy(cat / "0.bmp", train / "stray.bmp")
+    (cat / "up").symlink_to(cat)
+    (cat / "far up").symlink_to(root.parent)
+    (cat / "self").symlink_to(cat / "self")
+    (train / "loop").symlink_to(train)
+    os.mkfifo(cat / "pipe.bmp")
+    (cat / "zero.png").symlink_to("/dev/zero")
+    data = load(root)
+    assert len(data.train.source) == 20 and data.num_classes == 2
+    out, err = capfd.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"data.root {root}: left out ") and f"example {train / '.ipynb_'}" in err
+    for part in ("hidden (3)", "link to a folder read already (3)", ".txt (2)",
+                 "pipe or device (2)", "without suffix (2)", "outside a class folder (1)"):
+        assert part in err
+    load(root)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(root):
+    cat = root / "train" / "cat"
+    (cat / "deep" / "deeper").mkdir(parents=True)
+    shutil.copy(cat / "0.bmp", cat / "deep" / "deeper" / "0.BMP")
+    (cat / "z").symlink_to(cat / "deep")
+    elsewhere = shutil.move(root / "train" / "dog", root.parent / "dogs")
+    (root / "train" / "dog").symlink_to(elsewhere)
+    (root / "train" / "dog" / "linked.bmp").symlink_to(cat / "0.bmp")
+    data = load(root)
+    assert np.bincount(data.train.source.labels).tolist() == [11, 11]
+    assert "cat/deep/deeper/0.BMP" in data.train.source.files.names
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def remove(*folders):
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def only(folder, name):
+    """Leaves nothing in a folder but an empty file."""
+    empty(folder)
+    (folder / name).touch()
+
+
+FOLDERS = {
+    "train without classes": (lambda root: empty(root / "train"), "/train holds no class folder"),
+    "val without classes": (lambda root: empty(root / "val"), "/val holds no class folder"),
+    "no class around an image": (lambda root: only(root / "train", "a.bmp"),
+                                 "/train holds no class folder"),
+    "class without images": (lambda root: empty(root / "train" / "cat"),
+                             "/train/cat holds no image that Pillow reads; put"),
+    "class in val without images": (lambda root: empty(root / "val" / "cat"),
+                                    "/val/cat holds no image that Pillow reads; put"),
+    "class of other files": (lambda root: only(root / "train" / "cat", "1.heic"),
+                             "/train/cat holds no image that Pillow reads, only .heic (1)"),
+    "one class": (lambda root: remove(root / "train" / "dog", root / "val" / "dog"),
+                  "one class only, 'cat'; two or more"),
+    "class of val alone": (lambda root: shutil.copytree(root / "val" / "dog", root / "val" / "fox"),
+                           "/val has the class 'fox', which"),
+    "link to nothing": (lambda root: (root / "train" / "fox").symlink_to(root / "absent"),
+                        "/train/fox is a link that leads nowhere"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_cannot_be_meant_is_refused(root, case):
+    change, message = FOLDERS[case]
+    change(root)
+    assert message in refused(root)
+
+
+# pixels
+
+
+@pytest.mark.parametrize("name,options", [
+    ("a.png", {}), ("a.BMP", {}), ("a.webp", {"lossless": True, "exact": True}), ("a.tif", {}),
+    ("a.tiff", {"compression": "tiff_lzw"}), ("a.ppm", {}), ("a.tga", {}),
+    ("a.PNG", {"format": "BMP"})])
+def test_formats_that_lose_nothing_give_the_pixels_back(tmp_path, name, options):
+    values = noise(0, 6, 9, 3)
+    Image.fromarray(values).save(tmp_path / name, **options)
+    np.testing.assert_array_equal(pixels(tmp_path / name), values)
+
+
+def test_a_gif_gives_its_first_frame(tmp_path):
+    frames = [Image.fromarray(np.full((5, 5), value, np.uint8)) for value in (40, 200)]
+    frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
+    np.testing.assert_array_equal(pixels(tmp_path / "a.gif"), 40)
+
+
+def test_16_bits_are_scaled_to_8(tmp_path):
+    values = noise(0, 20, 30, dtype=np.uint16)
+    values[0, :4] = 0, 128, 129, 65535
+    expected = np.repeat(np.floor(values / 257 + 0.5)[..., None], 3, axis=2)
+    for name in ("a.png", "a.tif"):
+        Image.fromarray(values).save(tmp_path / name)
+        np.testing.assert_array_equal(pixels(tmp_path / name), expected)
+    assert expected[0, :4, 0].tolist() == [0, 0, 1, 255] and len(np.unique(expected)) > 200
+
+
+def test_fractions_are_scaled_and_numbers_without_a_known_range_refused(root):
+    path = root / "train" / "cat" / "5.tif"
+    Image.fromarray(np.array([[0, 0.5, 1]], np.float32)).save(path)
+    assert pixels(path)[0, :, 0].tolist() == [0, 128, 255]
+    for values in ([[0, 1.5]], [[-0.1, 0]], [[np.nan, 1]]):
+        Image.fromarray(np.array(values, np.float32)).save(path)
+        data = load(root)
+        position = data.train.source.files.names.index("cat/5.tif")
+        with pytest.raises(UserError, match="5.tif: .*its values go from .*0 to 1 can be scaled"):
+            data.train.source.__getitems__([position])
+    Image.fromarray(np.array([[0, 65536]], np.int32)).save(path)
+    with pytest.raises(UserError, match="0 to 65536; 0 to 65535 can be scaled"):
+        load(root).train.source.__getitems__([position])
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "16.png"])
+@pytest.mark.parametrize("orientation", EXIF_TURNS)
+def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path, name, orientation):
+    values = noise(0, 6, 9, 3) if name != "16.png" else noise(0, 6, 9, dtype=np.uint16)
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    Image.fromarray(values).save(tmp_path / name, exif=exif, lossless=True, exact=True)
+    shown = values if values.ndim == 3 else np.repeat(np.rint(values / 257)[..., None], 3, axis=2)
+    np.testing.assert_array_equal(pixels(tmp_path / name), EXIF_TURNS[orientation](shown))
+
+
+@pytest.mark.filterwarnings("error")
+def test_colours_become_rgb_and_transparency_is_dropped(tmp_path):
+    path, values = tmp_path / "a.png", noise(0, 6, 9, 4)
+    Image.fromarray(values, "RGBA").save(path)
+    np.testing.assert_array_equal(pixels(path), values[..., :3])
+    Image.fromarray(values[..., :2].copy(), "LA").save(path)
+    np.testing.assert_array_equal(pixels(path), np.repeat(values[..., :1], 3, axis=2))
+    Image.fromarray(values[..., 0]).save(path)
+    np.testing.assert_array_equal(pixels(path), np.repeat(values[..., :1], 3, axis=2))
+    Image.fromarray(values[..., 0] > 127).save(path)
+    np.testing.assert_array_equal(pixels(path)[..., 1], 255 * (values[..., 0] > 127))
+    palette, indices = noise(1, 256, 3), values[..., 0]
+    with_palette = Image.fromarray(indices, "L")
+    with_palette.putpalette(palette.tobytes())
+    with_palette.save(path, transparency=bytes(range(256)))
+    np.testing.assert_array_equal(pixels(path), palette[indices])
+    values[..., 3] = 0  # no black ink
+    Image.fromarray(values, "CMYK").save(tmp_path / "a.tif")
+    np.testing.assert_array_equal(pixels(tmp_path / "a.tif"), 255 - values[..., :3])
+    Image.fromarray(np.full((4, 4, 4), 255, np.uint8), "CMYK").save(tmp_path / "a.tif")
+    assert not pixels(tmp_path / "a.tif").any()
+
+
+def test_the_middle_of_the_longer_side_is_kept(root):
+    path = root / "train" / "cat" / "0.bmp"
+    values = np.zeros((8, 24, 3), np.uint8)
+    values[:, 8:16] = noise(0, 8, 8, 3)
+    Image.fromarray(values).save(path)
+    images, labels = load(root).train.source.__getitems__([0, 19])
+    assert images.dtype == torch.uint8 and labels.tolist() == [0, 1]
+    np.testing.assert_array_equal(images[0].permute(1, 2, 0), values[:, 8:16])
+
+
+# the digest
+
+
+def test_the_digest_is_of_names_contents_and_labels(root):
+    data = load(root)
+    files = hashlib.sha256()
+    for name in [f"{name}/{image}.bmp" for name in ("cat", "dog") for image in range(10)]:
+        content = (root / "train" / name).read_bytes()
+        files.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+    digest = hashlib.sha256(files.digest())
+    for array in (data.train.positions, data.train.labels):
+        digest.update(array.astype("<i8").tobytes())
+    assert data.sha256 == digest.hexdigest()
+
+
+def swap(first, second):
+    first.rename(first.with_name("aside"))
+    second.rename(first)
+    first.with_name("aside").rename(second)
+
+
+def edit(path):
+    """Changes one byte of an image and nothing that a listing shows."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    while path.stat().st_ctime_ns == before.st_ctime_ns:  # its clock has not ticked yet
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+CHANGES = {
+    "edited image": lambda train: edit(train / "cat" / "4.bmp"),
+    "exchanged images": lambda train: swap(train / "cat" / "4.bmp", train / "dog" / "4.bmp"),
+    "exchanged classes": lambda train: swap(train / "cat", train / "dog"),
+    "renamed class": lambda train: (train / "cat").rename(train / "cow"),
+    "renamed image": lambda train: (train / "cat" / "9.bmp").rename(train / "cat" / "99.bmp"),
+    "removed image": lambda train: (train / "cat" / "9.bmp").unlink(),
+}
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_the_training_images_changes_the_digest(root, monkeypatch, change, settled):
+    if settled:  # also files that have just been written are kept in the cache
+        monkeypatch.setattr(image_files, "SETTLED_NS", 0)
+    shutil.rmtree(root / "val")
+    for path in (root / "train").rglob("*.bmp"):  # as an archive leaves them
+        os.utime(path, ns=(10**18, 10**18))
+    before = load(root).sha256
+    assert load(root).sha256 == before
+    CHANGES[change](root / "train")
+    assert load(root).sha256 != before
+
+
+def test_a_folder_that_has_moved_is_the_same_data(root):
+    before = load(root).sha256
+    assert load(root.rename(root.with_name("moved"))).sha256 == before
+
+
+# the cache of digests
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The cache folder, in which files that have just been written count too."""
+    monkeypatch.setenv("GAUPIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(image_files, "SETTLED_NS", 0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def examined(monkeypatch):
+    """Names of the files whose content has been read for their digest."""
+    names, examine = [], image_files._examine
+
+    def count(path):
+        names.append(os.path.basename(path))
+        return examine(path)
+    monkeypatch.setattr(image_files, "_examine", count)
+    return names
+
+
+def test_only_files_that_have_changed_are_read_again(root, cache, examined):
+    before = load(root).sha256
+    assert len(examined) == 24 and len(list(cache.iterdir())) == 2  # a file for train, one for val
+    examined.clear()
+    assert load(root).sha256 == before and examined == []
+    edit(root / "train" / "cat" / "4.bmp")
+    assert load(root).sha256 != before and examined == ["4.bmp"]
+    examined.clear()
+    shutil.copy(root / "train" / "cat" / "0.bmp", root / "train" / "dog" / "new.bmp")
+    load(root)
+    assert examined == ["new.bmp"]
+
+
+def test_a_file_that_has_just_been_written_is_read_again(root, cache, examined, monkeypatch):
+    monkeypatch.setattr(image_files, "SETTLED_NS", 10**18)
+    load(root)
+    load(root)
+    assert len(examined) == 48
+
+
+def test_after_a_mistake_only_the_wrong_file_is_read_again(root, cache, examined):
+    wrong = root / "train" / "cat" / "3.bmp"
+    good = wrong.read_bytes()
+    wrong.write_text("no image")
+    refused(root)
+    examined.clear()
+    wrong.write_bytes(good)
+    load(root)
+    val = ["0.bmp", "0.bmp", "1.bmp", "1.bmp"]  # it was not reached before
+    assert sorted(examined) == [*val, "3.bmp"]
+
+
+def test_a_damaged_cache_counts_as_none(root, cache, examined):
+    before = load(root).sha256
+    for path in list(cache.iterdir()):
+        whole = path.read_bytes()
+        flipped = bytearray(whole)
+        flipped[whole.index(b".bmp") + 60] ^= 1
+        for content in (b"", whole[:-1], bytes(len(whole)), flipped):
+            path.write_bytes(content)
+            examined.clear()
+            assert load(root).sha256 == before and examined
+            assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(root, tmp_path, monkeypatch, examined):
+    monkeypatch.setattr(image_files, "SETTLED_NS", 0)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        monkeypatch.setenv("GAUPIPE_CACHE", str(folder))
+        examined.clear()
+        assert load(root).sha256 == load(root).sha256 and len(examined) == 48
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_cache_on_a_full_disk_leaves_nothing_behind(root, cache, monkeypatch):
+    def full(*_arguments):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "replace", full)
+    load(root)
+    assert list(cache.iterdir()) == []
+
+
+def test_where_the_cache_lies(monkeypatch, tmp_path):
+    monkeypatch.delenv("GAUPIPE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert image_files.cache_folder() == tmp_path / ".cache" / "gaupipe"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert image_files.cache_folder() == tmp_path / "x" / "gaupipe"
+
+
+# a run on a folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run directory with a store on a folder of images, which lies beside it."""
+    from gaupipe import config
+    from stages import export_maps, phase_a
+    place = tmp_path_factory.mktemp("run")
+    for name, colour in (("cat", 60), ("dog", 190)):
+        (place / "images" / "train" / name).mkdir(parents=True)
+        for image in range(10):
+            values = (colour + noise(image, 8, 8, 3) / 5).astype(np.uint8)
+            Image.fromarray(values).save(place / "images" / "train" / name / f"{image}.bmp")
+    settings = config.load("digits", [
+        "data.name=folder", f"data.root={place / 'images'}", "data.image_size=8", "threads=1",
+        "phase_a.max_epochs=1", "model.args={depth: 1, embed_dim: 16, num_heads: 2}"])
+    phase_a.run(settings, place / "run")
+    export_maps.run(place / "run")
+    return place
+
+
+def test_maps_of_images_that_have_changed_are_refused(finished, in_process, tmp_path):
+    run, maps = finished / "run", finished / "run" / "maps.zarr"
+    commands = [
+        (["verify", maps, "--teacher"], "started with the data set"),
+        (["inspect", maps, "--image", 0, "--png", tmp_path / "map.png"], "are not those the maps"),
+        (["phase-b", "--run-dir", run], "maps of another data set"),
+        (["phase-a", run / "config.yaml", "--run-dir", run, "--resume"], "started with the data"),
+    ]
+    for arguments, _ in commands[:2]:
+        assert in_process(*arguments)[0] == 0
+    (tmp_path / "map.png").unlink()
+    edit(finished / "images" / "train" / "dog" / "7.bmp")
+    for arguments, message in commands:
+        code, _, err = in_process(*arguments)
+        assert (code, err.count("\n")) == (2, 1) and message in err
+    assert not (tmp_path / "map.png").exists() and not (run / "phase_b").exists()
+    edit(finished / "images" / "train" / "dog" / "7.bmp")  # as it was
+    assert in_process(*commands[0][0])[0] == 0
+
+
+# other data sets whose images lie in files
+
+
+def test_torchvisions_image_folder(root):
+    theirs, ours = load(root, name="torch/image_folder"), load(root)
+    assert theirs.train.source.files.names == ours.train.source.files.names
+    assert len(theirs.test) == 4 and theirs.sha256 == ours.sha256
+    (root / "train" / "cat" / "3.bmp").write_text("no image")
+    assert "cat/3.bmp: not readable" in refused(root, name="torch/image_folder")
+    shutil.rmtree(root / "val" / "cat")
+    assert "'cat' is one that only one of them has" in refused(root, name="torch/image_folder")
+
+
+def test_inaturalist_in_the_order_of_names(tmp_path):
+    for version, count in (("2021_train", 6), ("2021_valid", 2)):
+        for number in range(2):
+            folder = tmp_path / version / f"{number:05}_a_b_c_d_e_f_g{number}"
+            folder.mkdir(parents=True)
+            for image in range(count):
+                Image.fromarray(noise(image, 8, 8, 3)).save(folder / f"{image}.jpg")
+    data = load(tmp_path, name="torch/inaturalist")
+    assert data.train.source.files.names == [f"{number:05}_a_b_c_d_e_f_g{number}/{image}.jpg"
+                                             for number in range(2) for image in range(6)]
+    assert data.train.source.labels.tolist() == [0] * 6 + [1] * 6 and len(data.test) == 4
+
+
+class HubData(list):
+    """What timm's reader of a Hugging Face data set keeps: a table with a fingerprint."""
+
+    _fingerprint = "4d7f"
+
+    def __getitem__(self, key):
+        return [label for _, label in self] if key == "label" else super().__getitem__(key)
+
+
+class HubReader:
+    label_key = "label"
+
+    def __init__(self, samples):
+        self.dataset = HubData(samples)
+
+    def __getitem__(self, position):
+        path, label = self.dataset[position]
+        return open(path, "rb"), label
+
+
+def test_a_hugging_face_data_set(root, monkeypatch):
+    def create_dataset(_name, split, **_options):
+        folder = root / ("train" if split == "train" else "val")
+        samples = [(path, int(path.parent.name == "dog")) for path in sorted(folder.rglob("*.bmp"))]
+        return SimpleNamespace(reader=HubReader(samples))
+
+    monkeypatch.setattr("timm.data.create_dataset", create_dataset)
+    data = load(root, name="hfds/mine")
+    assert (len(data.train), len(data.val), len(data.test)) == (16, 4, 4)
+    images, labels = data.train.source.__getitems__([15, 3])
+    assert labels.tolist() == [1, 0]
+    expected = pixels(root / "train" / "dog" / "5.bmp")
+    np.testing.assert_array_equal(images[0].permute(1, 2, 0), expected)
+    assert load(root, name="hfds/mine").sha256 == data.sha256
+    monkeypatch.setattr(HubData, "_fingerprint", "4d80")
+    assert load(root, name="hfds/mine").sha256 != data.sha256
+    os.truncate(root / "train" / "cat" / "3.bmp", 150)
+    with pytest.raises(UserError, match="image 3 of hfds/mine: not readable as an image"):
+        data.train.source.__getitems__([3])
