@@ -45,6 +45,10 @@ MODEL_ARGS_ELSEWHERE = {
 MAX_SIZE = {"depth": 1000, "num_heads": 1000, "embed_dim": 100_000, "patch_size": 10_000}
 
 
+def _is_whole(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+
+
 def _is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
@@ -53,8 +57,8 @@ def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
     for name, value in args.items():
         if name in MODEL_ARGS_ELSEWHERE:
             raise ValueError(f"{name!r} cannot be given here: {MODEL_ARGS_ELSEWHERE[name]}")
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if name in MAX_SIZE and not (whole and 0 < value <= MAX_SIZE[name]):
+        sizes = value if name == "patch_size" and isinstance(value, list | tuple) else [value]
+        if name in MAX_SIZE and not all(_is_whole(size, MAX_SIZE[name]) for size in sizes):
             raise ValueError(f"{name} should be a whole number from 1 to {MAX_SIZE[name]}")
         if name.endswith(("drop_rate", "drop_path_rate")) and not _is_number(value, 0, 1):
             raise ValueError(f"{name} should be a number from 0 to 1")

@@ -15,12 +15,15 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from gaupipe import data as datasets
+from gaupipe.augment import Augment
+from gaupipe.augment_settings import AugmentSettings
 from gaupipe.config import DataSettings, ModelSettings
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
-from gaupipe.training import build_vit
+from gaupipe.building import build_vit
 
 CPU = torch.device("cpu")
+UNCHANGED = Augment(AugmentSettings(), seed=0)
 
 
 def digits(**settings) -> datasets.ImageData:
@@ -41,30 +44,51 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
 
 def test_batches_hold_the_image_that_their_id_names_in_any_order():
     data = digits()
-    batches = Batches(data.train, data, batch_size=100, workers=0)
+    batches = Batches(data.train, data, CPU, batch_size=100)
     source = load_digits()
     seen = []
-    for images, labels, image_ids in batches.epoch(CPU, shuffle_seed=(0, 3)):
-        pixels = (images * data.std[0] + data.mean[0]) * 16
-        positions = data.train.positions[image_ids.numpy()]
+    for batch in batches.epoch(3, UNCHANGED):
+        pixels = (batch.images * data.std[0] + data.mean[0]) * 16
+        positions = data.train.positions[batch.ids.numpy()]
         np.testing.assert_allclose(pixels[:, 0].numpy(), source.images[positions], atol=0.05)  # stored as uint8
-        assert np.array_equal(labels.numpy(), source.target[positions])
-        seen.append(image_ids)
+        assert np.array_equal(batch.labels.numpy(), source.target[positions])
+        seen.append(batch.ids)
     assert sorted(torch.cat(seen).tolist()) == list(range(1437))
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
     data = digits()
-    small, large = (Batches(data.train, data, batch_size, 0) for batch_size in (10, 300))
-    order = np.concatenate(small.shuffled((1, 2)))
-    assert np.array_equal(order, np.concatenate(large.shuffled((1, 2))))
-    assert not np.array_equal(order, np.concatenate(small.shuffled((1, 3))))
-    assert not np.array_equal(order, np.concatenate(small.shuffled((2, 2))))
+
+    def order(batch_size: int, seed: int, epoch: int) -> list[int]:
+        batches = Batches(data.train, data, CPU, batch_size)
+        augment = Augment(AugmentSettings(), seed)
+        return torch.cat([batch.ids for batch in batches.epoch(epoch, augment)]).tolist()
+
+    assert order(10, 1, 2) == order(300, 1, 2)
+    assert order(300, 1, 2) != order(300, 1, 3) and order(300, 1, 2) != order(300, 2, 2)
+
+
+class NumberedMaps:
+    """A store whose maps are the ids they belong to."""
+
+    def prefetch(self, batches):
+        for image_ids in batches:
+            yield {"maps": np.asarray(image_ids) * 10}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_carries_the_stored_maps_of_its_own_images(workers):
+    data = digits(train_images=50)
+    batches = Batches(data.train, data, CPU, 7, workers)
+    for epoch in range(2):
+        for batch in batches.epoch(epoch, UNCHANGED, NumberedMaps()):
+            assert batch.stored["maps"].tolist() == (batch.ids * 10).tolist()
+            assert np.array_equal(batch.labels.numpy(), data.train.labels[batch.ids.numpy()])
 
 
 def test_training_images_are_normalised():
     data = digits()
-    images = torch.cat([images for images, _, _ in Batches(data.train, data, 500, 0).epoch(CPU)])
+    images = torch.cat([batch.images for batch in Batches(data.train, data, CPU, 500).in_order()])
     assert abs(images.mean()) < 1e-3 and abs(images.std() - 1) < 1e-3
 
 
@@ -76,8 +100,8 @@ def test_a_smaller_training_set_keeps_the_validation_set_and_the_classes():
 
 def test_images_are_resized():
     data = digits(image_size=12)
-    images, _, _ = next(iter(Batches(data.val, data, 5, 0).epoch(CPU)))
-    assert images.shape == (5, 1, 12, 12) and data.image_size == 12
+    batch = next(Batches(data.val, data, CPU, 5).in_order())
+    assert batch.images.shape == (5, 1, 12, 12) and data.image_size == 12
 
 
 def digest_in_memory(data: datasets.ImageData, images: np.ndarray) -> str:
@@ -164,9 +188,10 @@ def test_a_folder_of_images(image_folder, workers):
     data = datasets.load(DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2))
     assert (len(data.train), len(data.val), len(data.test), data.num_classes, data.channels) == (16, 4, 20, 2, 3)
     for _ in range(2):  # workers survive an epoch
-        for images, labels, _ in Batches(data.train, data, 8, workers).epoch(CPU, (0, 0)):
-            assert images.shape == (8, 3, 16, 16)
-            assert torch.equal(images[:, 0].mean((1, 2)) > 0, labels == 1)  # red is class 1
+        for batch in Batches(data.train, data, CPU, 8, workers).epoch(0, UNCHANGED):
+            assert batch.images.shape == (8, 3, 16, 16)
+            red = batch.images[:, 0].mean((1, 2)) > 0
+            assert torch.equal(red, batch.labels == 1)
 
 
 @pytest.mark.parametrize("settings,message", [

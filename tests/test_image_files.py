@@ -99,7 +99,7 @@ def test_an_image_cut_off_in_the_middle_is_refused_when_it_is_read(root, workers
     os.truncate(path, 150)
     data = load(root)  # the header is there
     with pytest.raises(UserError) as error:
-        list(Batches(data.train, data, 4, workers).epoch(CPU, (0, 0)))
+        list(Batches(data.train, data, CPU, 4, workers).in_order())
     message = str(error.value)
     assert message.startswith(f"{path}: not readable as an image (") and "truncated" in message
     assert "\n" not in message and "Traceback" not in message
