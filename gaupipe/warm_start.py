@@ -15,23 +15,38 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 
 @torch.no_grad()
 def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
-    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position embedding, V,
-    output projection, FFN, norms and head. Q and K keep the start they have. Raises UserError for a student of another
-    size."""
-    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position
+    embedding, V, output projection, FFN, norms and head. Q and K keep the start they have.
+
+    The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
+    update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
+    their position embeddings, which the teacher has not, stay as they are. Raises UserError for a
+    student of another size.
+    """
+    parts = parts_in_common(student)
     differs = [name for name, tensor in teacher.items()
-               if name in shapes and shapes[name] != tensor.shape or name.endswith("attn.v.weight")
-               and name.replace("attn.v", "attn.qkv") not in shapes]
+               if name in parts and parts[name].shape != tensor.shape
+               or name.endswith("attn.v.weight") and name not in parts]
     if differs:
         raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
                         "phase_b.model_args out or set warm_start to none")
-    for name, parameter in student.named_parameters():
-        if name.endswith(("attn.qkv.weight", "attn.qkv.bias")):
-            own = name.replace("attn.qkv", "attn.v")
-            if own in teacher:
-                parameter[len(parameter) // 3 * 2:].copy_(teacher[own])
-        elif name in teacher:
-            parameter.copy_(teacher[name])
+    for name in parts.keys() & teacher.keys():
+        parts[name].copy_(teacher[name])
+    for layer, block in enumerate(student.blocks):
+        trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
+        for name, weight in block.attn.start_from(trained).items():
+            getattr(block.attn, name).weight.copy_(weight)
+
+
+def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
+    """The student's parameters by the names that they have in a teacher: of Q, K and V the last, of
+    the position embedding what belongs to patches."""
+    parts = dict(student.named_parameters())
+    for name in [name for name in parts if ".attn.qkv." in name]:
+        parts[name.replace(".attn.qkv.", ".attn.v.")] = parts.pop(name).chunk(3)[2]
+    if "pos_embed" in parts:
+        parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches:]
+    return parts
 
 
 def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0) -> list[float | None]:

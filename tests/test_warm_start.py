@@ -24,9 +24,10 @@ def vit(attention: str, **options) -> torch.nn.Module:
     return timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=L, embed_dim=32, in_chans=1, **options).eval()
 
 
-def test_warm_start_copies_all_but_q_and_k():
-    model = vit("belief2")
-    teacher = vit("gaussian")
+@pytest.mark.parametrize("attention", STUDENTS)
+def test_warm_start_copies_all_but_q_and_k(attention):
+    """AttentionX's update is (V - MH) W: there W is minus the teacher's. Belief2's W_p is W."""
+    model, teacher = vit(attention), vit("gaussian")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     warm_start(model, teacher.state_dict())
     for name, parameter in model.named_parameters():
@@ -34,8 +35,14 @@ def test_warm_start_copies_all_but_q_and_k():
             qk, v = parameter[:64], parameter[64:]
             assert torch.equal(qk, before[name][:64])
             assert torch.equal(v, teacher.state_dict()[name.replace("qkv", "v")])
-        elif "proj_parallel" in name or ".z." in name:
+        elif ".z." in name:
             assert torch.equal(parameter, before[name])
+        elif "proj_parallel" in name:
+            assert torch.equal(parameter, teacher.state_dict()[name.replace("proj_parallel", "proj")])
+        elif "proj_local" in name:
+            assert not parameter.any()
+        elif name.endswith("attn.proj.weight") and attention == "attentionx":
+            assert torch.equal(parameter, -teacher.state_dict()[name])
         else:
             assert torch.equal(parameter, teacher.state_dict()[name])
 

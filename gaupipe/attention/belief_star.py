@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
-from timm.layers import Attention
 from torch import Tensor, nn
 
 from gaupipe.attention.functional import (
-    StudentAttention, at_least_float32, bounded, choice, project_out, scale_to_unit_length,
-    takes_operations_apart)
+    StudentAttention, at_least_float32, bounded, choice, matrix_of_mh, project_out,
+    scale_to_unit_length, takes_operations_apart)
 
 SIGNALS = {
     "perpendicular": lambda mh, v, heads: perpendicular_twice(mh, v, heads),
     "projected": lambda mh, v, heads: tuple(mh - d for d in perpendicular_twice(mh, v, heads)),
     "concat": lambda mh, v, heads: (mh, v),
 }
+MULTIPLIED = {"perpendicular": ("D", "D_s"), "projected": ("MH - D", "MH - D_s"), "concat": ("MH", "V")}
+"""What W and W_s multiply with each signal."""
 
 
 class BeliefStarAttention(StudentAttention):
@@ -31,11 +32,18 @@ class BeliefStarAttention(StudentAttention):
         self.proj_local = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False,
                                     device=self.proj.weight.device, dtype=self.proj.weight.dtype)
 
-    def take_over(self, old: Attention) -> set[str]:
-        added = super().take_over(old)
-        if "proj_local" in added:
-            nn.init.zeros_(self.proj_local.weight)  # belief-attention to begin with
-        return added
+    def matrices(self) -> dict[str, Tensor]:
+        first, second = MULTIPLIED[self.signal]
+        return {first: self.proj.weight, second: self.proj_local.weight}
+
+    def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """W_s is 0, and so this is belief-attention, unless the trained attention has a matrix for
+        D_s; one that has no other, exclusive self-attention, leaves W at 0."""
+        _first, second = MULTIPLIED[self.signal]
+        rest = {name: weight for name, weight in matrices.items() if name != second}
+        nothing = torch.zeros_like(self.proj.weight)
+        return {"proj": matrix_of_mh(rest) if rest else nothing,
+                "proj_local": matrices.get(second, nothing)}
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         over_all, in_each = SIGNALS[self.signal](mh, v, self.num_heads)

@@ -5,6 +5,7 @@ Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable
 
@@ -20,21 +21,42 @@ class StudentAttention(Attention):
     """Base of the student attentions: project, attend, combine. Arguments and parameters are those of timm's
     ``Attention``, so that its weights load.
 
-    A variant overrides :meth:`combine`, which turns what standard attention would hand to its output projection into
-    the update that the block adds to its tokens; if it compares other things than Q and K also :meth:`project`.
+    A variant overrides :meth:`combine`, which turns what standard attention would hand to its
+    output projection into the update that the block adds to its tokens; if it compares other things
+    than Q and K also :meth:`project`. For trained weights to be taken over it says in
+    :meth:`matrices` what its output matrices multiply, and in :meth:`start_from` how they start.
     """
 
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
 
-    def take_over(self, old: Attention) -> set[str]:
-        """Shares every module that ``old`` has too; returns the names of the others, which are as constructed. A variant
-        that adds matrices sets them where they change least."""
+    def matrices(self) -> dict[str, Tensor]:
+        """The matrices of the update by what each of them multiplies: "MH", "D" (its part
+        perpendicular to V), "D_s" (the same in each head), "MH - D", "MH - D_s" or "V"."""
+        return {"MH": self.proj.weight}
+
+    def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weight of each of this attention's output matrices, by the name of its module, at
+        which it changes least of a trained attention with these :meth:`matrices`."""
+        return {"proj": matrix_of_mh(matrices)}
+
+    @torch.no_grad()
+    def take_over(self, old: Attention) -> None:
+        """Starts from the weights of a trained attention: shares every module that ``old`` has too,
+        but for output matrices that do not stay as they are. ``old`` does not change."""
         shared = dict(old.named_children())
-        for name in shared.keys() & self._modules.keys():
-            setattr(self, name, shared[name])
+        matrices = old.matrices() if isinstance(old, StudentAttention) else {"MH": old.proj.weight}
+        start = self.start_from(matrices)
+        for name, module in shared.items():
+            if name in start and start[name] is not module.weight:
+                module = copy.deepcopy(module)
+            if name in self._modules or name == "gate":  # which timm leaves None where there is none
+                setattr(self, name, module)
+        for name, weight in start.items():
+            own = getattr(self, name).weight
+            if own is not weight:
+                own.data.copy_(weight)
         self.scale = old.scale
-        return {name for name, _ in self.named_children()} - shared.keys()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
@@ -91,6 +113,13 @@ class StudentAttention(Attention):
         rows = self.log_rows(q, k, attn_mask, is_causal)
         heads = self.attn_drop(rows.exp()).to(v.dtype) @ v
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), rows
+
+
+def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
+    """What MH, or its part perpendicular to V, is multiplied by in :meth:`StudentAttention.matrices`;
+    for an ablation that does without both, its W."""
+    found = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
+    return sum(found[1:], found[0]) if found else next(iter(matrices.values()))
 
 
 def merge_heads(heads: Tensor) -> Tensor:
