@@ -56,7 +56,8 @@ def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: 
             block as it is
     images  [N, C, height, width], on the student's device
 
-    Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
+    Of a student with class and register tokens the rows of patches over the keys of patches are
+    fitted. Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
     last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()
@@ -65,24 +66,24 @@ def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: 
     for block, wanted in zip(student.blocks, maps, strict=True):
         with torch.no_grad():
             tokens = block.norm1(x)
-        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, seed))
+        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed))
         with torch.no_grad():
             x = x + block.ls1(block.attn(tokens))
             x = x + block.ls2(block.mlp(block.norm2(x)))
     return divergences
 
 
-def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, seed: int) -> float:
-    """Fits the attention's rows on tokens [N, T, d] to one map; its last divergence."""
+def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed: int) -> float:
+    """Fits the attention's rows on tokens [N, prefix + T, d] to one map; its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
-    hidden = (torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+    hidden = (torch.eye(wanted.shape[-1], dtype=torch.bool, device=tokens.device)
               if getattr(attention, "mask_diagonal", False) else None)
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
-        rows = attention.log_rows(q, k, None, False)
+        rows = attention.log_rows(q[..., prefix:, :], k[..., prefix:, :], None, False)
         loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()

@@ -91,7 +91,8 @@ def build_student(settings: Settings, key: str, data: ImageData) -> nn.Module:
 
 def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
     """Raises UserError if maps with the ``grid``, ``layers``, ``heads`` and ``kind`` of ``schema`` cannot be compared with
-    the student's as the settings say. ``where`` names the store."""
+    the student's as the settings say. ``where`` names the store. Class and register tokens of the student do not matter:
+    they are left out of the comparison."""
     phase = settings.phase_b
     depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
     grid = tuple(student.patch_embed.grid_size)
@@ -111,6 +112,9 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
     if phase.gamma and not any((weight and layer is not None) for weight, layer in zip(
             phase.layer_weights or [1.0] * depth, phase.layer_map or range(depth))):
         raise UserError("phase_b.layer_map and layer_weights leave no block to compare: set phase_b.gamma=0 for that")
+    if phase.gamma and not isinstance(student.patch_drop, nn.Identity):
+        raise UserError("phase_b.model_args: with patch_drop_rate a student drops tokens whose attention should be compared "
+                        "with the maps: take patch_drop_rate out, or set phase_b.gamma=0")
     if not phase.mean_heads and heads != schema.heads:
         raise UserError(f"{where}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
                         "model of phase A, or set phase_b.mean_heads=true")

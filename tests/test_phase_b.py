@@ -5,14 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import store
 import timm
 import torch
 
-from gaupipe import STUDENTS, config
+from gaupipe import STUDENTS, config, data as datasets
 from gaupipe.config import OptimSettings
+from gaupipe.data import Batches
 from gaupipe.errors import UserError
+from gaupipe.gaussians import expected_map
+from gaupipe.models import forward_with_maps
 from gaupipe.training import build_optimizer
-from stages import evaluate, export_maps, export_student, phase_a, phase_b
+from stages import evaluate, export_maps, export_student, key_attention, phase_a, phase_b, run as stages_run
+from stages.run_directory import RunDirectory
 
 TEACHER = ["phase_a.max_epochs=3", "phase_b.epochs=5", "data.batch_size=64", "phase_b.optim.lr=4e-3",
            "model.args={depth: 2, embed_dim: 32, num_heads: 2}", "threads=1", "phase_b.alpha=0.1",
@@ -127,6 +132,44 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
             phase_b.run(change(run_dir, *overrides), "attentionx", resume=True)
     finally:
         (run_dir / "config.yaml").write_text(before)
+
+
+@pytest.mark.parametrize("key,tokens", [("standard", "class_token: true, global_pool: token"),
+                                        ("attentionx", "class_token: true, reg_tokens: 2")])
+def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path):
+    settings = config.load(run_dir / "config.yaml", [f"phase_b.model_args={{{tokens}}}", "phase_b.warm_start=prior",
+                                                     "key_snapshots=5", "phase_b.epochs=2", "phase_b.gamma=1"])
+    stages_run.check(settings, key, datasets.load(settings.data))
+    rows = phase_b.train_student(settings, key, tmp_path / key, RunDirectory(run_dir))
+    assert rows[-1]["val_acc"] > 0.5 and all(0 < row["loss_feat"] < 0.2 for row in rows)  # it starts at the prior
+    student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()
+    assert student.num_prefix_tokens == (1 if key == "standard" else 3)
+    assert key_attention.read(tmp_path / key).shape == (2, 5, 2, 16)
+
+    data, maps = datasets.load(settings.data), store.open(str(run_dir / "maps.zarr"))
+    found = evaluate.teacher_agreement(student, maps, data, settings, torch.device("cpu"))["map_kl"]
+    ids = np.arange(len(data.train))
+    images = torch.cat([x for x, _, _ in Batches(data.train, data, 512, 0).epoch(torch.device("cpu"))])
+    with torch.no_grad():
+        maps_of_student = forward_with_maps(student, images)[1]
+    prefix, gaussians = student.num_prefix_tokens, torch.from_numpy(maps.gather(ids)["gaussians"]).float()
+    for layer, row in enumerate(maps_of_student):
+        row, wanted = row.double().exp()[..., prefix:, prefix:], expected_map(gaussians[:, layer], (4, 4)).double()
+        if key == "attentionx":
+            wanted = wanted * (1 - torch.eye(16))
+        row, wanted = row / row.sum(-1, keepdim=True), wanted / wanted.sum(-1, keepdim=True)
+        seen = wanted > 0
+        expected = (wanted[seen] * (wanted[seen] / row[seen]).log()).sum() / wanted[..., 0].numel()
+        assert found[layer] == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_a_student_that_drops_patches_is_refused_before_phase_a(run_dir):
+    settings = config.load(run_dir / "config.yaml", ["phase_b.model_args={patch_drop_rate: 0.5}"])
+    data = datasets.load(settings.data)
+    with pytest.raises(UserError, match="patch_drop_rate"):
+        stages_run.check(settings, "standard", data)
+    stages_run.check(config.load(run_dir / "config.yaml", ["phase_b.model_args={patch_drop_rate: 0.5}", "phase_b.gamma=0"]),
+                     "standard", data)
 
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir, monkeypatch):
