@@ -14,12 +14,22 @@ from gaupipe.errors import UserError
 
 
 def convert(model: VisionTransformer, attention: str, **options) -> VisionTransformer:
-    """A copy of a timm ``VisionTransformer`` (DeiT, class and register tokens, qk-norm and gates included), pretrained
-    or not, with its attention swapped for another of :data:`gaupipe.attention.ATTENTION`; every weight is kept.
+    """A copy of a timm ``VisionTransformer`` (DeiT, class and register tokens, qk-norm and gates
+    included), pretrained or not, with its attention swapped for another of
+    :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common.
 
-    What the new attention adds starts where it changes least. To "belief2" the outputs do not change: phi is the
-    identity unless given, W_p = W, and Z is too small for float32 to see (*Belief2, proposition 1*). To the others they
-    do change, and the model wants fine-tuning.
+    Each attention says itself how it starts from another one's output matrices
+    (:meth:`~gaupipe.attention.functional.StudentAttention.start_from`). AttentionX's update is
+    (V - gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
+    and back. The outputs do not change
+
+    * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small for
+      float32 to see (*Belief2, proposition 1*);
+    * from "belief" to "belief_star" (W_s = 0) and to "belief2" (W_p = 0, Z as above);
+    * from "xsa" to "belief_star" (W = 0, W_s = W);
+    * on the way back, as long as the converted model has not been trained.
+
+    In every other case they do change, and the model wants fine-tuning.
 
     Raises UserError for an unknown attention or option, and for what it cannot convert: a model that is not a timm
     ``VisionTransformer``, a block without timm's standard ``Attention``, and "gaussian" as the target.

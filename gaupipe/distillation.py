@@ -69,34 +69,46 @@ def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: Teach
     The update comes from the same fused kernel as in plain training, and no T x T map is kept for the backward pass, so
     memory stays close to that of plain training. For an attention that hides the diagonal, the teacher's rows lose
     theirs too and are renormalised. ``layer_weights`` holds one weight for each block of the student.
+
+    A student may have class and register tokens, which the teacher has not: what is compared are the
+    rows of its patches over the keys of patches, renormalised (:func:`patch_rows`).
     """
     divergences = []
+    prefix = student.num_prefix_tokens
 
     def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
         weight = 1.0 if layer_weights is None else layer_weights[layer]
         if teacher.layers[layer] is None or not weight:
             return attention(tokens)
         q, k, v = attention.project(tokens)
+        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]
         hidden = None
         if getattr(attention, "mask_diagonal", False):
-            hidden = torch.eye(q.shape[-2], dtype=torch.bool, device=q.device)
+            hidden = torch.eye(patch_q.shape[-2], dtype=torch.bool, device=q.device)
         axes = teacher.axes(layer)
         if axes and temperature == 1.0 and direction == "teacher_student" and q.device.type == "cpu" \
-                and q.shape[-2] > 1 and not (attention.training and attention.attn_drop.p):
+                and q.shape[-2] > 1 and not prefix and not (attention.training and attention.attn_drop.p):
             heads, log_normaliser = _AttentionWithNormaliser.apply(q, k, v, hidden, attention.scale)
             divergence = separable_divergence(q, k, log_normaliser, axes, attention.scale, hidden)
         else:
             def compare(q: Tensor, k: Tensor) -> Tensor:
-                return feature_loss(attention.log_rows(q, k, None, False), teacher.map(layer), temperature, direction,
-                                    hidden)
+                # softmax over the scores of patches is the whole row's, renormalised over patches
+                rows = attention.log_rows(q, k, None, False)
+                return feature_loss(rows, teacher.map(layer), temperature, direction, hidden)
 
-            divergence = checkpoint(compare, q, k, use_reentrant=False, preserve_rng_state=False)
+            divergence = checkpoint(compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False)
             heads = attention.attend(q, k, v, None, False)
         divergences.append(weight * divergence)
         return attention.proj_drop(attention.combine(attention.merge(heads, tokens), merge_heads(v)))
 
     logits = run_blocks(student, images, attend)
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
+
+
+def patch_rows(rows: Tensor, prefix: int) -> Tensor:
+    """The rows of a student's patches over the keys of patches, renormalised: log-probabilities
+    [B, H, T, T] of rows [B, H, prefix + T, prefix + T] with class and register tokens in front."""
+    return rows[..., prefix:, prefix:].log_softmax(-1) if prefix else rows
 
 
 def separable_divergence(q: Tensor, k: Tensor, log_normaliser: Tensor, axes: tuple[Tensor, Tensor], scale: float,

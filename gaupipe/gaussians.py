@@ -106,32 +106,59 @@ def _pixels(s: Tensor, n: int) -> Tensor:
 
 
 def _hat(s: Tensor, n: int) -> Tensor:
-    """Weights [..., n] of linear interpolation at the normalised coordinate s [...], clamped to the border."""
-    u = _pixels(s, n).clamp(0, n - 1).unsqueeze(-1)
-    keys = torch.arange(n, device=s.device, dtype=s.dtype)
-    return (1 - (u - keys).abs()).clamp_min(0)
+    """Weights [..., n] of linear interpolation at the normalised coordinate s [...].
+
+    Beyond the border the border key has weight 1. A point that lies exactly on a token or on the
+    border gets the mean of the derivatives at its two sides, as in :func:`_expected_hat`, whose
+    limit for a std of 0 this function is.
+    """
+    if n == 1:
+        return torch.ones_like(s).unsqueeze(-1)
+    return _row(_ramp(_distances(_pixels(s, n), n)))
 
 
 def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
     """E[_hat(u)] for u ~ N(mean, std^2): [..., n].
 
-    With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an inner key is the
-    second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what lies beyond them. Large terms would
-    cancel there, so R(a) is split into its kink max(0, m - a), whose differences are exact, and a small even rest.
+    With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an
+    inner key is the second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what
+    lies beyond them. Large terms would cancel there, so R(a) is split into its kink max(0, m - a),
+    whose differences are exact, and a small even rest.
     """
     if n == 1:
         return torch.ones_like(mean).unsqueeze(-1)
     m, s = _pixels(mean, n), (std * ((n - 1) / 2)).clamp_min(MIN_STD_PIXELS)
     shrink = (MAX_STD_PIXELS / s).clamp_max(1)
-    m, s = (m * shrink).unsqueeze(-1), (s * shrink).unsqueeze(-1)
-    distance = m - torch.arange(n, device=mean.device, dtype=mean.dtype)
+    m, s = m * shrink, (s * shrink).unsqueeze(-1)
+    distance = _distances(m, n)
     far = distance.abs()
     z = far / s
     density = torch.exp(-0.5 * z.square()) * (1 / math.sqrt(2 * math.pi))
     rest = s * density - far * torch.special.ndtr(-z)
-    # R(j) - R(j+1) for j = 0 ... n-2: 1 far left of the mean, 0 far right of it
-    slope = distance[..., :-1].clamp(0, 1) + rest[..., :-1] - rest[..., 1:]
-    return torch.cat([1 - slope[..., :1], slope[..., :-1] - slope[..., 1:], slope[..., -1:]], dim=-1).clamp_min(0)
+    # R(j) - R(j+1) for j = 0 ... n-2: 1 far left of the mean, 0 far right of it.
+    # Where the mean lies on a token, the rest has a kink that cancels the ramp's: abs has the
+    # derivative 0 there, and the ramp one half.
+    return _row(_ramp(distance) + rest[..., :-1] - rest[..., 1:]).clamp_min(0)
+
+
+def _distances(u: Tensor, n: int) -> Tensor:
+    """How far the pixel coordinate u [...] lies right of each of n tokens: [..., n]."""
+    return u.unsqueeze(-1) - torch.arange(n, device=u.device, dtype=u.dtype)
+
+
+def _ramp(distance: Tensor) -> Tensor:
+    """distance[..., :-1] clamped to [0, 1], with the derivative one half at 0 and at 1.
+
+    ``clamp`` has the derivative 1 at both; ``maximum`` and ``minimum`` share it between equals.
+    """
+    zero, one = distance.new_zeros(()), distance.new_ones(())
+    return torch.minimum(torch.maximum(distance[..., :-1], zero), one)
+
+
+def _row(slopes: Tensor) -> Tensor:
+    """Weights [..., n] of an axis from slopes [..., n-1]: the weight of all keys right of key j."""
+    inner = slopes[..., :-1] - slopes[..., 1:]
+    return torch.cat([1 - slopes[..., :1], inner, slopes[..., -1:]], dim=-1)
 
 
 @dataclass

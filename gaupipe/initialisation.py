@@ -40,7 +40,8 @@ def start_mimetic(vit: VisionTransformer) -> None:
     dim = vit.embed_dim
     if dim % 4:
         raise UserError(f"model.init: a mimetic start needs an embed_dim that is a multiple of 4, got {dim}")
-    vit.pos_embed[:, vit.num_prefix_tokens:] = build_sincos2d_pos_embed(vit.patch_embed.grid_size, dim=dim)
+    patches = build_sincos2d_pos_embed(vit.patch_embed.grid_size, dim=dim)
+    vit.pos_embed[:, -len(patches):] = patches  # others may lie in front of them
     for block in vit.blocks:
         attention = block.attn
         v, proj = factors(dim, *VALUE_PROJECTION)

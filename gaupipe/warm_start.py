@@ -15,23 +15,38 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 
 @torch.no_grad()
 def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
-    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position embedding, V,
-    output projection, FFN, norms and head. Q and K keep the start they have. Raises UserError for a student of another
-    size."""
-    shapes = {name: parameter.shape for name, parameter in student.named_parameters()}
+    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position
+    embedding, V, output projection, FFN, norms and head. Q and K keep the start they have.
+
+    The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
+    update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
+    their position embeddings, which the teacher has not, stay as they are. Raises UserError for a
+    student of another size.
+    """
+    parts = parts_in_common(student)
     differs = [name for name, tensor in teacher.items()
-               if (name in shapes and shapes[name] != tensor.shape)
-               or (name.endswith("attn.v.weight") and name.replace("attn.v", "attn.qkv") not in shapes)]
+               if (name in parts and parts[name].shape != tensor.shape)
+               or (name.endswith("attn.v.weight") and name not in parts)]
     if differs:
         raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
                         "phase_b.model_args out or set warm_start to none")
-    for name, parameter in student.named_parameters():
-        if name.endswith(("attn.qkv.weight", "attn.qkv.bias")):
-            own = name.replace("attn.qkv", "attn.v")
-            if own in teacher:
-                parameter[len(parameter) // 3 * 2:].copy_(teacher[own])
-        elif name in teacher:
-            parameter.copy_(teacher[name])
+    for name in parts.keys() & teacher.keys():
+        parts[name].copy_(teacher[name])
+    for layer, block in enumerate(student.blocks):
+        trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
+        for name, weight in block.attn.start_from(trained).items():
+            getattr(block.attn, name).weight.copy_(weight)
+
+
+def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
+    """The student's parameters by the names that they have in a teacher: of Q, K and V the last, of
+    the position embedding what belongs to patches."""
+    parts = dict(student.named_parameters())
+    for name in [name for name in parts if ".attn.qkv." in name]:
+        parts[name.replace(".attn.qkv.", ".attn.v.")] = parts.pop(name).chunk(3)[2]
+    if "pos_embed" in parts:
+        parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches:]
+    return parts
 
 
 def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0) -> list[float | None]:
@@ -41,7 +56,8 @@ def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: 
             block as it is
     images  [N, C, height, width], on the student's device
 
-    Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
+    Of a student with class and register tokens the rows of patches over the keys of patches are
+    fitted. Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
     last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()
@@ -50,24 +66,24 @@ def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: 
     for block, wanted in zip(student.blocks, maps, strict=True):
         with torch.no_grad():
             tokens = block.norm1(x)
-        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, seed))
+        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed))
         with torch.no_grad():
             x = x + block.ls1(block.attn(tokens))
             x = x + block.ls2(block.mlp(block.norm2(x)))
     return divergences
 
 
-def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, seed: int) -> float:
-    """Fits the attention's rows on tokens [N, T, d] to one map; its last divergence."""
+def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed: int) -> float:
+    """Fits the attention's rows on tokens [N, prefix + T, d] to one map; its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
-    hidden = (torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+    hidden = (torch.eye(wanted.shape[-1], dtype=torch.bool, device=tokens.device)
               if getattr(attention, "mask_diagonal", False) else None)
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
-        rows = attention.log_rows(q, k, None, False)
+        rows = attention.log_rows(q[..., prefix:, :], k[..., prefix:, :], None, False)
         loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
+from gaupipe.distillation import patch_rows
 from gaupipe.models import forward_with_maps
 
 Rows = Callable[[Tensor, Tensor], list[Tensor]]
@@ -32,10 +33,11 @@ def save_snapshot(folder: Path, epoch: int, settings: Settings, data: ImageData,
 
 
 def student_maps(student: nn.Module, device: torch.device) -> Rows:
-    """What :func:`save_snapshot` needs of a student."""
+    """What :func:`save_snapshot` needs of a student: its patches' attention to patches."""
     def rows(images: Tensor, _image_ids: Tensor) -> list[Tensor]:
         student.eval()
-        return [row.exp() for row in forward_with_maps(student, images.to(device))[1]]
+        maps = forward_with_maps(student, images.to(device))[1]
+        return [patch_rows(row, student.num_prefix_tokens).exp() for row in maps]
     return rows
 
 

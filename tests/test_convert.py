@@ -1,5 +1,6 @@
 """Swapping the attention of a timm model, weights kept."""
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -7,7 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.attention import ATTENTION
 from gaupipe.errors import UserError
-from gaupipe.models import convert, save_student
+from gaupipe.models import convert, forward_with_maps, save_student
 
 torch.set_num_threads(1)
 
@@ -56,27 +57,118 @@ def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
 
 @pytest.mark.parametrize("key", STUDENTS)
 @pytest.mark.parametrize("source", ["DeiT, distilled", "qk-norm"])
-def test_every_weight_is_kept_and_the_source_left_alone(source, key):
-    model, _ = trained_like(**SOURCES[source])
+def test_weights_are_kept_and_the_source_left_alone(source, key):
+    """All of them, but for the sign of AttentionX's W: its update is (V - gamma MH) W."""
+    model, x = trained_like(**SOURCES[source])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     converted = convert(model, key)
     state = converted.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in before.items())
+    for name, value in before.items():
+        turned = key == "attentionx" and name.endswith("attn.proj.weight")
+        assert torch.equal(state[name], -value if turned else value), name
     for parameter in converted.parameters():
         parameter.data.zero_()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert type(model.blocks[0].attn) is timm.layers.Attention
 
 
-def test_belief_star_starts_as_belief_attention():
+def student_like(key, **options):
+    """A model of another attention, every weight of it random."""
+    torch.manual_seed(0)
+    model = timm.create_model("gauvit_pico_patch2_8", attention=key, attention_options=options, depth=2).eval()
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    return model, torch.randn(2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("old, old_options, new, new_options", [
+    ("standard", {}, "belief2", {}),                               # Belief2, proposition 1
+    ("standard", {}, "belief_star", {"signal": "concat"}),
+    ("belief", {}, "belief_star", {}),
+    ("belief", {}, "belief2", {}),
+    ("belief", {}, "belief2", {"activation": "gelu", "zz": False}),
+    ("belief", {"signal": "projected"}, "belief_star", {"signal": "projected"}),
+    ("belief", {"signal": "projected"}, "belief2", {}),
+    ("belief", {"signal": "value"}, "belief_star", {"signal": "concat"}),
+    ("xsa", {}, "belief_star", {}),
+    ("attentionx", {"mask_diagonal": False}, "belief_star", {"signal": "concat"}),
+    ("attentionx", {}, "attentionx", {}),
+    ("belief_star", {}, "belief_star", {}),
+    ("belief2", {"activation": "silu"}, "belief2", {"activation": "silu"}),
+])
+def test_conversions_that_do_not_change_the_outputs(old, old_options, new, new_options):
+    model, x = student_like(old, **old_options)
+    converted = convert(model, new, **new_options)
+    before = model(x)
+    torch.testing.assert_close(converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item())
+    if "signal" not in old_options:  # an ablation is no place to come back to
+        again = convert(converted, old, **old_options)
+        torch.testing.assert_close(again(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item())
+
+
+@pytest.mark.parametrize("key", STUDENTS)
+def test_there_and_back_again_from_standard(key):
+    model, x = student_like("standard")
+    converted = convert(model, key)
+    torch.testing.assert_close(convert(converted, "standard")(x), model(x), rtol=0, atol=0)
+
+
+def test_belief_stars_two_matrices_are_added_up_where_only_one_is():
+    """D W + D_s W_s: MH is multiplied by W + W_s."""
+    model, _ = student_like("belief_star")
+    for key, sign in (("standard", 1), ("xsa", 1), ("belief2", 1), ("attentionx", -1)):
+        for old, new in zip(model.blocks, convert(model, key).blocks, strict=True):
+            expected = sign * (old.attn.proj.weight + old.attn.proj_local.weight)
+            torch.testing.assert_close(new.attn.proj.weight, expected)
+
+
+@pytest.mark.parametrize("gamma, mask_diagonal", [(1.0, True), (3.0, False)])
+def test_a_converted_attentionx_adds_mh_where_the_trained_model_did(gamma, mask_diagonal):
+    """(gamma MH - V) W + b with the trained W and b, MH by loops over heads and queries."""
+    model, x = student_like("standard")
+    old = model.blocks[0].attn
+    new = convert(model, "attentionx", gamma=gamma, mask_diagonal=mask_diagonal).blocks[0].attn
+    tokens = torch.randn(5, 64, dtype=torch.float64)
+    weight, bias, w, b = (p.detach().double().numpy() for p in (
+        old.qkv.weight, old.qkv.bias, old.proj.weight, old.proj.bias))
+    q, k, v = np.split(tokens.numpy() @ weight.T + bias, 3, axis=1)
+    mh = np.zeros_like(v)
+    for head in range(4):
+        part = slice(16 * head, 16 * (head + 1))
+        for i in range(5):
+            others = [j for j in range(5) if not (mask_diagonal and i == j)]
+            scores = np.exp([q[i, part] @ k[j, part] / 4 for j in others])
+            mh[i, part] = scores / scores.sum() @ v[others, part]
+    update = new(tokens.float().unsqueeze(0))[0]
+    np.testing.assert_allclose(update.detach(), (gamma * mh - v) @ w.T + b, atol=2e-5)
+
+
+def test_a_gate_is_taken_over():
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    for block in model.blocks:
+        block.attn = timm.layers.Attention(192, 3, qkv_bias=True, gated=True).eval()
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(convert(model, "belief2")(x), model(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forward_with_maps(model, x)[0], model(x), rtol=1e-5, atol=1e-5)
+
+
+def test_reading_the_maps_of_a_timm_model_leaves_its_weights_where_gradients_find_them():
     model, x = trained_like(**SOURCES["class token"])
-    torch.testing.assert_close(convert(model, "belief_star")(x), convert(model, "belief")(x))
+    model, x = model.double(), x.double()
+    forward_with_maps(model, x)[0].square().sum().backward()
+    found = [block.attn.proj.weight.grad.clone() for block in model.blocks]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    for block, gradient in zip(model.blocks, found, strict=True):
+        torch.testing.assert_close(gradient, block.attn.proj.weight.grad)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_there_and_back_again(source):
-    model, x = trained_like(**SOURCES[source])
-    torch.testing.assert_close(convert(convert(model, "belief2"), "standard")(x), model(x), rtol=0, atol=0)
+def test_frozen_weights_stay_frozen():
+    model, _ = trained_like(**SOURCES["class token"])
+    model.blocks[0].attn.proj.weight.requires_grad_(False)
+    proj = convert(model, "attentionx").blocks[0].attn.proj
+    assert not proj.weight.requires_grad and proj.bias.requires_grad
 
 
 @pytest.mark.parametrize("source", SOURCES)

@@ -1,5 +1,8 @@
 """L_feat without maps in memory, against the loss on explicit maps; what is compared with what."""
 
+import copy
+
+import numpy as np
 import pytest
 import timm
 import torch
@@ -10,7 +13,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
-from gaupipe.models import forward_with_maps
+from gaupipe.models import forward_with_maps, run_blocks
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
 
@@ -91,6 +94,67 @@ def test_hiding_the_diagonal_renormalises_the_teachers_row():
                      for key, p in zip(keys, target, strict=True))
     loss = feature_loss(log_rows, teacher, hidden=torch.eye(3, dtype=torch.bool))
     assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
+
+
+def rows_by_loops(model, images) -> list[np.ndarray]:
+    """Every block's attention of patches to patches, [B, H, 16, 16] float64: the softmax over all keys, in loops,
+    without the prefix tokens and divided by what is left."""
+    model, prefix, found = copy.deepcopy(model).double(), model.num_prefix_tokens, []
+
+    def attend(layer, attention, tokens):
+        q, k, _ = (x.detach().numpy() for x in attention.project(tokens))
+        scores = q @ k.swapaxes(-1, -2) * attention.scale
+        if getattr(attention, "mask_diagonal", False):
+            scores[..., np.arange(scores.shape[-1]), np.arange(scores.shape[-1])] = -np.inf
+        rows = np.exp(scores - scores.max(-1, keepdims=True))
+        rows = (rows / rows.sum(-1, keepdims=True))[..., prefix:, prefix:]
+        found.append(rows / rows.sum(-1, keepdims=True))
+        return attention(tokens)
+
+    run_blocks(model, images.double(), attend)
+    return found
+
+
+PREFIXES = {
+    "class token": dict(class_token=True, global_pool="token"),
+    "registers": dict(class_token=True, reg_tokens=3, global_pool="avg", no_embed_class=True),
+}
+
+
+@pytest.mark.parametrize("tokens", PREFIXES)
+@pytest.mark.parametrize("attention", STUDENTS)
+def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):
+    """The value against loops, the gradient against a difference along a random direction."""
+    model, images, stored = student(attention, **PREFIXES[tokens]).double(), torch.randn(B, 1, 8, 8), gaussians()
+    images = images.double()
+    teacher = [expected_map(stored[:, layer], GRID).double().numpy() for layer in range(L)]
+
+    def by_loops() -> float:
+        total = 0.0
+        for rows, wanted in zip(rows_by_loops(model, images), teacher, strict=True):
+            if attention == "attentionx":
+                wanted = wanted * (1 - np.eye(16))
+                wanted = wanted / wanted.sum(-1, keepdims=True)
+            seen = wanted > 0
+            total += (wanted[seen] * np.log(wanted[seen] / rows[seen])).sum() / (B * H * 16)
+        return total
+
+    logits, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))
+    assert loss.item() == pytest.approx(by_loops(), rel=1e-5)
+    torch.testing.assert_close(logits, model(images))
+    loss.backward()
+    slope, eps, weights = 0.0, 1e-5, [p for p in model.parameters() if p.grad is not None]
+    along = [torch.randn_like(p) for p in weights]
+    slope = sum((p.grad * direction).sum().item() for p, direction in zip(weights, along, strict=True))
+    values = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, direction in zip(weights, along, strict=True):
+                p.add_(direction, alpha=sign * eps)
+            values.append(by_loops())
+            for p, direction in zip(weights, along, strict=True):
+                p.sub_(direction, alpha=sign * eps)
+    assert slope == pytest.approx((values[0] - values[1]) / (2 * eps), rel=1e-3)
 
 
 def test_a_layer_map_and_mean_heads_and_a_dense_store():

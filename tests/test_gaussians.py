@@ -116,3 +116,78 @@ def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():
 def test_query_coordinates_are_row_major():
     assert query_coordinates((2, 3)).tolist() == [[-1, -1], [0, -1], [1, -1], [-1, 1], [0, 1], [1, 1]]
     assert query_coordinates((1, 2)).tolist() == [[-1, 0], [1, 0]]
+
+
+def weights_of_a_point(u: float, n: int) -> np.ndarray:
+    """Linear interpolation of the n keys 0 ... n-1 at the pixel coordinate u, clamped."""
+    u = min(max(u, 0.0), n - 1.0)
+    return np.array([max(0.0, 1 - abs(u - j)) for j in range(n)])
+
+
+def weights_of_a_gaussian(m: float, s: float, n: int) -> np.ndarray:
+    """Expected weights in pixels from R(a) = E[max(0, u - a)], in float64."""
+    def excess(a):
+        z = (m - a) / s
+        density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        return s * density + (m - a) * 0.5 * math.erfc(-z / math.sqrt(2))
+    R = np.array([excess(a) for a in range(n)])
+    return np.concatenate([[1 - R[0] + R[1]], R[:-2] - 2 * R[1:-1] + R[2:], [R[-2] - R[-1]]])
+
+
+def central_difference(function, x: float, step: float = 1e-5) -> np.ndarray:
+    return (function(x + step) - function(x - step)) / (2 * step)
+
+
+def axis_jacobian(axes, values: torch.Tensor) -> np.ndarray:
+    """d weights / d values of the x axis: [n, numbers]."""
+    return torch.autograd.functional.jacobian(lambda v: axes(v)[1], values).numpy()
+
+
+ON_AND_BESIDE_TOKENS = [0.0, 3.0, 6.0, 1.0, 3.001, 2.999, 1e-3, -1e-3, 5.999, 6.001, 2.5, -0.5, 6.5,
+                        -40.0, 50.0]
+
+
+@pytest.mark.parametrize("pixels", ON_AND_BESIDE_TOKENS)
+@pytest.mark.parametrize("std_pixels", [0.05, 0.3, 1.0, 3.0, 40.0])
+@pytest.mark.parametrize("dtype,atol", [(torch.float64, 1e-8), (torch.float32, 3e-6)])
+def test_gradient_of_the_expected_weights_on_and_beside_tokens(pixels, std_pixels, dtype, atol):
+    """Phase A starts with every mean on the middle token of an odd grid."""
+    n = 7
+    half = (n - 1) / 2                                              # pixels per normalised unit
+    gaussian = torch.tensor([pixels / half - 1, 0.0, std_pixels / half, 1.0], dtype=dtype)
+    on_pixel = (gaussian[0].item() + 1) * half                      # after rounding to the dtype
+    rows = expected_axes(gaussian, (1, n))[1].numpy()
+    exact = weights_of_a_gaussian(on_pixel, std_pixels, n)
+    np.testing.assert_allclose(rows, exact, atol=atol * max(1, std_pixels / 4))
+    jacobian = axis_jacobian(lambda g: expected_axes(g, (1, n)), gaussian)
+    by_mean = central_difference(lambda m: weights_of_a_gaussian(m, std_pixels, n), on_pixel)
+    by_std = central_difference(lambda s: weights_of_a_gaussian(on_pixel, s, n), std_pixels)
+    np.testing.assert_allclose(jacobian[:, 0], by_mean * half, atol=atol * half, rtol=1e-5)
+    np.testing.assert_allclose(jacobian[:, 2], by_std * half, atol=atol * half, rtol=1e-5)
+    assert not jacobian[:, [1, 3]].any()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7])
+def test_gradient_at_the_start_of_phase_a(n):
+    """Mean 0 and std 1 lie on a token where n is odd, between two where n is even."""
+    half = (n - 1) / 2
+    jacobian = axis_jacobian(lambda g: expected_axes(g, (1, n)), torch.tensor([0.0, 0, 1, 1]))
+    by_mean = central_difference(lambda m: weights_of_a_gaussian(m, half, n), half) * half
+    by_std = central_difference(lambda s: weights_of_a_gaussian(half, s, n), half) * half
+    np.testing.assert_allclose(jacobian[:, 0], by_mean, atol=2e-6)
+    np.testing.assert_allclose(jacobian[:, 2], by_std, atol=2e-6)
+
+
+@pytest.mark.parametrize("pixels", [0.0, 1.0, 2.0, 3.0, 4.0, 2.5, -1.0, 9.0, 2.25, 0.5])
+def test_gradient_of_sampled_points_is_central_at_kinks(pixels):
+    """On a token and on the border: the mean of both sides, the limit of narrow Gaussians."""
+    n, half = 5, 2.0
+    point = torch.tensor([pixels / half - 1, 0.0], dtype=torch.float64)       # exact for n = 5
+    rows = point_axes(point, (1, n))[1]
+    np.testing.assert_allclose(rows, weights_of_a_point(pixels, n), atol=1e-12)
+    by_point = central_difference(lambda u: weights_of_a_point(u, n), pixels) * half
+    jacobian = axis_jacobian(lambda p: point_axes(p, (1, n)), point)
+    np.testing.assert_allclose(jacobian[:, 0], by_point, atol=1e-9)
+    narrow = torch.tensor([*point, 1e-3, 1.0], dtype=torch.float64)
+    limit = axis_jacobian(lambda g: expected_axes(g, (1, n)), narrow)
+    np.testing.assert_allclose(jacobian[:, 0], limit[:, 0], atol=1e-9)

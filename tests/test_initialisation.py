@@ -56,6 +56,13 @@ def test_a_mimetic_start_looks_trained(key):
     assert position.abs().max() <= 1 and torch.allclose((position**2).sum(-1), torch.full((16,), 32.0))  # sines and cosines
 
 
+@pytest.mark.parametrize("no_embed_class", [False, True])
+def test_class_and_register_tokens_do_not_move_the_mimetic_position_embedding(no_embed_class):
+    args = {"class_token": True, "reg_tokens": 2, "no_embed_class": no_embed_class}
+    position = build(init="mimetic", args=args).pos_embed
+    torch.testing.assert_close(position[:, -16:], build(init="mimetic").pos_embed)
+
+
 def test_starts_of_given_width():
     vit = build(init_std=0.1, pos_embed_std=0.5)
     assert vit.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.088, rel=0.1)  # cut at two standard deviations

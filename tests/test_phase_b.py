@@ -11,10 +11,15 @@ import torch
 
 from gaupipe import config
 from gaupipe.attention import STUDENTS
-from gaupipe.config import OptimSettings
-from gaupipe.errors import UserError
 from gaupipe.building import build_optimizer
-from stages import evaluate, export_maps, export_student, phase_a, phase_b
+from gaupipe.config import OptimSettings
+from gaupipe.data import Batches, load_data
+from gaupipe.errors import UserError
+from gaupipe.gaussians import expected_map
+from gaupipe.models import forward_with_maps
+from gaupipe.student import check_student
+from stages import evaluate, export_maps, export_student, key_attention, phase_a, phase_b
+from stages.run_directory import RunDirectory
 
 TEACHER = ["phase_a.max_epochs=3", "phase_b.epochs=5", "data.batch_size=64", "phase_b.optim.lr=4e-3",
            "model.args={depth: 2, embed_dim: 32, num_heads: 2}", "threads=1", "phase_b.alpha=0.1",
@@ -142,6 +147,36 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     assert np.array_equal(other["logits"], own["logits"]) and np.array_equal(other["labels"], own["labels"])
     taken = np.sort(other["gaussians"].reshape(1437, -1), axis=0)
     assert np.array_equal(taken, np.sort(own["gaussians"].reshape(1437, -1), axis=0))  # each is taken once
+
+@pytest.mark.parametrize("key,tokens", [("standard", "class_token: true, global_pool: token"),
+                                        ("attentionx", "class_token: true, reg_tokens: 2")])
+def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path):
+    settings = config.load(run_dir / "config.yaml", [f"phase_b.model_args={{{tokens}}}", "phase_b.warm_start=prior",
+                                                     "key_snapshots=5", "phase_b.epochs=2", "phase_b.gamma=1"])
+    settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
+    data = load_data(settings.data)
+    check_student(settings, data, phase_a.build_teacher(settings, data))
+    rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
+    assert rows[-1]["val_acc"] > 0.5 and all(0 < row["loss_feat"] < 0.2 for row in rows)  # it starts at the prior
+    student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()
+    assert student.num_prefix_tokens == (1 if key == "standard" else 3)
+    assert key_attention.read(tmp_path / key).shape == (2, 5, 2, 16)
+
+    maps = store.open(str(run_dir / "maps.zarr"))
+    found = evaluate.teacher_agreement(student, maps, data, settings, torch.device("cpu"))["map_kl"]
+    ids = np.arange(len(data.train))
+    images = torch.cat([batch.images for batch in Batches(data.train, data, torch.device("cpu"), 512).in_order()])
+    with torch.no_grad():
+        maps_of_student = forward_with_maps(student, images)[1]
+    prefix, gaussians = student.num_prefix_tokens, torch.from_numpy(maps.gather(ids)["gaussians"]).float()
+    for layer, row in enumerate(maps_of_student):
+        row, wanted = row.double().exp()[..., prefix:, prefix:], expected_map(gaussians[:, layer], (4, 4)).double()
+        if key == "attentionx":
+            wanted = wanted * (1 - torch.eye(16))
+        row, wanted = row / row.sum(-1, keepdim=True), wanted / wanted.sum(-1, keepdim=True)
+        seen = wanted > 0
+        expected = (wanted[seen] * (wanted[seen] / row[seen]).log()).sum() / wanted[..., 0].numel()
+        assert found[layer] == pytest.approx(expected.item(), rel=1e-3)
 
 
 def test_mixup_in_phase_a_and_unfollowable_augmentation_are_refused():

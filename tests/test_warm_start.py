@@ -25,9 +25,10 @@ def vit(attention: str, **options) -> torch.nn.Module:
     return timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=L, embed_dim=32, in_chans=1, **options).eval()
 
 
-def test_warm_start_copies_all_but_q_and_k():
-    model = vit("belief2")
-    teacher = vit("gaussian")
+@pytest.mark.parametrize("attention", STUDENTS)
+def test_warm_start_copies_all_but_q_and_k(attention):
+    """AttentionX's update is (V - MH) W: there W is minus the teacher's. Belief2's W_p is W."""
+    model, teacher = vit(attention), vit("gaussian")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     warm_start(model, teacher.state_dict())
     for name, parameter in model.named_parameters():
@@ -35,8 +36,14 @@ def test_warm_start_copies_all_but_q_and_k():
             qk, v = parameter[:64], parameter[64:]
             assert torch.equal(qk, before[name][:64])
             assert torch.equal(v, teacher.state_dict()[name.replace("qkv", "v")])
-        elif "proj_parallel" in name or ".z." in name:
+        elif ".z." in name:
             assert torch.equal(parameter, before[name])
+        elif "proj_parallel" in name:
+            assert torch.equal(parameter, teacher.state_dict()[name.replace("proj_parallel", "proj")])
+        elif "proj_local" in name:
+            assert not parameter.any()
+        elif name.endswith("attn.proj.weight") and attention == "attentionx":
+            assert torch.equal(parameter, -teacher.state_dict()[name])
         else:
             assert torch.equal(parameter, teacher.state_dict()[name])
 
@@ -72,6 +79,35 @@ def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(atten
             assert torch.equal(parameter[64:], before[name][64:]) and not torch.equal(parameter[:64], before[name][:64])
         elif ".attn.z." not in name:
             assert torch.equal(parameter, before[name]), name
+
+
+@pytest.mark.parametrize("tokens", [dict(class_token=True, global_pool="token"),
+                                    dict(class_token=True, reg_tokens=2, no_embed_class=True)], ids=["class", "registers"])
+@pytest.mark.parametrize("attention", ["standard", "attentionx"])
+def test_a_student_with_class_and_register_tokens_starts_from_the_teacher_too(attention, tokens):
+    model, teacher, images = vit(attention, **tokens), vit("gaussian").state_dict(), torch.randn(32, 1, 8, 8)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    prefix = model.num_prefix_tokens
+    warm_start(model, teacher)
+    assert torch.equal(model.pos_embed[:, -16:], teacher["pos_embed"])
+    assert torch.equal(model.pos_embed[:, :-16], before["pos_embed"][:, :-16])
+    assert torch.equal(model.cls_token, before["cls_token"])
+    torch.nn.init.trunc_normal_(model.pos_embed, std=0.5)
+
+    def divergence() -> float:
+        total = 0.0
+        for row, wanted in zip(forward_with_maps(model, images)[1], prior(), strict=True):
+            row, wanted = row.exp()[..., prefix:, prefix:].double(), wanted.double().expand(32, 4, 16, 16)
+            if attention == "attentionx":
+                wanted = wanted * (1 - torch.eye(16))
+            row, wanted = row / row.sum(-1, keepdim=True), wanted / wanted.sum(-1, keepdim=True)
+            seen = wanted > 0
+            total += (wanted[seen] * (wanted[seen] / row[seen]).log()).sum().item() / (32 * 4 * 16)
+        return total
+
+    at_start = divergence()
+    fitted = fit_queries_and_keys(model, prior(), images)
+    assert divergence() < 0.25 * at_start and sum(fitted) == pytest.approx(divergence(), rel=0.2)
 
 
 def test_a_block_without_a_map_is_left_alone_and_the_fit_repeats():

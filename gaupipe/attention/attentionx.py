@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.functional import StudentAttention, matrix_of_mh
 
 
 class AttentionX(StudentAttention):
@@ -20,6 +20,13 @@ class AttentionX(StudentAttention):
         super().__init__(*args, **kwargs)
         self.gamma = gamma
         self.mask_diagonal = mask_diagonal
+
+    def matrices(self) -> dict[str, Tensor]:
+        """MH enters with the opposite sign, so W is minus the matrix of other attentions."""
+        return {"MH": -self.proj.weight, "V": self.proj.weight}
+
+    def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"proj": -matrix_of_mh(matrices)}
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(torch.sub(v, mh, alpha=self.gamma))

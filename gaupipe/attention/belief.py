@@ -23,5 +23,9 @@ class BeliefAttention(StudentAttention):
         super().__init__(*args, **kwargs)
         self.signal = choice("signal", signal, SIGNALS)
 
+    def matrices(self) -> dict[str, Tensor]:
+        signal = {"perpendicular": "D", "projected": "MH - D", "value": "V"}[self.signal]
+        return {signal: self.proj.weight}
+
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(SIGNALS[self.signal](mh, v))

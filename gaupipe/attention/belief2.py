@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, perpendicular
+from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh, perpendicular
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
@@ -29,15 +29,23 @@ class Belief2Attention(StudentAttention):
         self.proj_parallel = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False, **dd)
         self.z = nn.Linear(self.qkv.in_features, self.attn_dim, bias=False, **dd) if zz else None
 
-    def take_over(self, old: Attention) -> set[str]:
-        """As the base; W_p = W and Z so small that float32 does not see Z Z' (*proposition 1*), but not 0: there the
-        gradient of Z Z' vanishes and Z would never learn."""
-        added = super().take_over(old)
-        if "proj_parallel" in added:
-            self.proj_parallel.weight.data.copy_(self.proj.weight)
-        if "z" in added:
+    def matrices(self) -> dict[str, Tensor]:
+        return {"D": self.proj.weight, "MH - D": self.proj_parallel.weight}
+
+    def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """MH W = D W + (MH - D) W, so W_p = W (*proposition 1*); what is perpendicular to V has
+        nothing for W_p, which is then 0."""
+        rest = {name: weight for name, weight in matrices.items() if name != "MH - D"}
+        nothing = torch.zeros_like(self.proj.weight)
+        parallel = matrices.get("MH - D", matrices.get("MH", nothing))
+        return {"proj": matrix_of_mh(rest) if rest else nothing, "proj_parallel": parallel}
+
+    def take_over(self, old: Attention) -> None:
+        """As the base; Z starts so small that float32 does not see Z Z' (*proposition 1*), but not
+        at 0: there the gradient of Z Z' vanishes and Z would never learn."""
+        super().take_over(old)
+        if self.z is not None and getattr(old, "z", None) is None:
             nn.init.normal_(self.z.weight, std=1e-5)
-        return added
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q K' + Z Z'."""

@@ -5,6 +5,7 @@ Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Callable, Iterable
 
@@ -12,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gaupipe.errors import UserError
 
@@ -21,21 +21,42 @@ class StudentAttention(Attention):
     """Base of the student attentions: project, attend, combine. Arguments and parameters are those of timm's
     ``Attention``, so that its weights load.
 
-    A variant overrides :meth:`combine`, which turns what standard attention would hand to its output projection into
-    the update that the block adds to its tokens; if it compares other things than Q and K also :meth:`project`.
+    A variant overrides :meth:`combine`, which turns what standard attention would hand to its
+    output projection into the update that the block adds to its tokens; if it compares other things
+    than Q and K also :meth:`project`. For trained weights to be taken over it says in
+    :meth:`matrices` what its output matrices multiply, and in :meth:`start_from` how they start.
     """
 
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
 
-    def take_over(self, old: Attention) -> set[str]:
-        """Shares every module that ``old`` has too; returns the names of the others, which are as constructed. A variant
-        that adds matrices sets them where they change least."""
+    def matrices(self) -> dict[str, Tensor]:
+        """The matrices of the update by what each of them multiplies: "MH", "D" (its part
+        perpendicular to V), "D_s" (the same in each head), "MH - D", "MH - D_s" or "V"."""
+        return {"MH": self.proj.weight}
+
+    def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weight of each of this attention's output matrices, by the name of its module, at
+        which it changes least of a trained attention with these :meth:`matrices`."""
+        return {"proj": matrix_of_mh(matrices)}
+
+    @torch.no_grad()
+    def take_over(self, old: Attention) -> None:
+        """Starts from the weights of a trained attention: shares every module that ``old`` has too,
+        but for output matrices that do not stay as they are. ``old`` does not change."""
         shared = dict(old.named_children())
-        for name in shared.keys() & self._modules.keys():
-            setattr(self, name, shared[name])
+        matrices = old.matrices() if isinstance(old, StudentAttention) else {"MH": old.proj.weight}
+        start = self.start_from(matrices)
+        for name, module in shared.items():
+            if name in start and start[name] is not module.weight:
+                module = copy.deepcopy(module)
+            if name in self._modules or name == "gate":  # which timm leaves None where there is none
+                setattr(self, name, module)
+        for name, weight in start.items():
+            own = getattr(self, name).weight
+            if own is not weight:
+                own.data.copy_(weight)
         self.scale = old.scale
-        return {name for name, _ in self.named_children()} - shared.keys()
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
@@ -94,6 +115,13 @@ class StudentAttention(Attention):
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), rows
 
 
+def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
+    """What MH, or its part perpendicular to V, is multiplied by in :meth:`StudentAttention.matrices`;
+    for an ablation that does without both, its W."""
+    found = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
+    return sum(found[1:], found[0]) if found else next(iter(matrices.values()))
+
+
 def merge_heads(heads: Tensor) -> Tensor:
     """[B, H, T, d_m] to [B, T, H * d_m]; a view for what a fused kernel returns and for Q, K and V."""
     return heads.transpose(1, 2).flatten(2)
@@ -145,42 +173,88 @@ def per_head(combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor,
 
 
 def perpendicular(m: Tensor, v: Tensor) -> Tensor:
-    """The part of m perpendicular to v over the last axis: m - a v, a = <m, v> / <v, v>, and a = 0 where v = 0
-    (*BeliefFormer, eqs. 10-12*). Shapes [..., d] alike; computed in float32 or wider, returned in the type of m.
+    """The part of m perpendicular to v over the last axis: m - a v, a = <m, v> / <v, v>, and a = 0
+    where v = 0 (*BeliefFormer, eqs. 10-12*).
+
+    Shapes [..., d] alike; computed in float32 or wider, returned in the type of m. m and v may have
+    any length that the type can hold. Where |v| is below 1e-30 (in float64 1e-270) v gets no
+    gradient: it grows with 1 / |v|, and the type could not hold it much longer.
+
+    Has derivatives of any order and works under torch.func's transforms.
     """
-    if torch.compiler.is_compiling():
-        return _perpendicular(m, v)[0]
+    if takes_operations_apart():
+        return project_out(m, v)
     return _Perpendicular.apply(m, v)
 
 
-def _perpendicular(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(m - a v, a, <v, v>), the last two in float32 with a last axis of 1; <v, v> is infinite where v = 0."""
+def takes_operations_apart() -> bool:
+    """Whether torch.compile, an export or one of torch.func's transforms is at work: they know
+    every plain operation, and have no use for a gradient written by hand."""
+    return torch.compiler.is_compiling() or _transforms_active()
+
+
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def project_out(m: Tensor, v: Tensor) -> Tensor:
+    """:func:`perpendicular` by operations that can be differentiated any number of times."""
     wide_m, wide_v = at_least_float32(m), at_least_float32(v)
-    squared = torch.linalg.vector_norm(wide_v, dim=-1, keepdim=True).square()
-    squared = squared.masked_fill(squared == 0, torch.inf)
-    a = torch.linalg.vecdot(wide_m, wide_v).unsqueeze(-1) / squared
-    return torch.addcmul(wide_m, a, wide_v, value=-1).to(m.dtype), a, squared
+    short = wide_v.detach().abs().amax(-1, keepdim=True) < SHORTEST_WITH_GRADIENT[wide_v.dtype]
+    u = torch.where(short, wide_v.detach(), wide_v) * scale_to_unit_length(wide_v)
+    squared = torch.linalg.vecdot(u, u).unsqueeze(-1)
+    squared = squared.masked_fill(squared == 0, torch.inf)  # a and all its derivatives are 0
+    a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
+    return torch.addcmul(wide_m, a, u, value=-1).to(m.dtype)
+
+
+LARGEST_SCALE = {torch.float32: 2.0**90, torch.float64: 2.0**700}
+"""Brings the shortest v there is to a length that can be squared; 1 / this does so for the longest."""
+
+SHORTEST_WITH_GRADIENT = {torch.float32: 1e-30, torch.float64: 1e-270}
+
+
+def scale_to_unit_length(v: Tensor) -> Tensor:
+    """What to multiply v [..., d] by so that <v, v> neither vanishes nor overflows: [..., 1], a
+    constant to autograd. A projection does not depend on it, only its rounding."""
+    largest = LARGEST_SCALE[v.dtype]
+    length = torch.linalg.vector_norm(v.detach(), dim=-1, keepdim=True)
+    return length.reciprocal().clamp(1 / largest, largest)
+
+
+def bounded(scale: Tensor, squared: Tensor) -> Tensor:
+    """``scale``, and 0 where v = u / scale with |u|^2 = ``squared`` is too short for a gradient."""
+    limit = SHORTEST_WITH_GRADIENT[scale.dtype]
+    return scale.masked_fill(squared < (scale * limit).square(), 0)
 
 
 class _Perpendicular(torch.autograd.Function):
-    """:func:`perpendicular` with its gradient by hand: half the passes over memory that autograd would make.
+    """:func:`project_out` with its gradient by hand: half the passes over memory that autograd
+    would make.
 
-    With G the gradient of D = m - a v and c = <G, v> / <v, v>: dm = G - c v (the projection is self-adjoint) and
-    dv = -(a dm + c D).
+    With G the gradient of D = m - a u and c = <G, u> / <u, u>: dm = G - c u (the projection is
+    self-adjoint) and dv = -scale (a dm + c D).
     """
 
     @staticmethod
     def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
-        d, a, squared = _perpendicular(m, v)
-        ctx.save_for_backward(v, d, a, squared)
+        wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+        scale = scale_to_unit_length(wide_v)
+        u = wide_v * scale
+        squared = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
+        squared = squared.clamp_min(torch.finfo(u.dtype).tiny)  # 0 where v is, and so is <m, u>
+        a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
+        d = torch.addcmul(wide_m, a, u, value=-1, out=u).to(m.dtype)
+        ctx.save_for_backward(m, v, d, a, squared, scale)
         return d
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        v, d, a, squared = ctx.saved_tensors
-        wide_grad, wide_v = at_least_float32(grad), at_least_float32(v)
-        c = torch.linalg.vecdot(wide_grad, wide_v).unsqueeze(-1) / squared
-        grad_m = torch.addcmul(wide_grad, c, wide_v, value=-1)
-        grad_v = (grad_m * -a).addcmul_(c, at_least_float32(d), value=-1)
+        m, v, d, a, squared, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative will be asked for
+            return torch.func.vjp(perpendicular, m, v)[1](grad)
+        wide_grad, u = at_least_float32(grad), at_least_float32(v) * scale
+        c = torch.linalg.vecdot(wide_grad, u).unsqueeze(-1) / squared
+        grad_m = torch.addcmul(wide_grad, c, u, value=-1)
+        scale = bounded(scale, squared)
+        grad_v = (grad_m * (-a * scale)).addcmul_(c * scale, at_least_float32(d), value=-1)
         return grad_m.to(grad.dtype), grad_v.to(v.dtype)
