@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from gaupipe import config
 from gaupipe.comparison import (PLAIN, Run, Spread, apply, as_run, as_teacher, compare_at, default_cells, digest, epochs_to,
                                 resolved, sweep_cells)
 from gaupipe.errors import UserError
+from stages.compare_runs import Training
 
 TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
         "phase_a.max_epochs=1", "phase_b.epochs=2"]
@@ -129,6 +131,29 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     epochs = config.load("digits", ["phase_b.epochs=3"])
     assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
     assert as_run(base, 0, plain=True).phase_b.optim == base.baseline.optim
+
+
+OLDER = {"data": {"name": "fashion_mnist", "train_images": 20000, "workers": 3}, "threads": 2,
+         "model": {"init": "mimetic", "args": {"depth": 6}},
+         "phase_a": {"stop_accuracy": 0.9, "rows": {"lr": 0.004},
+                     "compression": {"embedding": 32, "hidden": 128}},
+         "phase_b": {"student": "belief2", "attention_options": {"zz": False}, "gamma": 0.5,
+                     "gamma_epochs": 3, "shuffle_maps": True, "optim": {"lr": 0.004}},
+         "baseline": {"optim": {"lr": 0.002}}}
+
+
+@pytest.mark.parametrize("plain, kind, encoding, student, teacher, maps", [
+    (True, "gaussian", "float16", "6d930c3a54a9", "4ae9c3c047b8", "maps.zarr"),
+    (False, "gaussian", "float16", "ba3243950f48", "ce42dcef61ef", "maps.zarr"),
+    (False, "gaussian", "uint8", "cc1a8e19c9dc", "ce42dcef61ef", "maps-gaussian-uint8.zarr"),
+    (False, "embedding", "float16", "d3cd5aedc3af", "ce42dcef61ef", "maps-embedding-float16.zarr"),
+])
+def test_a_run_lies_where_version_0_1_put_it(plain, kind, encoding, student, teacher, maps):
+    settings = as_run(config.parse(OLDER, "test"), 3, plain)
+    training = Training("", settings, plain, kind, encoding, Path("c"), data_sha256="ab" * 32)
+    assert training.folder == Path("c/students") / student
+    assert training.teacher.path == Path("c/teachers") / teacher
+    assert training.maps == Path("c/teachers") / teacher / maps
 
 
 def swept(entries):
