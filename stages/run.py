@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe import data as datasets
-from gaupipe.comparison import total_seconds
 from gaupipe.config import Settings
+from gaupipe.progress import total_seconds
 from stages import export_maps, phase_a, phase_b
 
 

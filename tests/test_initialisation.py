@@ -6,11 +6,12 @@ import torch
 
 from gaupipe import config
 from gaupipe import data as datasets
-from gaupipe.comparison import default_cells, resolved, sweep_cells
 from gaupipe.errors import UserError
 from gaupipe.initialisation import factors
 from gaupipe.training import build_vit
-from stages import compare, export_maps, key_attention, phase_a, phase_b
+from stages import export_maps, key_attention, phase_a, phase_b
+from stages.compare.cells import default_cells, resolve, sweep_cells
+from stages.compare.run import check
 
 DIGITS = config.DataSettings(name="digits")
 
@@ -91,7 +92,7 @@ def test_the_shipped_sweeps_can_be_run():
     for name in names:
         cells = sweep_cells(config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False))
         for cell in cells:
-            compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base), data)
+            check(cell, resolve(cell, {cell.name: cell for cell in cells}, {}, base), data)
 
 
 def test_a_vit_without_a_position_embedding_cannot_start_mimetic():
