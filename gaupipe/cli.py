@@ -266,7 +266,7 @@ def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ov
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import plan as stage
-    planned = stage.run(settings, folder, steps, images, classes)
+    planned = stage.run(settings, folder, steps=steps, images=images, classes=classes)
     if as_json:
         print(json.dumps(planned))
         return

@@ -20,11 +20,11 @@ from gaupipe.config import Settings
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, from_raw
-from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
 from gaupipe.teacher import Decoder, predict
 from stages import phase_a
 from stages.phase_a import PhaseA, teacher_sha256
+from stages.resources import check_resources, make_plan, sizes_of
 from stages.run_directory import RunDirectory
 
 WRITERS = min(4, os.cpu_count() or 1)
@@ -57,7 +57,7 @@ def _run(run: RunDirectory, kind: str | None, url: str, overwrite: bool, repair:
     kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
     schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
-        check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, kind)
+        check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, store_kind=kind)
     if repair:
         writer = store.repair(url, schema, **how)
     else:

@@ -21,11 +21,11 @@ from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry, expected_map, move
 from gaupipe.image_state import ImageState
-from gaupipe.planning import check_resources, make_plan, rows_in_files, sizes_of
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, build_optimizer, build_vit, score, select_device, train_epoch
 from stages.key_attention import save_snapshot
+from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
 
 
@@ -72,7 +72,7 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
 def build_rows(settings: Settings, teacher: Teacher, num_images: int, folder: Path) -> ImageState:
     """The images' rows at their start, in memory or, beyond the budget, in files in ``folder``."""
     rows = settings.phase_a.rows
-    in_files = rows_in_files(rows, num_images, math.prod(teacher.row_shape))
+    in_files = per_image_in_files(rows, num_images, math.prod(teacher.row_shape))
     return ImageState(num_images, torch.zeros(teacher.row_shape), lr=rows.lr, betas=rows.betas, eps=rows.eps,
                       moments_dtype=getattr(torch, rows.moments), folder=folder if in_files else None,
                       initial_std=rows.initial_std, seed=settings.seed)

@@ -33,7 +33,7 @@ from gaupipe.training import (TrainingState, build_optimizer, build_vit, has_che
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
 from stages import phase_a
 from stages.export_maps import default_kind, gaussians_reader, make_schema
-from stages.key_attention import save_snapshot, student_rows
+from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, check_name, locked, write_whole
 
 
@@ -246,7 +246,7 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
                         **{name: losses.get(name) for name in ("loss_soft", "loss_hard", "loss_feat")},
                         "gamma": gamma if job.maps else 0.0})
             state.finished = epoch + 1 == phase.epochs
-            save_snapshot(folder, epoch + 1, job.settings, job.data, student_rows(state.kept, job.device))
+            save_snapshot(folder, epoch + 1, job.settings, job.data, student_attention(state.kept, job.device))
             state.save(folder / "checkpoint")
             progress.line(f"{label} epoch {epoch + 1}/{phase.epochs}: loss {losses['loss']:.4f}, "
                           f"validation acc {scores['acc']:.4f}, {seconds:.1f} s")
