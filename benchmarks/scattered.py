@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gaupipe import data as datasets
 from gaupipe.config import DataSettings
+from gaupipe.data import load_data
 
 SIZE, SCRAPS, SCRAP = 56, 6, 10
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="folder of Fashion-MNIST's files, if not that of Debian's package")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    source = datasets.load(DataSettings(name="fashion_mnist", root=arguments.root))
+    source = load_data(DataSettings(name="fashion_mnist", root=arguments.root))
     for seed, (prefix, images) in enumerate((("train", source.train.source), ("t10k", source.test.source))):
         write(arguments.folder / f"{prefix}-images-idx3-ubyte.gz", scattered(images.images[:, 0].numpy(), seed))
         write(arguments.folder / f"{prefix}-labels-idx1-ubyte.gz", images.labels.astype(np.uint8))

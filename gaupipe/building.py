@@ -14,7 +14,6 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 import gaupipe.models  # noqa: F401  (timm learns gaupipe's names)
-
 from gaupipe.config import ModelSettings, OptimSettings, Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError

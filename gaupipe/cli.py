@@ -201,12 +201,12 @@ def compare(config: ConfigArgument = None,
     numbers = _listed("--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2")
     goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
     from stages import compare as stage
-    from stages.compare_report import tables
-    found = stage.run(settings, folder, keys, numbers, goals, sweep, tune, jobs, test, rows or [])
+    results = stage.run(settings, folder, students=keys, seeds=numbers, targets=goals, sweep=sweep, only=rows or [],
+                        tune=tune, jobs=jobs, test=test)
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(results))
         return
-    for table in tables(found):
+    for table in stage.tables(results):
         Console().print(table)
     print(folder)
 

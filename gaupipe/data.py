@@ -234,7 +234,8 @@ def load_data(settings: DataSettings) -> ImageData:
     if isinstance(train, ArrayImages):
         mean, std = _mean_and_std(train.images[torch.from_numpy(kept)])
     else:
-        from timm.data import IMAGENET_DEFAULT_MEAN as mean, IMAGENET_DEFAULT_STD as std
+        from timm.data import IMAGENET_DEFAULT_MEAN as mean
+        from timm.data import IMAGENET_DEFAULT_STD as std
     image_size = settings.image_size or (train.images.shape[-1] if isinstance(train, ArrayImages) else 224)
     digest = hashlib.sha256(train.fingerprint())
     for array in (kept, split.labels):
@@ -268,4 +269,3 @@ def _stratified(positions: np.ndarray, labels: np.ndarray, share: float | int) -
     return np.sort(rest), np.sort(taken)
 
 
-load = load_data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,8 @@ class MetricsLog:
         self.rows.append(row)
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def total_seconds(metrics: Sequence[dict[str, Any]]) -> float:
+    """Seconds of training steps over all epochs of a metrics file."""
+    return sum(entry["seconds"] for entry in metrics)

@@ -11,19 +11,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import store
 import torch
 from torch import Tensor
 
+import store
 from gaupipe.config import Settings
 from gaupipe.data import Batch, Batches, ImageData
 from gaupipe.errors import UserError
-from gaupipe.planning import check_resources, make_plan, sizes_of
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS
 from gaupipe.teacher import predict
 from stages import phase_a
 from stages.phase_a import PhaseA, teacher_sha256
+from stages.resources import check_resources, make_plan, sizes_of
 from stages.run_directory import RunDirectory
 
 WRITERS = min(4, os.cpu_count() or 1)

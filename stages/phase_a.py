@@ -28,8 +28,7 @@ from gaupipe.student import check_student
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, Update, epochs, score
 from stages.key_attention import save_snapshot
-from gaupipe.planning import check_resources, make_plan, sizes_of
-from gaupipe.planning import rows_in_files as per_image_in_files
+from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
 
 

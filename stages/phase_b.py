@@ -5,7 +5,6 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import store
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
+import store
 from gaupipe import config
 from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, Mix, mixed_targets
@@ -32,12 +31,12 @@ from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS
-from gaupipe.student import build_student, check_baseline, check_fit, check_student
+from gaupipe.student import build_student, check_fit
 from gaupipe.teacher import Teacher
 from gaupipe.training import TrainingState, Update, epochs, has_checkpoint, score_model
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, phase_a
-from stages.key_attention import save_snapshot, student_maps
+from stages import phase_a
+from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, check_name, locked, write_whole
 
 WARM_START_IMAGES = 256
@@ -243,8 +242,8 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
                 gamma=gamma,
             )
             state.finished = epoch.number + 1 == total
-            rows = student_maps(state.kept, job.device)
-            save_snapshot(folder, epoch.number + 1, settings, job.data, rows)
+            attention = student_attention(state.kept, job.device)
+            save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
             progress.line(
                 f"{label} epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, "
                 f"validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"
@@ -333,14 +332,3 @@ def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
     """Share of the batch whose largest logit is its label."""
     return (logits.argmax(-1) == labels).float().mean()
-
-
-def check(settings: Settings, data: ImageData, kind: str | None = None, encoding: str = "float16") -> None:
-    teacher = phase_a.build_teacher(settings, data)
-    job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
-    phase_a.training_state(job)
-    schema = export_maps.make_schema(job, kind or export_maps.default_kind(settings, encoding), encoding, "0" * 64)
-    check_student(settings, data, teacher, schema.kind)
-
-
-check_plain = check_baseline

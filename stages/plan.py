@@ -1,4 +1,4 @@
-"""Plan: what a run will need and take, from its settings and a few real training steps, before anything starts."""
+"""Plan: what a run will take, from its settings and a few real training steps, before it starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import math
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,18 @@ import numpy as np
 import torch
 from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model, list_models
+from torch import nn
 
 import store
+from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
-from gaupipe.planning import (
+from gaupipe.student import build_student
+from gaupipe.teacher import Teacher
+from gaupipe.training import score_model
+from stages import export_maps, phase_a, phase_b
+from stages.resources import (
     Plan,
     available_memory,
     check_resources,
@@ -29,11 +36,13 @@ from gaupipe.planning import (
     make_plan,
     sizes_of,
 )
-from gaupipe.teacher import Teacher
-from gaupipe.building import select_device
-from gaupipe.student import build_student
-from gaupipe.training import score_model
-from stages import export_maps, phase_a, phase_b
+
+JSON_NAMES = {
+    "per_image_parameters": "row_parameters",
+    "per_image_in": "rows_in",
+    "per_image_disk_bytes": "rows_disk_bytes",
+}
+"""Fields of :class:`~stages.resources.Plan` whose names in the JSON, which scripts read, are older."""
 
 
 def run(
@@ -44,10 +53,13 @@ def run(
     images: int | None = None,
     classes: int | None = None,
 ) -> dict[str, Any]:
-    """Counts, bytes and seconds of a run, as plain JSON values; leaves nothing on disk.
+    """Counts, bytes and seconds of a run, as plain JSON values. Leaves nothing on disk.
 
-    ``steps`` training steps of each phase are measured; 0 leaves the times out (null). ``images`` and ``classes``
-    describe a data set that is not at hand: random pixels stand in for it, so that decoding is not in the times.
+    steps             training steps of each phase to measure; 0 leaves the times out (null)
+    images, classes   describe a data set that is not at hand. Random pixels stand in for it, so
+                      that decoding is not in the times
+
+    Raises UserError for settings that cannot be run. What does not fit is in ``problem``.
     """
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
@@ -60,19 +72,30 @@ def run(
     plan = make_plan(settings, sizes)
     held_out = len(data.val) if images is None else round(images * settings.data.val_fraction)
     seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
+    counts = {JSON_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
+    return {
+        **counts,
+        "phase_a_disk_bytes": plan.phase_a_disk_bytes,
+        "free_disk_bytes": free_disk(run_dir),
+        "available_memory_bytes": available_memory(),
+        "device": str(device),
+        "seconds": seconds,
+        "problem": find_problem(plan, run_dir, export_maps.default_kind(settings)),
+    }
+
+
+def find_problem(plan: Plan, run_dir: Path, store_kind: str) -> str | None:
+    """Why phase A or the export would not fit, in one line; None if they do."""
     try:
         check_resources(plan, run_dir)
-        check_resources(plan, run_dir, export_maps.default_kind(settings))
-        problem = None
+        check_resources(plan, run_dir, store_kind=store_kind)
     except UserError as error:
-        problem = str(error)
-    return {**dataclasses.asdict(plan), "phase_a_disk_bytes": plan.phase_a_disk_bytes,
-            "free_disk_bytes": free_disk(run_dir), "available_memory_bytes": available_memory(),
-            "device": str(device), "seconds": seconds, "problem": problem}
+        return str(error)
+    return None
 
 
 def load_or_say_how(settings: Settings) -> ImageData:
-    """The data set. Raises UserError where it is not there, saying how to plan without it."""
+    """The data set. Raises UserError, saying how to plan without it, where it is not there."""
     try:
         return load_data(settings.data)
     except UserError as error:
@@ -83,61 +106,135 @@ def model_image_size(name: str) -> int:
     """The image size, in pixels, that a model is made for. Raises UserError for an unknown model."""
     config = get_pretrained_cfg(name, allow_unregistered=False) if is_model(name) else None
     if config is None:
-        raise UserError(f"model.name: unknown model {name!r}: set data.image_size, or name one of "
-                        f"{', '.join(list_models('gauvit_*'))}")
+        known = ", ".join(list_models("gauvit_*"))
+        raise UserError(
+            f"model.name: unknown model {name!r}: set data.image_size, or name one of {known}"
+        )
     return config.input_size[-1]
 
 
 def random_data(settings: Settings, images: int, classes: int) -> ImageData:
-    """Stands in for a data set of ``classes``: as many random images as measuring takes, and one more for validation."""
+    """Stands in for a data set of ``classes``: as many random images as measuring takes, and one
+    more for validation."""
     size = settings.data.image_size or model_image_size(settings.model.name)
     count = min(images, 8 * settings.data.batch_size) + 1
     generator = np.random.default_rng(0)
-    source = ArrayImages(generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8),
-                         generator.integers(0, classes, count))
-    return ImageData(settings.data.name, Split(source, np.arange(count - 1)), Split(source, np.arange(count - 1, count)),
-                     None, classes, 3, size, (0.5,) * 3, (0.25,) * 3, sha256="")
+    pixels = generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
+    source = ArrayImages(pixels, generator.integers(0, classes, count))
+    return ImageData(
+        name=settings.data.name,
+        train=Split(source, np.arange(count - 1)),
+        val=Split(source, np.arange(count - 1, count)),
+        test=None,
+        num_classes=classes,
+        channels=3,
+        image_size=size,
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+        sha256="",
+    )
 
 
-def measure(settings: Settings, data: ImageData, teacher: Teacher, device: torch.device, plan: Plan, steps: int,
-            held_out: int) -> dict[str, float]:
-    """Seconds of each stage, scaled up from a run on the first ``steps`` batches of images (a first epoch warms up, the
-    second counts). Training stops earlier than after ``max_epochs`` where it reaches ``stop_accuracy``."""
+def measure(
+    settings: Settings,
+    data: ImageData,
+    teacher: Teacher,
+    device: torch.device,
+    plan: Plan,
+    steps: int,
+    held_out: int,
+) -> dict[str, float]:
+    """Seconds of each stage, scaled up from a run on the first ``steps`` batches of images.
+
+    A first epoch warms up, the second counts. ``held_out`` is the number of validation images.
+    Training stops earlier than after ``max_epochs`` where it reaches ``stop_accuracy``.
+    """
     count = min(steps * settings.data.batch_size, len(data.train))
-    small = dataclasses.replace(data, train=Split(data.train.source, data.train.positions[:count]), test=None,
-                                val=Split(data.val.source, data.val.positions[:1]))
-    where = settings.phase_a.rows.model_copy(update={"memory_budget_gb": 0 if plan.rows_in == "files" else math.inf})
-    short = settings.model_copy(update={
-        "phase_a": settings.phase_a.model_copy(update={"max_epochs": 2, "stop_accuracy": 1.0, "rows": where}),
-        "phase_b": settings.phase_b.model_copy(update={"epochs": 2})})
+    small = first_images(data, count)
+    short = two_epochs(settings, per_image_in_files=plan.per_image_in == "files")
     sizes = settings.data
     evaluation = Batches(small.train, small, device, sizes.eval_batch_size, sizes.workers)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        rows = phase_a.build_per_image(short, teacher, count, Path(folder) / "rows") if plan.row_parameters else None
-        first = phase_a.PhaseA(short, small, device, teacher.to(device), rows)
-        state = phase_a.training_state(first)
-        phase_a.train(first, state, Path(folder) / "phase_a")
-        train_a = state.metrics[-1]["seconds"] / count
-        score_a = clock(lambda: phase_a.score_teacher(first, evaluation, seen=True)) / count
-
-        url = str(Path(folder) / "maps.zarr")
-        kind = export_maps.default_kind(settings)
-        writer = store.create(url, export_maps.make_schema(first, kind), decoder=export_maps.decoder(first, kind))
-        export = clock(lambda: export_maps.write(first, writer)) / count
-
-        student = build_student(short, small).to(device)
-        second = phase_b.PhaseB(short, small, device, student, short.phase_b.optim, store.open(url))
-        state = phase_b.training_state(second)
-        phase_b.train(second, state, Path(folder) / "phase_b")
-        train_b = state.metrics[-1]["seconds"] / count
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        folder = Path(name)
+        job, train_a = measure_phase_a(short, small, teacher, device, folder)
+        score_a = clock(lambda: phase_a.score_teacher(job, evaluation, seen=True)) / count
+        export = measure_export(job, folder / "maps.zarr") / count
+        student, train_b = measure_phase_b(short, small, device, folder)
         score_b = clock(lambda: score_model(student, evaluation)) / count
     epoch_a = plan.images * (train_a + score_a) + held_out * score_a
     epoch_b = plan.images * train_b + held_out * score_b
-    return {"phase_a_epoch": epoch_a, "phase_a": epoch_a * settings.phase_a.max_epochs, "export": export * plan.images,
-            "phase_b_epoch": epoch_b, "phase_b": epoch_b * settings.phase_b.epochs}
+    return {
+        "phase_a_epoch": epoch_a,
+        "phase_a": epoch_a * settings.phase_a.max_epochs,
+        "export": export * plan.images,
+        "phase_b_epoch": epoch_b,
+        "phase_b": epoch_b * settings.phase_b.epochs,
+    }
 
 
-def clock(work: Any) -> float:
+def first_images(data: ImageData, count: int) -> ImageData:
+    """The first ``count`` training images and one validation image."""
+    train, val = data.train, data.val
+    return dataclasses.replace(
+        data,
+        train=Split(train.source, train.positions[:count]),
+        val=Split(val.source, val.positions[:1]),
+        test=None,
+    )
+
+
+def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
+    """The settings with two epochs a phase, whatever accuracy they reach."""
+    phase_a = settings.phase_a
+    budget = 0 if per_image_in_files else math.inf
+    rows = phase_a.rows.model_copy(update={"memory_budget_gb": budget})
+    changes = {"max_epochs": 2, "stop_accuracy": 1.0, "rows": rows}
+    return settings.model_copy(
+        update={
+            "phase_a": phase_a.model_copy(update=changes),
+            "phase_b": settings.phase_b.model_copy(update={"epochs": 2}),
+        }
+    )
+
+
+def measure_phase_a(
+    settings: Settings, data: ImageData, teacher: Teacher, device: torch.device, folder: Path
+) -> tuple[phase_a.PhaseA, float]:
+    """The trained teacher, and the seconds an image took in the last epoch."""
+    count = len(data.train)
+    per_image = None
+    if settings.phase_a.residual:
+        per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
+    job = phase_a.PhaseA(settings, data, device, teacher.to(device), per_image)
+    state = phase_a.training_state(job)
+    phase_a.train(job, state, folder / "phase_a")
+    return job, state.metrics[-1]["seconds"] / count
+
+
+def measure_export(job: phase_a.PhaseA, path: Path) -> float:
+    """Seconds of an export of the default kind."""
+    kind = export_maps.default_kind(job.settings)
+    schema, decoder = export_maps.make_schema(job, kind), export_maps.decoder(job, kind)
+    writer = store.create(str(path), schema, decoder=decoder)
+    return clock(lambda: export_maps.write(job, writer))
+
+
+def measure_phase_b(
+    settings: Settings, data: ImageData, device: torch.device, folder: Path
+) -> tuple[nn.Module, float]:
+    """The trained student, and the seconds an image took in the last epoch."""
+    student = build_student(settings, data).to(device)
+    maps = store.open(str(folder / "maps.zarr"))
+    job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    state = phase_b.training_state(job)
+    phase_b.train(job, state, folder / "phase_b")
+    return student, state.metrics[-1]["seconds"] / len(data.train)
+
+
+def clock(work: Callable[[], Any]) -> float:
     """Seconds that a call takes."""
     started = time.monotonic()
     work()
@@ -147,34 +244,50 @@ def clock(work: Any) -> float:
 
 
 def table(plan: dict[str, Any]) -> Table:
-    """The plan for people."""
+    """The plan that :func:`run` returned, for people."""
     shown = Table(show_header=False, box=None, pad_edge=False)
     shown.add_column()
     shown.add_column(justify="right")
     shown.add_column()
-
-    def row(name: str, value: str, remark: str = "") -> None:
-        shown.add_row(name, value, remark)
-
-    row("training images", f"{plan['images']:,}")
-    row("network", f"{plan['network_parameters']:,}", "parameters")
-    row("shared prior", f"{plan['prior_parameters']:,}", "parameters")
-    row("per-image rows", f"{plan['row_parameters']:,}", f"numbers, kept in {plan['rows_in']}" if plan["row_parameters"]
-        else "")
-    free = plan["available_memory_bytes"]
-    row("memory", gigabytes(plan["memory_bytes"]), f"{gigabytes(free)} available" if free is not None else "")
-    row("disk, phase A", gigabytes(plan["phase_a_disk_bytes"]),
-        f"rows {gigabytes(plan['rows_disk_bytes'])}, a checkpoint {gigabytes(plan['checkpoint_bytes'])}; "
-        f"{gigabytes(plan['free_disk_bytes'])} free")
-    for kind, size in plan["store_bytes"].items():
-        row(f"store, {kind}", gigabytes(size), "before compression")
-    for name, remark in (("phase_a_epoch", ""), ("phase_a", "all epochs, if it is not accurate enough sooner"),
-                         ("export", "of the usual kind"), ("phase_b_epoch", ""), ("phase_b", "all epochs")):
-        if plan["seconds"]:
-            row(f"time, {name.replace('_', ' ')}", duration(plan["seconds"][name]), remark)
-    if plan["seconds"]:
-        row("measured on", plan["device"])
+    for name, value, *remark in [*_counts(plan), *_bytes(plan), *_times(plan)]:
+        shown.add_row(name, value, *remark)
     return shown
+
+
+def _counts(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    yield "training images", f"{plan['images']:,}"
+    yield "network", f"{plan['network_parameters']:,}", "parameters"
+    yield "shared prior", f"{plan['prior_parameters']:,}", "parameters"
+    place = f"kept in {plan['rows_in']}" if plan["row_parameters"] else ""
+    yield "per image", f"{plan['row_parameters']:,}", f"parameters in all, {place}".rstrip(", ")
+
+
+def _bytes(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    free = plan["available_memory_bytes"]
+    available = f"{gigabytes(free)} available" if free is not None else ""
+    yield "memory", gigabytes(plan["memory_bytes"]), available
+    per_image, checkpoint, free = (
+        gigabytes(plan[name]) for name in ("rows_disk_bytes", "checkpoint_bytes", "free_disk_bytes")
+    )
+    remark = f"per-image parameters {per_image}, a checkpoint {checkpoint}; {free} free"
+    yield "disk, phase A", gigabytes(plan["phase_a_disk_bytes"]), remark
+    for kind, size in plan["store_bytes"].items():
+        yield f"store, {kind}", gigabytes(size), "before compression"
+
+
+def _times(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    if not plan["seconds"]:
+        return
+    remarks = {
+        "phase_a_epoch": "",
+        "phase_a": "all epochs, if it is not accurate enough sooner",
+        "export": "of the default kind",
+        "phase_b_epoch": "",
+        "phase_b": "all epochs",
+    }
+    for name, remark in remarks.items():
+        yield f"time, {name.replace('_', ' ')}", duration(plan["seconds"][name]), remark
+    yield "measured on", plan["device"]
 
 
 def duration(seconds: float) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe.comparison import total_seconds
 from gaupipe.config import Settings
 from gaupipe.data import load_data
+from gaupipe.progress import total_seconds
 from gaupipe.student import check_baseline
 from stages import export_maps, phase_a, phase_b
 

@@ -13,6 +13,7 @@ from gaupipe.progress import EpochProgress
 from store.encoding import LOG_STD_STEP, MEAN_STEP, decode, encode
 
 if TYPE_CHECKING:
+    from gaupipe.data import Batches
     from stages.phase_a import PhaseA
 
 

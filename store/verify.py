@@ -11,8 +11,19 @@ import numpy as np
 from store.encoding import image_crc32c
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.layout import (FORMAT_VERSION, ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_checked,
-                          read_decoder, read_metadata, sha256)
+from store.layout import (
+    FORMAT_VERSION,
+    ROOT,
+    SHARD_BYTES,
+    Layout,
+    Shard,
+    metadata_files,
+    plan,
+    read_checked,
+    read_decoder,
+    read_metadata,
+    sha256,
+)
 from store.schema import Schema
 from store.shards import decode_shard, encode_shard, in_memory
 from store.writer import Writer

@@ -11,8 +11,17 @@ import numpy as np
 from store.encoding import encode, image_crc32c
 from store.errors import DamagedStore, StoreError
 from store.files import Files
-from store.layout import (ROOT, SHARD_BYTES, Layout, Shard, metadata_files, plan, read_decoder, read_metadata,
-                          shard_key)
+from store.layout import (
+    ROOT,
+    SHARD_BYTES,
+    Layout,
+    Shard,
+    metadata_files,
+    plan,
+    read_decoder,
+    read_metadata,
+    shard_key,
+)
 from store.schema import Schema
 from store.shards import encode_shard
 

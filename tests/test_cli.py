@@ -13,8 +13,8 @@ import zarr
 from PIL import Image
 
 from gaupipe import __version__
-from gaupipe import data as datasets
 from gaupipe.config import DataSettings
+from gaupipe.data import load_data
 
 TINY = ["data.train_images=200", "data.batch_size=50", "phase_a.max_epochs=2", "phase_a.stop_accuracy=1.0",
         "phase_b.epochs=2", "phase_b.alpha=0.2", "phase_b.beta=0.1", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=2"]
@@ -68,7 +68,7 @@ def test_run_leaves_the_contracted_files(finished):
 def test_the_store_opens_with_zarr_alone(finished):
     group = zarr.open_group(str(finished[0] / "run" / "maps.zarr"), mode="r")
     assert group.attrs["format"] == "gaupipe-maps" and group.attrs["complete"] is True
-    data = datasets.load(DataSettings(name="digits", train_images=200))
+    data = load_data(DataSettings(name="digits", train_images=200))
     assert np.array_equal(group["labels"][:], data.train.labels)
     gaussians, logits = group["gaussians"][:], group["logits"][:]
     assert gaussians.shape == (200, 2, 2, 16, 4) and gaussians.dtype == np.float16

@@ -8,25 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from gaupipe import config
-from gaupipe.comparison import (
-    PLAIN,
-    Run,
-    Spread,
+from gaupipe.errors import UserError
+from stages.compare.cells import (
+    BASELINE,
     apply,
     as_run,
     as_teacher,
-    compare_at,
     default_cells,
     digest,
-    epochs_to,
-    resolved,
+    resolve,
     sweep_cells,
 )
-from gaupipe.errors import UserError
+from stages.compare.speed import Run, Spread, compare_at, epochs_to
+from stages.compare.trainings import Training
 
 TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
         "phase_a.max_epochs=1", "phase_b.epochs=2"]
@@ -84,17 +83,17 @@ def test_one_seed_has_no_spread():
 
 
 def cells_of(base, *students, tune=True):
-    return {cell.name: cell for cell in default_cells(base, list(students), tune)}
+    return {cell.name: cell for cell in default_cells(base, list(students), tune=tune)}
 
 
 def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     cells = cells_of(base, "standard", "belief2")
-    assert list(cells) == [PLAIN, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
+    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
                            "prior alone", "no soft labels", "shuffled maps"]
-    assert len(cells[PLAIN].tries) >= len(cells["distilled standard"].tries) > 1
+    assert len(cells[BASELINE].trials) >= len(cells["distilled standard"].trials) > 1
     chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
-    settings = {name: resolved(cell, cells, chosen, base) for name, cell in cells.items()}
+    settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
     assert settings["plain ViT, ReZero"].phase_b.rezero
     assert not settings["prior alone"].phase_a.residual and settings["prior alone"].phase_b.optim.lr == 0.5
     assert settings["no soft labels"].phase_b.alpha == 0 and settings["no soft labels"].phase_b.beta == pytest.approx(.3)
@@ -107,40 +106,70 @@ def test_every_try_of_the_default_cells_is_another_run():
         base = config.load(name)
         cells = cells_of(base, "standard")
         for cell in cells.values():
-            runs = {digest(as_run(apply(resolved(cell, cells, {}, base), changes, ""), 0, cell.plain)) for changes in cell.tries}
-            assert len(runs) == len(cell.tries)
-        assert len(cells[PLAIN].tries) == len(cells["distilled"].tries) == 8
+            runs = {digest(as_run(apply(resolve(cell, cells, {}, base), changes, ""), 0, baseline=cell.plain)) for changes in cell.trials}
+            assert len(runs) == len(cell.trials)
+        assert len(cells[BASELINE].trials) == len(cells["distilled"].trials) == 8
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     base = config.load("digits", ["phase_b.student=belief2", "phase_b.attention_options={zz: false}", "phase_b.rezero=true",
                                   "phase_b.match_params=true"])
     cells = cells_of(base, "belief2", "attentionx")
-    settings = {name: as_run(resolved(cell, cells, {}, base), 0, cell.plain).phase_b for name, cell in cells.items()}
-    assert not settings[PLAIN].rezero and not settings[PLAIN].match_params and not settings[PLAIN].attention_options
+    settings = {name: as_run(resolve(cell, cells, {}, base), 0, baseline=cell.plain).phase_b for name, cell in cells.items()}
+    assert not settings[BASELINE].rezero and not settings[BASELINE].match_params and not settings[BASELINE].attention_options
     assert settings["plain ViT, ReZero"].rezero and settings["plain ViT, belief2"].attention_options == {"zz": False}
     assert settings["distilled belief2"].attention_options == {"zz": False} and settings["distilled belief2"].rezero
     assert settings["distilled attentionx"].attention_options == {} == settings["plain ViT, attentionx"].attention_options
-    assert settings[PLAIN].optim == base.baseline.optim != settings["distilled belief2"].optim
+    assert settings[BASELINE].optim == base.baseline.optim != settings["distilled belief2"].optim
 
 
 def test_the_controls_fit_settings_without_a_prior():
     base = config.load("cifar10_atto")
     cells = cells_of(base, "standard")
-    assert resolved(cells["prior alone"], cells, {}, base).phase_a.prior
+    assert resolve(cells["prior alone"], cells, {}, base).phase_a.prior
 
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     base = config.load("digits")
     other = config.load("digits", ["phase_b.gamma=0.5", "phase_a.mode=stochastic", "threads=1", "device=cpu"])
-    assert digest(as_run(base, 0, plain=True)) == digest(as_run(other, 0, plain=True))
-    assert digest(as_run(base, 0, plain=False)) != digest(as_run(other, 0, plain=False))
-    assert digest(as_run(base, 0, plain=True)) != digest(as_run(base, 1, plain=True))
+    assert digest(as_run(base, 0, baseline=True)) == digest(as_run(other, 0, baseline=True))
+    assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))
+    assert digest(as_run(base, 0, baseline=True)) != digest(as_run(base, 1, baseline=True))
     alone, shuffled = (config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"]) for on in ("no", "yes"))
-    assert digest(as_run(alone, 0, plain=False)) == digest(as_run(shuffled, 0, plain=False))
+    assert digest(as_run(alone, 0, baseline=False)) == digest(as_run(shuffled, 0, baseline=False))
     epochs = config.load("digits", ["phase_b.epochs=3"])
     assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
-    assert as_run(base, 0, plain=True).phase_b.optim == base.baseline.optim
+    assert as_run(base, 0, baseline=True).phase_b.optim == base.baseline.optim
+
+
+OLDER = {"data": {"name": "fashion_mnist", "train_images": 20000, "workers": 3}, "threads": 2,
+         "model": {"init": "mimetic", "args": {"depth": 6}},
+         "phase_a": {"stop_accuracy": 0.9, "rows": {"lr": 0.004},
+                     "compression": {"embedding": 32, "hidden": 128}},
+         "phase_b": {"student": "belief2", "attention_options": {"zz": False}, "gamma": 0.5,
+                     "gamma_epochs": 3, "shuffle_maps": True, "optim": {"lr": 0.004}},
+         "baseline": {"optim": {"lr": 0.002}}}
+
+
+@pytest.mark.parametrize("baseline, kind, encoding, student, teacher, maps", [
+    (True, "gaussian", "float16", "6d930c3a54a9", "4ae9c3c047b8", "maps.zarr"),
+    (False, "gaussian", "float16", "ba3243950f48", "ce42dcef61ef", "maps.zarr"),
+    (False, "gaussian", "uint8", "cc1a8e19c9dc", "ce42dcef61ef", "maps-gaussian-uint8.zarr"),
+    (False, "embedding", "float16", "d3cd5aedc3af", "ce42dcef61ef", "maps-embedding-float16.zarr"),
+])
+def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, teacher, maps):
+    training = Training(
+        label="",
+        settings=as_run(config.parse(OLDER, "test"), 3, baseline=baseline),
+        baseline=baseline,
+        kind=kind,
+        encoding=encoding,
+        root=Path("c"),
+        data_sha256="ab" * 32,
+    )
+    assert training.folder == Path("c/students") / student
+    assert training.teacher.path == Path("c/teachers") / teacher
+    assert training.maps == Path("c/teachers") / teacher / maps
 
 
 def swept(entries):
@@ -162,12 +191,12 @@ def test_an_entry_is_plain_if_what_it_is_like_is():
     cells = {cell.name: cell for cell in swept([{"name": "longer", "plain": True, "phase_b.epochs": 3},
                                                 {"like": "longer", "phase_b.optim.lr": 0.1}, {"encoding": "uint8"},
                                                 {"like": None, "phase_b.gamma": 2}])}
-    assert cells["longer"].like == PLAIN and cells["lr 0.1"].plain
+    assert cells["longer"].like == BASELINE and cells["lr 0.1"].plain
     assert cells["encoding uint8"].like == "distilled" and not cells["encoding uint8"].plain
     base = config.load("digits")
-    assert resolved(cells["gamma 2"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim == base.phase_b.optim
-    assert resolved(cells["encoding uint8"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim.lr == 9
-    assert resolved(cells["lr 0.1"], cells, {PLAIN: {"model.init": "mimetic"}}, base).model.init == "mimetic"
+    assert resolve(cells["gamma 2"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim == base.phase_b.optim
+    assert resolve(cells["encoding uint8"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim.lr == 9
+    assert resolve(cells["lr 0.1"], cells, {BASELINE: {"model.init": "mimetic"}}, base).model.init == "mimetic"
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +220,7 @@ def test_a_tiny_comparison(compared):
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "mine.json").read_text())
     names = [cell["cell"] for cell in found["cells"]]
-    assert names == [PLAIN, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
+    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
                      "plain longer", "gamma 0.5, encoding uint8"]
     assert all(name in done.stdout for name in names) and max(map(len, done.stdout.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in found["cells"]}
@@ -200,7 +229,7 @@ def test_a_tiny_comparison(compared):
         runs, last = cell["runs"], cell["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
         assert cell["final"]["val_acc"]["mean"] == pytest.approx(sum(run["val_acc"][-1] for run in runs) / 2)
-        goals = [run["val_acc"][-1] for run in by_name[PLAIN]["runs"]]
+        goals = [run["val_acc"][-1] for run in by_name[BASELINE]["runs"]]
         reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals, strict=True)]
         assert last["reached"] == sum(epochs is not None for epochs in reached)
         if None not in reached:
@@ -212,7 +241,7 @@ def test_a_tiny_comparison(compared):
     with (folder / "mine.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * len(names)
-    assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(by_name[PLAIN]["final"]["val_acc"]["mean"])
+    assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(by_name[BASELINE]["final"]["val_acc"]["mean"])
     for name in ("mine", "key_selection"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (folder / f"{name}.svg").read_text()
 
@@ -224,12 +253,12 @@ def test_finished_cells_are_not_run_again(compared):
     assert again.returncode == 0 and "seed" not in again.stderr
     assert "To 5.0 % accuracy" in again.stdout and "never" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
-    alone = command(folder, "--row", PLAIN, "--json")
-    assert [cell["cell"] for cell in json.loads(alone.stdout)["cells"]] == [PLAIN]
+    alone = command(folder, "--row", BASELINE, "--json")
+    assert [cell["cell"] for cell in json.loads(alone.stdout)["cells"]] == [BASELINE]
     other = shutil.copy(sweep, folder.parent / "few.yaml")  # its tables leave those of the other tests alone
     few = command(folder, "--sweep", other, "--row", "plain longer", "--row", "shuffled maps", "--json")
     assert few.returncode == 0 and "seed" not in few.stderr
-    assert [cell["cell"] for cell in json.loads(few.stdout)["cells"]] == [PLAIN, "distilled", "shuffled maps", "plain longer"]
+    assert [cell["cell"] for cell in json.loads(few.stdout)["cells"]] == [BASELINE, "distilled", "shuffled maps", "plain longer"]
     assert len(before) == 4 + 14  # teachers: two a seed; students: one cell of eight is another's
 
 

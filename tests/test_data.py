@@ -10,24 +10,23 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import write_idx
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from gaupipe import data as datasets
+from conftest import write_idx
 from gaupipe.augment import Augment
 from gaupipe.augment_settings import AugmentSettings
-from gaupipe.config import DataSettings, ModelSettings
-from gaupipe.data import Batches
-from gaupipe.errors import UserError
 from gaupipe.building import build_vit
+from gaupipe.config import DataSettings, ModelSettings
+from gaupipe.data import Batches, ImageData, load_data
+from gaupipe.errors import UserError
 
 CPU = torch.device("cpu")
 UNCHANGED = Augment(AugmentSettings(), seed=0)
 
 
-def digits(**settings) -> datasets.ImageData:
-    return datasets.load(DataSettings(name="digits", **settings))
+def digits(**settings) -> ImageData:
+    return load_data(DataSettings(name="digits", **settings))
 
 
 def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
@@ -104,7 +103,7 @@ def test_images_are_resized():
     assert batch.images.shape == (5, 1, 12, 12) and data.image_size == 12
 
 
-def digest_in_memory(data: datasets.ImageData, images: np.ndarray) -> str:
+def digest_in_memory(data: ImageData, images: np.ndarray) -> str:
     """The digest of a data set held in memory, as old runs and stores carry it."""
     digest = hashlib.sha256(hashlib.sha256(images.tobytes()).digest())
     for array in (data.train.positions, data.train.labels):
@@ -135,7 +134,7 @@ def test_pixels_and_labels_of_a_torchvision_data_set_count(tmp_path):
     labels = np.arange(20, dtype=np.uint8) % 2
     settings = DataSettings(name="torch/mnist", root=tmp_path)
     write_mnist(tmp_path, images, labels)
-    data = datasets.load(settings)
+    data = load_data(settings)
     assert (len(data.train), len(data.test), data.num_classes) == (18, 20, 2)
     assert data.sha256 == digest_in_memory(data, images)
     exchanged = labels.copy()
@@ -143,16 +142,16 @@ def test_pixels_and_labels_of_a_torchvision_data_set_count(tmp_path):
     exchanged[pair] = labels[pair][::-1]
     assert exchanged.tolist() != labels.tolist()
     write_mnist(tmp_path, images, exchanged)
-    assert datasets.load(settings).sha256 != data.sha256
+    assert load_data(settings).sha256 != data.sha256
     images[data.train.positions[5], 3, 3] ^= 1
     write_mnist(tmp_path, images, labels)
-    assert datasets.load(settings).sha256 != data.sha256
+    assert load_data(settings).sha256 != data.sha256
 
 
 def test_one_class_is_refused(tmp_path):
     write_mnist(tmp_path, np.zeros((20, 6, 6), np.uint8), np.full(20, 3, np.uint8))
     with pytest.raises(UserError, match="torch/mnist: its training images are all of one class"):
-        datasets.load(DataSettings(name="torch/mnist", root=tmp_path))
+        load_data(DataSettings(name="torch/mnist", root=tmp_path))
 
 
 @pytest.mark.parametrize("size,args,fit", [
@@ -185,7 +184,7 @@ def image_folder(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_folder_of_images(image_folder, workers):
-    data = datasets.load(DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2))
+    data = load_data(DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2))
     assert (len(data.train), len(data.val), len(data.test), data.num_classes, data.channels) == (16, 4, 20, 2, 3)
     for _ in range(2):  # workers survive an epoch
         for batch in Batches(data.train, data, CPU, 8, workers).epoch(0, UNCHANGED):
@@ -204,19 +203,19 @@ def test_a_folder_of_images(image_folder, workers):
 ])
 def test_a_data_set_that_is_not_there_gives_one_line(settings, message):
     with pytest.raises(UserError) as error:
-        datasets.load(DataSettings(**settings))
+        load_data(DataSettings(**settings))
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_fashion_mnist_is_where_the_environment_says(machine, tmp_path, monkeypatch):
-    data = datasets.load(DataSettings(name="fashion_mnist"))
+    data = load_data(DataSettings(name="fashion_mnist"))
     assert (len(data.train), len(data.val), len(data.test)) == (270, 30, 50)
     assert np.bincount(data.test.labels).tolist() == [5] * 10 and data.image_size == 8
-    here = datasets.load(DataSettings(name="fashion_mnist", root=machine / "fashion-mnist"))
+    here = load_data(DataSettings(name="fashion_mnist", root=machine / "fashion-mnist"))
     assert here.sha256 == data.sha256
     monkeypatch.setenv("GAUPIPE_FASHION_MNIST", str(tmp_path / "absent"))
     with pytest.raises(UserError, match="absent/train-images.*apt-get install"):
-        datasets.load(DataSettings(name="fashion_mnist"))
+        load_data(DataSettings(name="fashion_mnist"))
 
 
 def test_other_images_in_fashion_mnists_format(tmp_path):
@@ -224,43 +223,43 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
     for prefix in ("train", "t10k"):
         write_idx(tmp_path / f"{prefix}-images-idx3-ubyte.gz", images)
         write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte.gz", np.arange(20, dtype=np.uint8) % 2)
-    data = datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+    data = load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     assert data.image_size == 6 and np.array_equal(data.test.source.images[:, 0], images)
     write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images[:, 1:])
     with pytest.raises(UserError, match="5 x 6 pixels"):
-        datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+        load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     write_idx(tmp_path / "t10k-images-idx3-ubyte.gz", images)
     write_idx(tmp_path / "t10k-labels-idx1-ubyte.gz", np.zeros(19, dtype=np.uint8))
     with pytest.raises(UserError, match="20 t10k images, but 19 labels"):
-        datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+        load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     whole = (tmp_path / "train-images-idx3-ubyte.gz").read_bytes()
     flipped = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:] for place in range(10, len(whole), 97)]
     for damaged in (whole[:100], b"", b"not gzip", gzip.compress(b"short"), gzip.compress(gzip.decompress(whole)[:-1]),
                     gzip.compress(bytes(900))):
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: not readable"):
-            datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+            load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     for damaged in flipped:  # a bit between two blocks means nothing; then the labels are what is wrong
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="not readable|19 labels"):
-            datasets.load(DataSettings(name="fashion_mnist", root=tmp_path))
+            load_data(DataSettings(name="fashion_mnist", root=tmp_path))
 
 
 def test_a_folder_without_test_images_has_no_test_split(image_folder):
     import shutil
     shutil.rmtree(image_folder / "val")
     settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
-    assert datasets.load(settings).test is None
+    assert load_data(settings).test is None
     shutil.rmtree(image_folder / "train")
     with pytest.raises(UserError, match="train"):
-        datasets.load(settings)
+        load_data(settings)
 
 
 def test_test_images_have_the_classes_of_the_training_images(image_folder):
     import shutil
     settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
     shutil.rmtree(image_folder / "val" / "blue")
-    assert set(datasets.load(settings).test.labels) == {1}  # red alone is still class 1
+    assert set(load_data(settings).test.labels) == {1}  # red alone is still class 1
     (image_folder / "val" / "green").mkdir()
     with pytest.raises(UserError, match="green"):
-        datasets.load(settings)
+        load_data(settings)

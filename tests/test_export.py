@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from store.files import Files
 
 import store
 from gaupipe.stored_maps import KINDS
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
+from store.files import Files
 
 SETTINGS = ["data.train_images=200", "data.eval_batch_size=8", "phase_a.max_epochs=1", "phase_a.mode=stochastic",
             "phase_a.label_passes=2", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]

@@ -11,10 +11,9 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from gaupipe import data as datasets
 from gaupipe import image_files
 from gaupipe.config import DataSettings
-from gaupipe.data import Batches
+from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.decoding import read_rgb
 from gaupipe.errors import UserError
 
@@ -42,8 +41,8 @@ def root(tmp_path):
     return tmp_path / "data"
 
 
-def load(root, **settings) -> datasets.ImageData:
-    return datasets.load(DataSettings(**{"name": "folder", "root": root, "image_size": 8,
+def load(root, **settings) -> ImageData:
+    return load_data(DataSettings(**{"name": "folder", "root": root, "image_size": 8,
                                          "val_fraction": 0.2, **settings}))
 
 

@@ -5,19 +5,20 @@ import pytest
 import torch
 
 from gaupipe import config
-from gaupipe import data as datasets
-from gaupipe.comparison import default_cells, resolved, sweep_cells
+from gaupipe.building import build_vit
+from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.initialisation import factors
-from gaupipe.building import build_vit
-from stages import compare, export_maps, key_attention, phase_a, phase_b
+from stages import export_maps, key_attention, phase_a, phase_b
+from stages.compare.cells import default_cells, resolve, sweep_cells
+from stages.compare.run import check
 
 DIGITS = config.DataSettings(name="digits")
 
 
 def build(key: str = "standard", **model) -> torch.nn.Module:
     torch.manual_seed(0)
-    return build_vit(config.ModelSettings(**model), datasets.load(DIGITS), key)
+    return build_vit(config.ModelSettings(**model), load_data(DIGITS), key)
 
 
 def diagonal(matrix: torch.Tensor) -> float:
@@ -87,18 +88,18 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
         assert kept.shape == (epochs, 5, 4, 16)                                  # epochs, images, blocks, keys
         np.testing.assert_allclose(kept.sum(-1), 1, atol=1e-4)
         assert (kept[0] != kept[-1]).any()
-    assert list(datasets.load(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]
+    assert list(load_data(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]
 
 
 def test_the_shipped_sweeps_can_be_run():
     names = config.shipped("sweeps")
     assert "loss_weights" in names
     base = config.load("fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"])
-    data = datasets.load(base.data)
+    data = load_data(base.data)
     for name in names:
         cells = sweep_cells(config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False))
         for cell in cells:
-            compare.check(cell, resolved(cell, {cell.name: cell for cell in cells}, {}, base), data)
+            check(cell, resolve(cell, {cell.name: cell for cell in cells}, {}, base), data)
 
 
 def test_a_vit_without_a_position_embedding_cannot_start_mimetic():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import store
 import torch
 import zarr
 
+import store
 from gaupipe import config
 from stages import evaluate, export_maps, phase_a, phase_b
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import store
 import timm
 import torch
 
+import store
 from gaupipe import config
 from gaupipe.attention import STUDENTS
 from gaupipe.building import build_optimizer

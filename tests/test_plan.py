@@ -4,105 +4,146 @@ import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import timm
 import torch
+import zarr
 from typer.testing import CliRunner
 
 import store
-from gaupipe import planning
 from gaupipe.cli import app
 from gaupipe.config import parse
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
-from gaupipe.planning import Sizes, check_resources, compressed_count, gaussian_count, make_plan
+from gaupipe.teacher import Teacher
+from stages import export_maps, phase_a, resources
+from stages.resources import Sizes, check_resources, make_plan, sizes_of
 
-ATTO = Sizes(images=50_000, classes=10, layers=7, heads=12, tokens=64, row_size=7 * 12 * 64 * 4,
-             network_parameters=6_300_000, prior_parameters=7 * 12 * 64 * 4)
+ATTO = Sizes(
+    images=50_000,
+    classes=10,
+    layers=7,
+    heads=12,
+    grid=(8, 8),
+    per_image_size=7 * 12 * 64 * 4,
+    network_parameters=6_300_000,
+    prior_parameters=7 * 12 * 64 * 4,
+)
 
 
 def settings(**phase_a):
     return parse({"phase_a": phase_a}, "test")
 
 
+def imagenet(compression=None):
+    """Sizes of one block for 1.3 M images in 196 tokens, as the paper counts them."""
+    with torch.device("meta"):
+        vit = timm.create_model(
+            "gauvit_tiny_patch16_224",
+            attention="gaussian",
+            depth=1,
+            embed_dim=192,
+            num_heads=12,
+        )
+        teacher = Teacher(vit, "paper", compression=compression)
+    train = MagicMock(source=None, **{"__len__.return_value": 1_300_000})
+    data = SimpleNamespace(train=train, val=None, test=None, num_classes=1000)
+    return sizes_of(teacher, data)
+
+
 def test_the_papers_counts_for_imagenet():
     """GauTransformer, section 3.3.2: "25 billion" against "350 M" numbers a block."""
-    assert gaussian_count(1_300_000, 196, 12, 8) == 24_460_800_000
-    compressed = compressed_count(1_300_000, 196, 12, 8, embedding=256, hidden=768)
-    assert 196 * 12 * 8 == 18_816
-    assert compressed == 1_300_000 * 256 + 256 * 768 + 768 + 768 * 18_816 + 18_816
-    assert round(compressed / 1e6) == 347
-
-
-def test_the_decoder_has_the_weights_that_are_counted():
-    from gaupipe.teacher import Decoder
-    layers, outputs = 2, 4 * 3 * 4
-    decoder = Decoder(layers, 16, 24, outputs)
-    prior = layers * outputs  # is the second bias
-    assert sum(weight.numel() for weight in decoder.parameters()) + prior == layers * compressed_count(0, 4, 3, 4, 16, 24)
+    gaussians = imagenet()
+    assert make_plan(settings(), gaussians).per_image_parameters == 24_460_800_000
+    compressed = imagenet(compression=(256, 768))
+    plan = make_plan(settings(compression={"embedding": 256, "hidden": 768}), compressed)
+    assert plan.per_image_parameters == 1_300_000 * 256
+    network = compressed.decoder_parameters + compressed.prior_parameters
+    assert network == 256 * 768 + 768 + 768 * 18_816 + 18_816  # 196 tokens, 12 heads, 8 numbers
+    assert round((plan.per_image_parameters + network) / 1e6) == 347
 
 
 def test_cifar10_atto_keeps_a_billion_numbers_in_files():
     plan = make_plan(settings(), ATTO)
-    assert plan.row_parameters == 1_075_200_000
-    assert plan.rows_in == "files" and plan.rows_disk_bytes == 2 * 3 * 4 * 1_075_200_000
+    assert plan.per_image_parameters == 1_075_200_000
+    assert plan.per_image_in == "files" and plan.per_image_disk_bytes == 2 * 3 * 4 * 1_075_200_000
     assert plan.memory_bytes < 2e9 and plan.checkpoint_bytes < 100e6
     in_memory = make_plan(settings(rows={"memory_budget_gb": 20}), ATTO)
-    assert in_memory.rows_in == "memory" and in_memory.rows_disk_bytes == 0
+    assert in_memory.per_image_in == "memory" and in_memory.per_image_disk_bytes == 0
     assert in_memory.memory_bytes - plan.memory_bytes == 12 * 1_075_200_000
     assert in_memory.checkpoint_bytes > 12 * 1_075_200_000
     halves = make_plan(settings(rows={"moments": "bfloat16"}), ATTO)
-    assert halves.rows_disk_bytes * 3 == plan.rows_disk_bytes * 2
+    assert halves.per_image_disk_bytes * 3 == plan.per_image_disk_bytes * 2
 
 
-def test_the_prior_alone_needs_no_rows():
+def test_the_prior_alone_needs_no_per_image_parameters():
     plan = make_plan(settings(residual=False), ATTO)
-    assert plan.row_parameters == plan.rows_disk_bytes == 0 and plan.rows_in == "none"
+    assert plan.per_image_parameters == plan.per_image_disk_bytes == 0 and plan.per_image_in == "none"
     schema = store.Schema(kind="prior", num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
                           dataset_sha256="", teacher_sha256="")
     assert plan.store_bytes["prior"] == schema.total_bytes + 4 * ATTO.prior_parameters
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "embedding", "dense"])
-def test_store_sizes_are_those_of_the_stores_schema(kind):
-    E = 256
-    plan = make_plan(settings(compression={"embedding": E}), dataclasses.replace(ATTO, row_size=7 * E))
-    schema = store.Schema(kind=kind, num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
-                          dataset_sha256="", teacher_sha256="", parametrisation="loc_scale",
-                          embedding_dim=E if kind == "embedding" else None)
-    decoder = 4 * (ATTO.network_parameters + ATTO.prior_parameters) if kind == "embedding" else 0
-    assert plan.store_bytes[kind] == schema.total_bytes + decoder
+@pytest.mark.parametrize("kind, phase_a_settings", [
+    ("gaussian", {}),
+    ("dense", {}),
+    ("embedding", {"compression": {"embedding": 24, "hidden": 32}}),
+    ("prior", {"residual": False}),
+])
+def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_settings, tmp_path):
+    """What a real store holds of the images, read by zarr, and what its images share."""
+    config = parse({"data": {"train_images": 50}, "phase_a": phase_a_settings}, "test")
+    job = phase_a.build(config, tmp_path)
+    schema = export_maps.make_schema(job, kind)
+    store.create(str(tmp_path / "maps.zarr"), schema, decoder=export_maps.decoder(job, kind))
+    group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
+    names = ("gaussians", "maps", "embeddings", "logits", "labels")
+    arrays = [array for name, array in group.arrays() if name in names]
+    if "decoder" in group:
+        arrays += [array for _, array in group["decoder"].arrays()]
+    plan = make_plan(config, sizes_of(job.teacher, job.data))
+    assert plan.store_bytes[kind] == sum(array.nbytes for array in arrays)
 
 
 def test_the_planned_bytes_are_what_the_files_take(tmp_path):
-    sizes = Sizes(images=40, classes=3, layers=2, heads=2, tokens=4, row_size=64, network_parameters=10,
-                  prior_parameters=64)
+    sizes = Sizes(
+        images=40,
+        classes=3,
+        layers=2,
+        heads=2,
+        grid=(2, 2),
+        per_image_size=64,
+        network_parameters=10,
+        prior_parameters=64,
+    )
     plan = make_plan(settings(rows={"memory_budget_gb": 0}), sizes)
     state = ImageState(40, torch.zeros(64), lr=0.1, folder=tmp_path / "phase_a" / "rows")
     for _ in range(2):
         state.update(torch.arange(40), torch.ones(40, 64))
         state.end_epoch()
     files = list((tmp_path / "phase_a" / "rows").glob("records.*"))
-    assert sum(file.stat().st_size for file in files) == plan.rows_disk_bytes
+    assert sum(file.stat().st_size for file in files) == plan.per_image_disk_bytes
 
 
 def free(monkeypatch, disk, memory):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=int(disk)))
-    monkeypatch.setattr(planning, "available_memory", lambda: memory and int(memory))
+    monkeypatch.setattr(resources, "available_memory", lambda: memory and int(memory))
 
 
 def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
     plan = make_plan(settings(), ATTO)
     free(monkeypatch, disk=100e9, memory=10e9)
     check_resources(plan, tmp_path / "not" / "there")
-    check_resources(plan, tmp_path, "gaussian")
+    check_resources(plan, tmp_path, store_kind="gaussian")
     free(monkeypatch, disk=10e9, memory=10e9)
     with pytest.raises(UserError, match=r"phase A needs 26.0 GB of disk, 10.0 GB are free.*--force") as refusal:
         check_resources(plan, tmp_path)
     assert "\n" not in str(refusal.value)
-    check_resources(plan, tmp_path, "gaussian")
+    check_resources(plan, tmp_path, store_kind="gaussian")
     with pytest.raises(UserError, match=r"export needs 34.4 GB of disk, 10.0 GB are free"):
-        check_resources(plan, tmp_path, "dense")
+        check_resources(plan, tmp_path, store_kind="dense")
     free(monkeypatch, disk=100e9, memory=0.5e9)
     with pytest.raises(UserError, match=r"of memory, 0.5 GB are available"):
         check_resources(plan, tmp_path)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import store
 import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import store
 from test_store import decoder_for, make_arrays, make_schema, write_store
 
 RECORDS = ("shard_sha256", "shard_nbytes", "image_crc32c")

@@ -6,8 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from gaupipe.attention.functional import (
-    StudentAttention, at_least_float32, bounded, choice, matrix_of_mh, project_out,
-    scale_to_unit_length, takes_operations_apart)
+    StudentAttention,
+    at_least_float32,
+    bounded,
+    choice,
+    matrix_of_mh,
+    project_out,
+    scale_to_unit_length,
+    takes_operations_apart,
+)
 
 SIGNALS = {
     "perpendicular": lambda mh, v, heads: perpendicular_twice(mh, v, heads),

@@ -1,0 +1,9 @@
+"""Compare: a plain ViT, distilled students and controls over several seeds, side by side.
+
+    run -> {workers, report, figures} -> trainings -> {cells, speed}
+"""
+
+from stages.compare.report import tables
+from stages.compare.run import run
+
+__all__ = ["run", "tables"]

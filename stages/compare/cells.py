@@ -1,0 +1,312 @@
+"""What a comparison consists of: its cells, the settings of each, and the name of each run.
+
+A cell is one way to train. It is run with every seed and is one line of every table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field, ValidationError
+
+from gaupipe import config
+from gaupipe.config import IRRELEVANT, BaselineSettings, PhaseASettings, PhaseBSettings, Settings
+from gaupipe.errors import UserError
+from gaupipe.sections import Section
+
+BASELINE = "plain ViT"
+"""The reference of every comparison: standard attention, trained on the labels alone."""
+REZERO = "plain ViT, ReZero"
+DISTILLED = "distilled"
+
+DISTILLATION = (
+    "alpha",
+    "beta",
+    "gamma",
+    "gamma_schedule",
+    "gamma_epochs",
+    "layer_map",
+    "layer_weights",
+    "mean_heads",
+    "shuffle_maps",
+    "match_grid",
+    "warm_start",
+    "temperature",
+    "direction",
+    "preload_gb",
+)
+"""Settings of phase B that mean nothing without a teacher."""
+
+
+class Cell(Section):
+    """A way to train. An entry of a sweep file has the same keys, with its settings beside them."""
+
+    name: str
+    """As the tables print it."""
+    settings: dict[str, Any] = {}
+    """Changes {"a.b": value} of the settings that the cell starts with."""
+    like: str | None = None
+    """The cell whose settings, with those of its best trial, this one starts with. None starts
+    with the configuration."""
+    plain: bool = False
+    """Train on the labels alone: a baseline."""
+    trials: tuple[dict[str, Any], ...] = Field((), validation_alias=AliasChoices("trials", "tries"))
+    """Further changes to choose from. The trial with the best validation accuracy on the first
+    seed is taken. ``tries`` is an older name of this key."""
+    kind: Literal["gaussian", "embedding", "dense", "prior"] | None = None
+    """Kind of the store that the student reads. None is the default kind of its teacher."""
+    encoding: Literal["float16", "uint8"] = "float16"
+    """Encoding of that store."""
+
+
+def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True) -> list[Cell]:
+    """The cells of every comparison: baselines, distilled students, and three controls.
+
+    ``students`` are attentions. The controls belong to the first of them.
+
+    The plain ViT is tuned over four starts (timm's, timm's with a position embedding from std
+    0.5, the configuration's, mimetic) and two rates. The distilled student has as many trials,
+    ReZero half as many. Further students and controls take what was best for the first student.
+    Without ``tune`` no cell has trials.
+    """
+    reference_optim = (base.baseline.optim or base.phase_b.optim).model_dump(mode="json")
+    standard = {
+        **_student(base, "standard"),
+        "phase_b.match_params": False,
+        "phase_b.rezero": False,
+        "phase_b.optim": reference_optim,
+        "baseline.optim": None,
+    }
+    starts = _starts(base)
+    rates = _rates(reference_optim["lr"])
+    weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
+    distilled_starts = [{**start, "phase_b.gamma": gamma} for start in starts[2:] for gamma in weights]
+    first, *further = students
+    distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
+    cells = [
+        Cell(name=BASELINE, settings=standard, plain=True, trials=_grid(starts, rates)),
+        Cell(
+            name=REZERO,
+            settings={**standard, "phase_b.rezero": True},
+            plain=True,
+            trials=_grid([starts[0], starts[2]], rates),
+        ),
+        *(_other_baseline(base, key) for key in students if key != "standard"),
+        Cell(
+            name=distilled,
+            settings=_student(base, first),
+            trials=_grid(distilled_starts, _rates(base.phase_b.optim.lr)),
+        ),
+        *(
+            Cell(name=f"{DISTILLED} {key}", settings=_student(base, key), like=distilled)
+            for key in further
+        ),
+        *_controls(base, distilled),
+    ]
+    return cells if tune else [cell.model_copy(update={"trials": ()}) for cell in cells]
+
+
+def _student(base: Settings, key: str) -> dict[str, Any]:
+    """An attention, with the options of the settings if they are meant for it."""
+    options = base.phase_b.attention_options if key == base.phase_b.student else {}
+    return {"phase_b.student": key, "phase_b.attention_options": options}
+
+
+def _starts(base: Settings) -> list[dict[str, Any]]:
+    """How the weights of a ViT may start: timm's way, timm's with a position embedding from std
+    0.5, the configuration's way, mimetic."""
+    normal = {"model.init": "normal", "model.init_std": None, "model.pos_embed_std": None}
+    names = ("init", "init_std", "pos_embed_std")
+    return [
+        normal,
+        {**normal, "model.pos_embed_std": 0.5},
+        {f"model.{name}": getattr(base.model, name) for name in names},
+        {**normal, "model.init": "mimetic"},
+    ]
+
+
+def _rates(rate: float) -> list[float]:
+    return [rate, rate / 2]
+
+
+def _grid(starts: Sequence[dict], rates: Sequence[float]) -> tuple[dict[str, Any], ...]:
+    """Every start with every rate. Trials that come out the same count once."""
+    trials = [{**start, "phase_b.optim.lr": rate} for start in starts for rate in rates]
+    return tuple(trial for number, trial in enumerate(trials) if trial not in trials[:number])
+
+
+def _other_baseline(base: Settings, key: str) -> Cell:
+    """A student's attention without distillation."""
+    settings = {**_student(base, key), "phase_b.match_params": base.phase_b.match_params}
+    return Cell(name=f"{BASELINE}, {key}", settings=settings, like=BASELINE, plain=True)
+
+
+def _controls(base: Settings, distilled: str) -> list[Cell]:
+    """What a distilled student is worth without one of the things that may help it."""
+    labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
+    changes = {
+        "prior alone": {
+            "phase_a.prior": True,
+            "phase_a.residual": False,
+            "phase_a.compression": None,
+        },
+        "no soft labels": {"phase_b.alpha": 0.0, "phase_b.beta": labels},
+        "shuffled maps": {"phase_b.shuffle_maps": True},
+    }
+    return [Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()]
+
+
+def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
+    """``cells`` and those of a sweep file, whose content is ``entries``.
+
+    An entry holds settings by dotted name and the other keys of :class:`Cell`. Without ``like``
+    it starts with the settings of the first distilled cell, or with those of the plain ViT if it
+    is ``plain``. With ``like: null`` it starts with the configuration. An entry that says nothing
+    else inherits ``plain`` from the cell named in ``like``.
+
+    Raises UserError, naming ``where``, for an entry that is no cell. Whether its settings exist
+    shows when they are resolved.
+    """
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not is_list or not entries:
+        example = "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}'"
+        raise UserError(f"{where}: a sweep is a list of settings, such as {example}")
+    by_name = {cell.name: cell for cell in cells}
+    distilled = next(cell.name for cell in cells if not cell.plain)
+    for entry in entries:
+        cell = _parse_cell(entry, where, by_name, distilled)
+        by_name[cell.name] = cell
+    return list(by_name.values())
+
+
+def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: str) -> Cell:
+    """The cell of one entry of a sweep. ``by_name`` holds the cells before it."""
+    keys = (Cell.model_fields.keys() | {"tries"}) - {"settings"}
+    fields = {key: value for key, value in entry.items() if key in keys}
+    settings = {key: value for key, value in entry.items() if key not in keys}
+    fields.setdefault("like", BASELINE if fields.get("plain") is True else distilled)
+    like = by_name.get(fields["like"]) if isinstance(fields["like"], str) else None
+    fields.setdefault("plain", like is not None and like.plain)
+    fields.setdefault("name", _default_name(entry, settings))
+    try:
+        cell = Cell(settings=settings, **fields)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        message = f"{place}: {problem['msg'].lower()}, got {problem['input']!r}"
+        raise UserError(f"{where}: {fields['name']}: {message}") from None
+    here = f"{where}: {cell.name}"
+    if cell.like is not None and like is None:
+        known = ", ".join(map(repr, by_name))
+        raise UserError(f"{here}: like {cell.like!r}: no such cell before it; there are {known}")
+    if any("seed" in changes for changes in (settings, *cell.trials)):
+        raise UserError(f"{here}: seed: every cell is run with each of --seeds")
+    if cell.name in by_name:
+        raise UserError(f"{where}: two cells are called {cell.name!r}: give one of them another name")
+    return cell
+
+
+def _default_name(entry: dict, settings: dict) -> str:
+    """A name made of what an entry changes, such as ``gamma 0.5, encoding uint8``."""
+    store = {key: entry[key] for key in ("kind", "encoding") if key in entry}
+    changes = {**settings, **store}
+    return ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
+
+
+def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
+    """The cells of these names, the cells whose settings they start with, and the plain ViT.
+
+    Raises UserError for a name that no cell has.
+    """
+    by_name = {cell.name: cell for cell in cells}
+    selected = {BASELINE, *names}
+    for name in names:
+        if name not in by_name:
+            raise UserError(f"--row {name!r}: no such row; there are {', '.join(map(repr, by_name))}")
+        selected.update(ancestors(by_name[name], by_name))
+    return [cell for cell in cells if cell.name in selected]
+
+
+def ancestors(cell: Cell, by_name: dict[str, Cell]) -> list[str]:
+    """Names of the cells whose settings a cell starts with, nearest first."""
+    names = []
+    while cell.like:
+        names.append(cell.like)
+        cell = by_name[cell.like]
+    return names
+
+
+def resolve(
+    cell: Cell,
+    by_name: dict[str, Cell],
+    best_trials: dict[str, dict[str, Any]],
+    base: Settings,
+) -> Settings:
+    """The settings of a cell, without its own trials.
+
+    ``best_trials`` holds, by name of cell, the changes of the best trial of the cells that it
+    starts from; ``base`` is the configuration. Raises UserError for what is not a setting.
+    """
+    settings = base
+    for name in reversed(ancestors(cell, by_name)):
+        settings = apply(settings, by_name[name].settings | best_trials.get(name, {}), name)
+    return apply(settings, cell.settings, cell.name)
+
+
+def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
+    """Settings with changes {"a.b": value}.
+
+    Raises UserError, naming ``where``, for what is not a setting.
+    """
+    tree = settings.model_dump(mode="json")
+    for name, value in changes.items():
+        config.place(tree, name, value, where)
+    return config.parse(tree, where)
+
+
+def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
+    """The settings of one run. Settings that mean nothing to it go back to their defaults."""
+    phase_b = settings.phase_b
+    if baseline and settings.baseline.optim:
+        phase_b = phase_b.model_copy(update={"optim": settings.baseline.optim})
+    if not settings.phase_a.residual:  # the maps of all images are the same
+        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
+    phase_a = settings.phase_a
+    if baseline:
+        defaults = PhaseBSettings()
+        unused = {name: getattr(defaults, name) for name in DISTILLATION}
+        phase_b = phase_b.model_copy(update=unused)
+        phase_a = PhaseASettings()
+    return settings.model_copy(
+        update={
+            "seed": seed,
+            "phase_a": phase_a,
+            "phase_b": phase_b,
+            "baseline": BaselineSettings(),
+        }
+    )
+
+
+def as_teacher(settings: Settings) -> Settings:
+    """The settings of the phase A of a run."""
+    return settings.model_copy(
+        update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
+    )
+
+
+def digest(settings: Settings, *more: Any) -> str:
+    """A run's name: the same for the same settings, whatever settings a later version adds.
+
+    ``more`` is what counts besides: the sha256 of the data set first of all.
+    """
+    defaults = config.flatten(Settings())
+    changed = {
+        name: value
+        for name, value in config.flatten(settings).items()
+        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
+    }
+    text = json.dumps([changed, *more], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

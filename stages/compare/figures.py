@@ -1,0 +1,179 @@
+"""The figures of a comparison: learning curves, and how attention settles on keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stages import key_attention
+from stages.compare.cells import BASELINE
+from stages.compare.trainings import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw(comparison: Comparison, results: dict[str, Any], name: str) -> None:
+    """Writes ``name``.png and .svg, and key_selection.png and .svg where there are snapshots."""
+    save(curves(results), comparison.run_dir / name)
+    figure = key_selection(comparison)
+    if figure:
+        save(figure, comparison.run_dir / "key_selection")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Writes ``path``.png and ``path``.svg, the same bytes for the same figure."""
+    from matplotlib import rc_context
+
+    figure.savefig(f"{path}.png", dpi=150)
+    with rc_context({"svg.hashsalt": "gaupipe"}):
+        figure.savefig(f"{path}.svg", metadata={"Date": None})
+
+
+def new_figure(height: float) -> Figure:
+    """An empty figure that needs no display, with sizes in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def curves(results: dict[str, Any]) -> Figure:
+    """Validation loss and accuracy per epoch.
+
+    A line is the mean over seeds, its band goes from the lowest seed to the highest. Baselines
+    are dashed, the reference is black.
+    """
+    cells = distinct(results["cells"])
+    figure = new_figure(max(4, 1.6 + 0.22 * len(cells)))
+    loss, accuracy = figure.subplots(1, 2)
+    draw_curves(loss, cells, "val_loss", reference=results["reference"])
+    draw_curves(accuracy, cells, "val_acc", reference=results["reference"])
+    loss.set_ylabel("validation loss")
+    accuracy.set_ylabel("validation accuracy")
+
+    values = np.concatenate([run["val_loss"] for cell in cells for run in cell["runs"]])
+    loss.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
+    values = np.concatenate([run["val_acc"] for cell in cells for run in cell["runs"]])
+    low = max(np.quantile(values, 0.03), 0)
+    high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])
+    accuracy.set_ylim(low, min(high + 0.1 * (high - low), 1.0))
+
+    handles, labels = loss.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    seeds = len(results["seeds"])
+    spread = "one seed" if seeds == 1 else f"{seeds} seeds: mean, lowest to highest"
+    figure.suptitle(f"{results['data']}, {spread}", fontsize=10)
+    return figure
+
+
+def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, *, reference: str) -> None:
+    """The metric ``name`` of every cell, epoch by epoch."""
+    from matplotlib import colormaps
+
+    colours = colormaps["tab10" if len(cells) <= 10 else "tab20"].colors
+    for number, cell in enumerate(cells):
+        length = min(len(run[name]) for run in cell["runs"])
+        values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
+        epochs = np.arange(1, length + 1)
+        is_reference = reference in cell["cell"].split(" = ")
+        colour = "black" if is_reference else colours[number % len(colours)]
+        panel.plot(
+            epochs,
+            values.mean(0),
+            color=colour,
+            linestyle="--" if cell["plain"] else "-",
+            linewidth=1.4,
+            label=cell["cell"],
+        )
+        panel.fill_between(
+            epochs,
+            values.min(0),
+            values.max(0),
+            color=colour,
+            alpha=0.12,
+            linewidth=0,
+        )
+    panel.set_xlabel("epoch (phase A not counted)")
+    panel.grid(alpha=0.3)
+
+
+def distinct(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells that have runs. Cells with the very same runs become one."""
+    by_runs: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cell in cells:
+        if cell["runs"]:
+            folders = tuple(run["folder"] for run in cell["runs"])
+            known = by_runs.get(folders)
+            name = f"{known['cell']} = {cell['cell']}" if known else cell["cell"]
+            by_runs[folders] = {**(known or cell), "cell": name}
+    return list(by_runs.values())
+
+
+def key_selection(comparison: Comparison) -> Figure | None:
+    """How attention settles on keys over the epochs (*GauTransformer, figure 4*).
+
+    For each image with snapshots: the mean over heads and queries of the first block, in the
+    plain ViT, in phase A and in the first distilled student, with the first seed. None where one
+    of them has no snapshots, or has them of other images.
+    """
+    snapshots = key_snapshots(comparison)
+    shapes = {attention.shape[1:] for attention in snapshots.values()}
+    if len(shapes) != 1 or not all(attention.size for attention in snapshots.values()):
+        return None
+    images = len(snapshots[BASELINE][0])
+    figure = new_figure(0.9 + 2.1 * images)
+    panels = figure.subplots(images, len(snapshots), squeeze=False)
+    for column, (title, attention) in enumerate(snapshots.items()):
+        panels[0, column].set_title(title, fontsize=10)
+        panels[-1, column].set_xlabel("epoch")
+        highest = attention[:, :, 0].max()
+        for image, panel in enumerate(panels[:, column]):
+            mesh = draw_keys(panel, attention[:, image, 0].T, highest)
+        figure.colorbar(
+            mesh,
+            ax=panels[:, column],
+            location="bottom",
+            fraction=0.03,
+            label="attention",
+        )
+    for image, panel in enumerate(panels[:, 0], 1):
+        panel.set_ylabel(f"image {image}: key")
+    return figure
+
+
+def key_snapshots(comparison: Comparison) -> dict[str, np.ndarray]:
+    """{title: attention [epochs, images, L, T]} of the models that are drawn; may be empty."""
+    distilled = next((cell.name for cell in comparison.cells if not cell.plain), None)
+    if distilled is None:
+        return {}
+    baseline = comparison.trainings[BASELINE][0]
+    student = comparison.trainings[distilled][0]
+    return {
+        BASELINE: key_attention.read(baseline.folder),
+        "phase A": key_attention.read(student.teacher.phase_a),
+        distilled: key_attention.read(student.folder),
+    }
+
+
+def draw_keys(panel: Axes, attention: np.ndarray, highest: float) -> Any:
+    """Attention [T, epochs] of each key. Returns the drawn image, for a scale of colours."""
+    tokens, epochs = attention.shape
+    mesh = panel.imshow(
+        attention,
+        aspect="auto",
+        origin="lower",
+        cmap="viridis",
+        interpolation="nearest",
+        extent=(0.5, epochs + 0.5, -0.5, tokens - 0.5),
+        vmin=0,
+        vmax=highest,
+    )
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    return mesh

@@ -1,0 +1,138 @@
+"""The trainings of a comparison: where each lies, and what is known of them so far."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gaupipe.config import DataSettings, Settings
+from gaupipe.data import ImageData, load_data
+from stages import export_maps
+from stages.compare.cells import Cell, apply, as_run, as_teacher, digest, resolve
+from stages.compare.speed import Run
+from stages.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One training of a cell: all that a worker process needs to know.
+
+    The names of its folders are made from the settings that matter to it, so that the same
+    training is found again, whichever comparison in the folder ``root`` asks for it.
+    """
+
+    label: str
+    settings: Settings
+    baseline: bool
+    kind: str
+    encoding: str
+    root: Path
+    data_sha256: str
+    test: bool = False
+
+    @property
+    def teacher(self) -> RunDirectory:
+        name = digest(as_teacher(self.settings), self.data_sha256)
+        return RunDirectory(self.root / "teachers" / name)
+
+    @property
+    def maps(self) -> Path:
+        """The teacher's store. Another kind or encoding than the default lies beside it."""
+        if (self.kind, self.encoding) == (export_maps.default_kind(self.settings), "float16"):
+            return self.teacher.maps
+        return self.teacher.path / f"maps-{self.kind}-{self.encoding}.zarr"
+
+    @property
+    def folder(self) -> Path:
+        store = [] if self.baseline else [self.kind, self.encoding]
+        name = digest(self.settings, self.data_sha256, self.baseline, *store)
+        return self.root / "students" / name
+
+    @property
+    def finished(self) -> bool:
+        tested = not self.test or (self.folder / "test.json").is_file()
+        return tested and (self.folder / "student").is_dir()
+
+    def read(self) -> Run:
+        """The finished run from its files."""
+        phase_a = [] if self.baseline else read_metrics(self.folder / "phase_a.jsonl")
+        scores = json.loads((self.folder / "test.json").read_text()) if self.test else {}
+        return Run(
+            seed=self.settings.seed,
+            metrics=read_metrics(self.folder / "metrics.jsonl"),
+            phase_a=phase_a,
+            test_acc=scores.get("top1"),
+        )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """What is compared, and what is known of it so far.
+
+    data          the data sets that cells name, as they are read
+    trials        for each tuned cell [(changes, final validation accuracy or None if it failed)]
+    best_trials   for each tuned cell the changes of its best trial
+    trainings     for each cell its training with each seed
+    runs          for each cell the runs of its trainings, without those that failed
+    failures      by folder of a training, why it failed
+    """
+
+    settings: Settings
+    cells: list[Cell]
+    seeds: list[int]
+    run_dir: Path
+    test: bool
+    data: dict[DataSettings, ImageData] = field(default_factory=dict)
+    trials: dict[str, list[tuple[dict[str, Any], float | None]]] = field(default_factory=dict)
+    best_trials: dict[str, dict[str, Any]] = field(default_factory=dict)
+    trainings: dict[str, list[Training]] = field(default_factory=dict)
+    runs: dict[str, list[Run]] = field(default_factory=dict)
+    failures: dict[Path, str] = field(default_factory=dict)
+
+    @property
+    def by_name(self) -> dict[str, Cell]:
+        return {cell.name: cell for cell in self.cells}
+
+    def failures_of(self, name: str) -> list[str]:
+        """Why trainings of a cell failed, in the order of the seeds; empty if none did."""
+        folders = [training.folder for training in self.trainings[name]]
+        return [self.failures[folder] for folder in folders if folder in self.failures]
+
+    def load(self, data: DataSettings) -> ImageData:
+        """A data set, read once."""
+        if data not in self.data:
+            self.data[data] = load_data(data)
+        return self.data[data]
+
+    def resolve(self, cell: Cell, changes: dict[str, Any]) -> Settings:
+        """The settings of a cell with the ``changes`` of one of its trials."""
+        settings = resolve(cell, self.by_name, self.best_trials, self.settings)
+        return apply(settings, changes, cell.name)
+
+    def training(
+        self,
+        cell: Cell,
+        changes: dict[str, Any],
+        seed: int,
+        *,
+        label: str,
+        test: bool = False,
+    ) -> Training:
+        """The training of a cell with a seed and the ``changes`` of one of its trials."""
+        settings = self.resolve(cell, changes)
+        return Training(
+            label=f"{cell.name}, {label}",
+            settings=as_run(settings, seed, baseline=cell.plain),
+            baseline=cell.plain,
+            kind=cell.kind or export_maps.default_kind(settings, cell.encoding),
+            encoding=cell.encoding,
+            root=self.run_dir,
+            data_sha256=self.load(settings.data).sha256,
+            test=test,
+        )

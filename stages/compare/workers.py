@@ -1,0 +1,228 @@
+"""Trains what a comparison needs, in this process or in several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+import store
+from gaupipe import config
+from gaupipe.building import select_device
+from gaupipe.data import load_data
+from gaupipe.errors import UserError
+from gaupipe.progress import total_seconds
+from stages import evaluate, export_maps, phase_a, phase_b
+from stages.compare.cells import as_teacher
+from stages.compare.speed import Run
+from stages.compare.trainings import Training
+from stages.run_directory import write_whole
+
+Job = Callable[[list[Training]], tuple[str, str]]
+"""What a worker does for trainings that need it: (a line that says what came out, why it failed),
+each empty where there is nothing to say."""
+
+
+class Workers:
+    """Trains in this process, or in ``jobs`` processes at once.
+
+    Shows a bar over the trainings, and a line for each that ends.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        self.console = Console(file=sys.stderr, highlight=False)
+        self.pool = None
+        if jobs > 1:
+            context = multiprocessing.get_context("spawn")
+            end, self.alive = context.Pipe(duplex=False)
+            threads = max(1, (os.cpu_count() or 1) // jobs)
+            self.pool = ProcessPoolExecutor(jobs, context, _start_worker, (threads, end))
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, exception: Any, *_details: Any) -> None:
+        if self.pool:
+            if exception:
+                self.alive.close()
+            self.pool.shutdown(cancel_futures=True)
+
+    def train(self, trainings: Iterable[Training], failures: dict[Path, str]) -> dict[Path, Run]:
+        """The finished runs by folder.
+
+        What has finished before is read, not trained again. A training that failed is missing
+        from the runs; the reason goes into ``failures``.
+        """
+        by_folder: dict[Path, Training] = {}
+        for training in trainings:
+            by_folder.setdefault(training.folder, training)
+        unfinished = [training for training in by_folder.values() if not training.finished]
+        with self._progress() as bar:
+            self._work(bar, "teachers", _teach, _by_teacher(unfinished), failures)
+            students = [[training] for training in unfinished if training.folder not in failures]
+            self._work(bar, "students", _train, students, failures)
+        return {
+            folder: training.read() for folder, training in by_folder.items() if training.finished
+        }
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+
+    def _work(
+        self,
+        bar: Progress,
+        what: str,
+        job: Job,
+        groups: list[list[Training]],
+        failures: dict[Path, str],
+    ) -> None:
+        """One job for every group of trainings, and a line for each job that ends."""
+        task = bar.add_task(what, total=len(groups))
+        for number, (group, (line, failure)) in enumerate(self._results(job, groups), 1):
+            if failure:
+                failures.update({training.folder: failure for training in group})
+            if line or failure:
+                text = f"{number}/{len(groups)} {group[0].label}: {failure or line}"
+                bar.console.print(text, soft_wrap=True)
+            bar.advance(task)
+
+    def _results(
+        self, job: Job, groups: list[list[Training]]
+    ) -> Iterator[tuple[list[Training], tuple[str, str]]]:
+        """Each group with what its job returned, as the jobs end."""
+        if self.pool is None:
+            for group in groups:
+                yield group, job(group)
+            return
+        futures: dict[Future, list[Training]] = {
+            self.pool.submit(job, group): group for group in groups
+        }
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
+    """The trainings that learn from a teacher, those of one teacher together."""
+    groups: dict[Path, list[Training]] = {}
+    for training in trainings:
+        if not training.baseline:
+            groups.setdefault(training.teacher.path, []).append(training)
+    return list(groups.values())
+
+
+def _start_worker(threads: int, end: Connection) -> None:
+    """What a worker process does first.
+
+    It ends at once when the first process is gone or has closed its side of the pipe. A terminal
+    sends Ctrl-C to all processes; the first one answers it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(threads)
+
+    def watch() -> None:
+        with contextlib.suppress(EOFError, OSError):
+            end.recv()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _teach(group: list[Training]) -> tuple[str, str]:
+    """Phase A of the teacher that the whole group learns from, and every store the group reads."""
+    settings, teacher, line = as_teacher(group[0].settings), group[0].teacher, ""
+    stores = {
+        training.maps: training
+        for training in group
+        if not export_maps.is_complete(str(training.maps))
+    }
+    with _quietly(teacher.path.with_suffix(".log")) as failures:
+        if stores:
+            metrics = phase_a.run(settings, teacher.path, resume=True)
+            for maps, training in stores.items():
+                export_maps.ensure(
+                    teacher.path,
+                    out=str(maps),
+                    kind=training.kind,
+                    encoding=training.encoding,
+                )
+            line = (
+                f"teacher, {len(metrics)} epochs, "
+                f"training accuracy {metrics[-1]['train_acc']:.4f}, {total_seconds(metrics):.0f} s"
+            )
+    return line, "".join(failures)
+
+
+def _train(group: list[Training]) -> tuple[str, str]:
+    """One training."""
+    (training,) = group
+    folder, line = training.folder, ""
+    with _quietly(folder / "log.txt") as failures:
+        metrics = _train_student(training)
+        if training.test:
+            write_whole(folder / "test.json", json.dumps(score_test_split(training)) + "\n")
+        line = (
+            f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "
+            f"{total_seconds(metrics):.0f} s"
+        )
+    return line, "".join(failures)
+
+
+def _train_student(training: Training) -> list[dict[str, Any]]:
+    """Trains the student into its folder, beside a copy of its teacher's metrics."""
+    folder, settings, teacher = training.folder, training.settings, training.teacher
+    write_whole(folder / "config.yaml", config.dump(settings))
+    if training.baseline:
+        return phase_b.train_student(settings, folder, teacher=None)
+    write_whole(folder / "phase_a.jsonl", (teacher.phase_a / "metrics.jsonl").read_text())
+    maps = None if training.maps == teacher.maps else str(training.maps)
+    return phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
+
+
+@contextlib.contextmanager
+def _quietly(log: Path) -> Iterator[list[str]]:
+    """Sends the progress of a job to the file ``log``; puts a mistake's message into the list."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    failures: list[str] = []
+    with log.open("a", buffering=1) as file, contextlib.redirect_stderr(file):
+        try:
+            yield failures
+        except (UserError, store.StoreError) as error:
+            failures.append(" ".join(str(error).split()))
+
+
+def score_test_split(training: Training) -> dict[str, float]:
+    """How good a finished student is on the test split."""
+    settings = training.settings
+    data, device = load_data(settings.data), select_device(settings)
+    folder = training.folder / "student"
+    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(device)
+    logits, labels = evaluate.predictions(student, data.test, data, settings, device)
+    return evaluate.metrics(logits, labels)

@@ -1,0 +1,176 @@
+"""The packages know each other in one direction. Read from the source, so that an import inside a
+function counts like one at the top of a file."""
+
+import ast
+import tomllib
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("gaupipe", "stages", "store")
+
+CLOSE_A_CIRCLE = {
+    ("gaupipe.attention", "gaupipe.models"),  # registers the models with timm
+    ("stages.phase_a", "stages.phase_b"),
+}
+"""Imports (importer, imported) without which there is no circle. To become empty."""
+
+COMMAND_LINE = "gaupipe.cli"
+READ_THE_STORE: set[str] = set()
+"""Modules of gaupipe that import store."""
+
+INSIDE_COMPARE = {
+    "cells": set(),
+    "speed": set(),
+    "trainings": {"cells", "speed"},
+    "workers": {"cells", "speed", "trainings"},
+    "report": {"cells", "speed", "trainings"},
+    "figures": {"cells", "trainings"},
+    "run": {"cells", "trainings", "workers", "report", "figures"},
+}
+"""For each file of stages/compare the others that it may import."""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {
+    module_name(path): path for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+}
+
+
+def imports_of(source: str) -> set[str]:
+    """Modules of ours that a source imports. ``from a import b`` is a.b where that is a module."""
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import: write the whole name"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                imported.add(whole if whole in MODULES else node.module)
+    return {name for name in imported if name.split(".")[0] in PACKAGES}
+
+
+def all_imports() -> dict[str, set[str]]:
+    return {name: imports_of(path.read_text()) - {name} for name, path in MODULES.items()}
+
+
+def package(name: str) -> str:
+    return name.split(".")[0]
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_imports_are_found_wherever_they_are_written():
+    source = """
+import numpy, store
+from gaupipe import config, __version__
+from gaupipe.errors import UserError
+def later():
+    import gaupipe.models
+    from stages import phase_b as other
+"""
+    assert imports_of(source) == {
+        "store",
+        "gaupipe",
+        "gaupipe.config",
+        "gaupipe.errors",
+        "gaupipe.models",
+        "stages.phase_b",
+    }
+
+
+def test_every_import_of_ours_is_a_module_that_exists():
+    missing = {
+        (importer, name)
+        for importer, names in all_imports().items()
+        for name in names
+        if name not in MODULES
+    }
+    assert not missing
+
+
+def test_a_circle_is_found():
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
+    assert not circle({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+
+
+def test_no_circle_of_imports():
+    graph = all_imports()
+    for importer, imported in CLOSE_A_CIRCLE:
+        graph[importer] = graph.get(importer, set()) - {imported}
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize("importer, imported", sorted(CLOSE_A_CIRCLE))
+def test_an_exception_is_still_needed(importer, imported):
+    """An import that no longer closes a circle is to be taken off the list."""
+    graph = all_imports()
+    assert imported in graph[importer]
+    for pair in CLOSE_A_CIRCLE - {(importer, imported)}:
+        graph[pair[0]] = graph[pair[0]] - {pair[1]}
+    assert circle(graph)
+
+
+def test_every_package_is_installed():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(settings["tool"]["setuptools"]["packages"])
+    assert {name for name, path in MODULES.items() if path.name == "__init__.py"} <= listed
+
+
+def test_the_store_works_without_the_rest():
+    for name, imported in all_imports().items():
+        if package(name) == "store":
+            assert {package(other) for other in imported} <= {"store"}, name
+
+
+def test_gaupipe_does_not_know_the_stages():
+    """But for the command line, which calls them."""
+    graph = all_imports()
+    know_stages = {
+        name
+        for name, imported in graph.items()
+        if package(name) == "gaupipe" and any(package(other) == "stages" for other in imported)
+    }
+    assert know_stages == {COMMAND_LINE}
+
+
+def test_who_reads_the_store_in_gaupipe():
+    graph = all_imports()
+    readers = {
+        name
+        for name, imported in graph.items()
+        if package(name) == "gaupipe" and any(package(other) == "store" for other in imported)
+    }
+    assert readers == READ_THE_STORE
+
+
+def test_nothing_imports_the_command_line():
+    assert not [name for name, imported in all_imports().items() if COMMAND_LINE in imported]
+
+
+def test_inside_compare_imports_go_one_way():
+    start = "stages.compare."
+    graph = {
+        name.removeprefix(start): {
+            other.removeprefix(start) for other in imported if other.startswith("stages.compare")
+        }
+        for name, imported in all_imports().items()
+        if name.startswith(start)
+    }
+    assert graph.keys() == INSIDE_COMPARE.keys()
+    for name, imported in graph.items():
+        assert imported <= INSIDE_COMPARE[name], name
