@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import perpendicular
+from gaupipe.attention.kernels import perpendicular
 from gaupipe.errors import UserError
 
 torch.set_num_threads(1)  # the cases are tiny: on a busy machine threads would wait for each other

@@ -8,8 +8,9 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.belief_star import perpendicular_twice
-from gaupipe.attention.functional import per_head, perpendicular
+from gaupipe.attention.kernels import perpendicular_twice
+from gaupipe.attention.functional import per_head
+from gaupipe.attention.kernels import perpendicular
 
 torch.set_num_threads(1)
 

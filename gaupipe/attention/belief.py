@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention, choice, perpendicular
+from gaupipe.attention.functional import StudentAttention, choice
+from gaupipe.attention.kernels import perpendicular
 
 SIGNALS = {
     "perpendicular": perpendicular,

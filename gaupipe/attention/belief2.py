@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh, perpendicular
+from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh
+from gaupipe.attention.kernels import perpendicular
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 

@@ -1,4 +1,4 @@
-"""What the student attentions share: timm's ``Attention`` taken apart into steps, and the orthogonal projection.
+"""What the student attentions share: timm's ``Attention`` taken apart into steps.
 
 Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor
 
+from gaupipe.attention.kernels import at_least_float32, perpendicular
 from gaupipe.errors import UserError
 
 
@@ -127,10 +128,6 @@ def merge_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def causal_mask(attn_mask: Tensor | None, tokens: int, device: torch.device | None = None) -> Tensor:
     """``attn_mask`` (boolean or additive, or None) with the future hidden as well."""
     if attn_mask is None:
@@ -170,91 +167,3 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def per_head(combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int) -> Tensor:
     """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come back as [B, T, d]."""
     return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)
-
-
-def perpendicular(m: Tensor, v: Tensor) -> Tensor:
-    """The part of m perpendicular to v over the last axis: m - a v, a = <m, v> / <v, v>, and a = 0
-    where v = 0 (*BeliefFormer, eqs. 10-12*).
-
-    Shapes [..., d] alike; computed in float32 or wider, returned in the type of m. m and v may have
-    any length that the type can hold. Where |v| is below 1e-30 (in float64 1e-270) v gets no
-    gradient: it grows with 1 / |v|, and the type could not hold it much longer.
-
-    Has derivatives of any order and works under torch.func's transforms.
-    """
-    if takes_operations_apart():
-        return project_out(m, v)
-    return _Perpendicular.apply(m, v)
-
-
-def takes_operations_apart() -> bool:
-    """Whether torch.compile, an export or one of torch.func's transforms is at work: they know
-    every plain operation, and have no use for a gradient written by hand."""
-    return torch.compiler.is_compiling() or _transforms_active()
-
-
-_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-
-
-def project_out(m: Tensor, v: Tensor) -> Tensor:
-    """:func:`perpendicular` by operations that can be differentiated any number of times."""
-    wide_m, wide_v = at_least_float32(m), at_least_float32(v)
-    short = wide_v.detach().abs().amax(-1, keepdim=True) < SHORTEST_WITH_GRADIENT[wide_v.dtype]
-    u = torch.where(short, wide_v.detach(), wide_v) * scale_to_unit_length(wide_v)
-    squared = torch.linalg.vecdot(u, u).unsqueeze(-1)
-    squared = squared.masked_fill(squared == 0, torch.inf)  # a and all its derivatives are 0
-    a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
-    return torch.addcmul(wide_m, a, u, value=-1).to(m.dtype)
-
-
-LARGEST_SCALE = {torch.float32: 2.0**90, torch.float64: 2.0**700}
-"""Brings the shortest v there is to a length that can be squared; 1 / this does so for the longest."""
-
-SHORTEST_WITH_GRADIENT = {torch.float32: 1e-30, torch.float64: 1e-270}
-
-
-def scale_to_unit_length(v: Tensor) -> Tensor:
-    """What to multiply v [..., d] by so that <v, v> neither vanishes nor overflows: [..., 1], a
-    constant to autograd. A projection does not depend on it, only its rounding."""
-    largest = LARGEST_SCALE[v.dtype]
-    length = torch.linalg.vector_norm(v.detach(), dim=-1, keepdim=True)
-    return length.reciprocal().clamp(1 / largest, largest)
-
-
-def bounded(scale: Tensor, squared: Tensor) -> Tensor:
-    """``scale``, and 0 where v = u / scale with |u|^2 = ``squared`` is too short for a gradient."""
-    limit = SHORTEST_WITH_GRADIENT[scale.dtype]
-    return scale.masked_fill(squared < (scale * limit).square(), 0)
-
-
-class _Perpendicular(torch.autograd.Function):
-    """:func:`project_out` with its gradient by hand: half the passes over memory that autograd
-    would make.
-
-    With G the gradient of D = m - a u and c = <G, u> / <u, u>: dm = G - c u (the projection is
-    self-adjoint) and dv = -scale (a dm + c D).
-    """
-
-    @staticmethod
-    def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
-        wide_m, wide_v = at_least_float32(m), at_least_float32(v)
-        scale = scale_to_unit_length(wide_v)
-        u = wide_v * scale
-        squared = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
-        squared = squared.clamp_min(torch.finfo(u.dtype).tiny)  # 0 where v is, and so is <m, u>
-        a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
-        d = torch.addcmul(wide_m, a, u, value=-1, out=u).to(m.dtype)
-        ctx.save_for_backward(m, v, d, a, squared, scale)
-        return d
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        m, v, d, a, squared, scale = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a second derivative will be asked for
-            return torch.func.vjp(perpendicular, m, v)[1](grad)
-        wide_grad, u = at_least_float32(grad), at_least_float32(v) * scale
-        c = torch.linalg.vecdot(wide_grad, u).unsqueeze(-1) / squared
-        grad_m = torch.addcmul(wide_grad, c, u, value=-1)
-        scale = bounded(scale, squared)
-        grad_v = (grad_m * (-a * scale)).addcmul_(c * scale, at_least_float32(d), value=-1)
-        return grad_m.to(grad.dtype), grad_v.to(v.dtype)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention, per_head, perpendicular
+from gaupipe.attention.functional import StudentAttention, per_head
+from gaupipe.attention.kernels import perpendicular
 
 
 class ExclusiveAttention(StudentAttention):

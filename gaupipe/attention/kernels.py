@@ -1,0 +1,165 @@
+"""Gradients by hand: the orthogonal projection, and fused attention that also gives its log-normaliser.
+
+Every function here has a plain counterpart with the same values; these make fewer passes over memory.
+Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def perpendicular(m: Tensor, v: Tensor) -> Tensor:
+    """The part of m perpendicular to v over the last axis: m - a v, a = <m, v> / <v, v>, and a = 0
+    where v = 0 (*BeliefFormer, eqs. 10-12*).
+
+    Shapes [..., d] alike; computed in float32 or wider, returned in the type of m. m and v may have
+    any length that the type can hold. Where |v| is below 1e-30 (in float64 1e-270) v gets no
+    gradient: it grows with 1 / |v|, and the type could not hold it much longer.
+
+    Has derivatives of any order and works under torch.func's transforms.
+    """
+    if takes_operations_apart():
+        return project_out(m, v)
+    return _Perpendicular.apply(m, v)
+
+
+def takes_operations_apart() -> bool:
+    """Whether torch.compile, an export or one of torch.func's transforms is at work: they know
+    every plain operation, and have no use for a gradient written by hand."""
+    return torch.compiler.is_compiling() or _transforms_active()
+
+
+_transforms_active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+
+def project_out(m: Tensor, v: Tensor) -> Tensor:
+    """:func:`perpendicular` by operations that can be differentiated any number of times."""
+    wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+    short = wide_v.detach().abs().amax(-1, keepdim=True) < SHORTEST_WITH_GRADIENT[wide_v.dtype]
+    u = torch.where(short, wide_v.detach(), wide_v) * scale_to_unit_length(wide_v)
+    squared = torch.linalg.vecdot(u, u).unsqueeze(-1)
+    squared = squared.masked_fill(squared == 0, torch.inf)  # a and all its derivatives are 0
+    a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
+    return torch.addcmul(wide_m, a, u, value=-1).to(m.dtype)
+
+
+LARGEST_SCALE = {torch.float32: 2.0**90, torch.float64: 2.0**700}
+"""Brings the shortest v there is to a length that can be squared; 1 / this does so for the longest."""
+
+SHORTEST_WITH_GRADIENT = {torch.float32: 1e-30, torch.float64: 1e-270}
+
+
+def scale_to_unit_length(v: Tensor) -> Tensor:
+    """What to multiply v [..., d] by so that <v, v> neither vanishes nor overflows: [..., 1], a
+    constant to autograd. A projection does not depend on it, only its rounding."""
+    largest = LARGEST_SCALE[v.dtype]
+    length = torch.linalg.vector_norm(v.detach(), dim=-1, keepdim=True)
+    return length.reciprocal().clamp(1 / largest, largest)
+
+
+def bounded(scale: Tensor, squared: Tensor) -> Tensor:
+    """``scale``, and 0 where v = u / scale with |u|^2 = ``squared`` is too short for a gradient."""
+    limit = SHORTEST_WITH_GRADIENT[scale.dtype]
+    return scale.masked_fill(squared < (scale * limit).square(), 0)
+
+
+class _Perpendicular(torch.autograd.Function):
+    """:func:`project_out` with its gradient by hand: half the passes over memory that autograd
+    would make.
+
+    With G the gradient of D = m - a u and c = <G, u> / <u, u>: dm = G - c u (the projection is
+    self-adjoint) and dv = -scale (a dm + c D).
+    """
+
+    @staticmethod
+    def forward(ctx, m: Tensor, v: Tensor) -> Tensor:
+        wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+        scale = scale_to_unit_length(wide_v)
+        u = wide_v * scale
+        squared = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
+        squared = squared.clamp_min(torch.finfo(u.dtype).tiny)  # 0 where v is, and so is <m, u>
+        a = torch.linalg.vecdot(wide_m, u).unsqueeze(-1) / squared
+        d = torch.addcmul(wide_m, a, u, value=-1, out=u).to(m.dtype)
+        ctx.save_for_backward(m, v, d, a, squared, scale)
+        return d
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        m, v, d, a, squared, scale = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative will be asked for
+            return torch.func.vjp(perpendicular, m, v)[1](grad)
+        wide_grad, u = at_least_float32(grad), at_least_float32(v) * scale
+        c = torch.linalg.vecdot(wide_grad, u).unsqueeze(-1) / squared
+        grad_m = torch.addcmul(wide_grad, c, u, value=-1)
+        scale = bounded(scale, squared)
+        grad_v = (grad_m * (-a * scale)).addcmul_(c * scale, at_least_float32(d), value=-1)
+        return grad_m.to(grad.dtype), grad_v.to(v.dtype)
+
+
+def perpendicular_twice(mh: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """(D, D_s), both [B, T, d]: the part of MH perpendicular to V over all heads together and in
+    each head. As :func:`perpendicular` applied to both, with fewer
+    passes over memory."""
+    m, v = mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))          # [B, T, H, d_m]
+    project = project_out_twice if takes_operations_apart() else _PerpendicularTwice.apply
+    d, d_each = project(m, v)
+    return d.flatten(-2), d_each.flatten(-2)
+
+
+def project_out_twice(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """D and D_s [B, T, H, d_m] of m and v [B, T, H, d_m], one after the other."""
+    over_all = project_out(m.flatten(-2), v.flatten(-2)).unflatten(-1, m.shape[-2:])
+    return over_all, project_out(m, v)
+
+
+class _PerpendicularTwice(torch.autograd.Function):
+    """D and D_s [B, T, H, d_m] of m and v [B, T, H, d_m], with their gradients by hand.
+
+    u is scale_s * v, with a scale for each head. Over all heads together the scale is one, the
+    smallest: there a head counts with u * share, share = scale / scale_s at most 1.
+
+    With c = <G, u> / <u, u> for each of the two: dm is the sum of G - c u, and dv minus the sum of
+    scale (a G + c m - 2 a c u).
+    """
+
+    @staticmethod
+    def forward(ctx, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        wide_m, wide_v = at_least_float32(m), at_least_float32(v)
+        scale_each = scale_to_unit_length(wide_v)                                    # [B, T, H, 1]
+        scale = scale_each.amin(-2, keepdim=True)                                    # [B, T, 1, 1]
+        share = scale / scale_each
+        u = wide_v * scale_each
+        squared_each = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
+        dot_each = torch.linalg.vecdot(wide_m, u).unsqueeze(-1)
+        squared = (squared_each * share.square()).sum(-2, keepdim=True)
+        dot = (dot_each * share).sum(-2, keepdim=True)
+        tiny = torch.finfo(u.dtype).tiny                           # where v is 0, and so are the dots
+        squared_each, squared = squared_each.clamp_min(tiny), squared.clamp_min(tiny)
+        a_each, a = dot_each / squared_each, dot / squared
+        d = torch.addcmul(wide_m, a * share, u, value=-1).to(m.dtype)
+        d_each = torch.addcmul(wide_m, a_each, u, value=-1, out=u).to(m.dtype)
+        ctx.save_for_backward(m, v, a, a_each, squared, squared_each, scale, scale_each)
+        return d, d_each
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, grad_each: Tensor) -> tuple[Tensor, Tensor]:
+        m, v, a, a_each, squared, squared_each, scale, scale_each = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a second derivative will be asked for
+            return torch.func.vjp(project_out_twice, m, v)[1]((grad, grad_each))
+        share = scale / scale_each
+        wide, wide_each, wide_m = (at_least_float32(x) for x in (grad, grad_each, m))
+        u = at_least_float32(v) * scale_each
+        dot = torch.linalg.vecdot(wide, u).unsqueeze(-1)
+        c = (dot * share).sum(-2, keepdim=True) / squared
+        c_each = torch.linalg.vecdot(wide_each, u).unsqueeze(-1) / squared_each
+        by, by_each = bounded(scale, squared), bounded(scale_each, squared_each)
+        grad_m = (wide + wide_each).addcmul_(c * share + c_each, u, value=-1)
+        grad_v = (wide * (-a * by)).addcmul_(a_each * by_each, wide_each, value=-1)
+        grad_v = grad_v.addcmul_(c * by + c_each * by_each, wide_m, value=-1)
+        grad_v = grad_v.addcmul_(a * c * by * share + a_each * c_each * by_each, u, value=2)
+        return grad_m.to(m.dtype), grad_v.to(v.dtype)
