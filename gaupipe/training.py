@@ -156,13 +156,16 @@ class TrainingState:
         return True
 
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}")
         known = flatten(Settings()) | state["identity"]  # a setting that a later version adds was at its default
         for name in known.keys() & self.identity.keys() | state["identity"].keys():
             old, new = known[name], self.identity.get(name)
             if old != new:
                 raise UserError(f"{folder} was started with {name} {old}, now it is {new}: change it back, or start "
                                 "afresh in another --run-dir")
-        if not isinstance(state["finished"], bool) or not all("epoch" in row for row in state["metrics"]):
+        epochs = [row["epoch"] for row in state["metrics"]]
+        if not isinstance(state["finished"], bool) or state["finished"] and not epochs:
             raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
