@@ -1,14 +1,18 @@
-"""Per-image rows: numbers that belong to one training image each, kept on the CPU and stepped once per epoch.
+"""Per-image rows: numbers that belong to one training image each, kept on the CPU and stepped once
+per epoch.
 
-A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward their gradient
-updates the same rows at once. Every image occurs once per epoch, so that is the same as one optimizer step over all
-rows at the end of the epoch, without holding the gradients of all images (*GauTransformer, section 3.3.1*).
+A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward
+their gradient updates the same rows at once. Every image occurs once per epoch, so that is the same
+as one optimizer step over all rows at the end of the epoch, without holding the gradients of all
+images (*GauTransformer, section 3.3.1*).
 
-A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in files are kept twice:
-an epoch reads each row's committed record and writes the updated one to the other place, and :meth:`ImageState.end_epoch`
-commits them all. A process killed in the middle of an epoch has therefore destroyed nothing that the last checkpoint
-needs, and a checkpoint says only which of its two records each row has, the record's checksum and the row's step count:
-nine bytes an image. A record is compared with its checksum the first time it is read after a checkpoint was loaded.
+A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in
+files are kept twice: an epoch reads each row's committed record and writes the updated one to the
+other place, and :meth:`ImageState.end_epoch` commits them all. A process killed in the middle of an
+epoch has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says only
+which of its two records each row has, the record's checksum and the row's step count: nine bytes an
+image. A record is compared with its checksum the first time it is read after a checkpoint was
+loaded.
 
 Axis letters: N images, B images of a batch, R numbers of a row, W int32 words of a record.
 """
@@ -116,9 +120,11 @@ class ImageState:
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the first row and nine bytes an image for records in files, else all of them.
+        """What a checkpoint needs: the first row and nine bytes an image for records in files, else
+        all of them.
 
-        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch` has committed.
+        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch`
+        has committed.
         """
         start = {"row": self.initial_row, "std": self.initial_std, "seed": self.seed}
         return {"start": start, "steps": self.steps, **self._records.state_dict()}
@@ -225,14 +231,17 @@ class FileRecords:
         self.written = torch.zeros(num_images, dtype=torch.bool)
         """Rows whose other place holds a newer record, not committed yet."""
         self.checksums = np.zeros((2, num_images), dtype=np.uint32)
-        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of earlier versions."""
+        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of
+        earlier versions."""
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
-        """Rows whose committed record was written by another process and has not been compared yet."""
+        """Rows whose committed record was written by another process and has not been compared
+        yet."""
         self.epoch = 0
         self._descriptors: list[int] = []
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros where not ``used``.
+        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros
+        where not ``used``.
 
         Raises UserError for a record that is not what was written.
         """
@@ -247,10 +256,13 @@ class FileRecords:
         return records
 
     def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
-        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of ``records`` [B, words]."""
+        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of
+        ``records`` [B, words]."""
         size = records.shape[1] * 4
         bytes_ = memoryview(records.numpy()).cast("B")
-        where = [(position * size, *place) for position, place in zip(positions.tolist(), self._places(image_ids))]
+        places = self._places(image_ids)
+        starts = (positions * size).tolist()
+        where = [(start, *place) for start, place in zip(starts, places, strict=True)]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for start, descriptor, offset in where:
@@ -261,10 +273,14 @@ class FileRecords:
         """Compares committed records with their checksums."""
         records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
         self._read_into(records, torch.arange(len(image_ids)), image_ids)
-        wrong = checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        written = self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        wrong = checksums(records) != written
         if wrong.any():
-            raise UserError(f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
-                            "restore the run directory from a copy, or start afresh in another --run-dir")
+            image_id = image_ids[wrong.argmax()].item()
+            raise UserError(
+                f"{self.folder}: the record of image {image_id} is damaged: "
+                "restore the run directory from a copy, or start afresh in another --run-dir"
+            )
         self.doubtful[image_ids] = False
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
@@ -275,7 +291,8 @@ class FileRecords:
                 self._mark()
             self.written[image_ids] = True
             self.doubtful[image_ids] = False
-            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(records)
+            other = 1 - self.place[image_ids].numpy()
+            self.checksums[other, image_ids.numpy()] = checksums(records)
             size = self.words * 4
             bytes_ = memoryview(records.numpy()).cast("B")
             for start, (descriptor, offset) in enumerate(self._places(image_ids)):
@@ -304,7 +321,8 @@ class FileRecords:
         if self.written.any():
             raise RuntimeError("rows in files have a checkpoint only between epochs: call end_epoch() first")
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
-        return {"place": self.place, "epoch": self.epoch, "checksums": torch.from_numpy(committed.view(np.int32))}
+        committed = torch.from_numpy(committed.view(np.int32))
+        return {"place": self.place, "epoch": self.epoch, "checksums": committed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]
@@ -325,13 +343,19 @@ class FileRecords:
             files = json.loads((self.folder / "files.json").read_bytes())
             there = files["num_images"], files["words"], files["epoch"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            raise UserError(f"{self.folder}: the files with the rows are missing or unreadable") from None
+            raise UserError(
+                f"{self.folder}: the files with the rows are missing or unreadable"
+            ) from None
         if there[:2] != (len(self.place), self.words):
-            raise UserError(f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
-                            f"{len(self.place)} of {self.words}")
+            raise UserError(
+                f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
+                f"{len(self.place)} of {self.words}"
+            )
         if there[2] not in (epoch - 1, epoch):
-            raise UserError(f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
-                            f"epoch {epoch}: they do not belong together")
+            raise UserError(
+                f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
+                f"epoch {epoch}: they do not belong together"
+            )
 
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each row's newest record."""

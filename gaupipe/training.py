@@ -124,8 +124,8 @@ class TrainingState:
         return self.ema.module if self.ema else self.modules
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds the old one or the new
-        one, never a part."""
+        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
+        the old one or the new one, never a part."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
         with partial.open("wb") as file:
@@ -139,20 +139,24 @@ class TrainingState:
         digests.replace(partial, folder / "state.pt", hashed.hexdigest())
 
     def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises UserError for a checkpoint
-        that is damaged or not one of ours, and, with the difference, for one of another identity."""
+        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
+        UserError for a checkpoint that is damaged or not one of ours, and, with the difference,
+        for one of another identity."""
         path = folder / "state.pt"
         if not path.is_file():
             return False
         digests.check(path)
         try:
-            self._restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True), folder)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            self._restore(state, folder)
         except (UserError, OSError):
             raise
-        except Exception as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
+        except Exception as error:  # whatever torch makes of a foreign file
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
-                            "copy, or start afresh in another --run-dir") from None
+            raise UserError(
+                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): "
+                "restore it from a copy, or start afresh in another --run-dir"
+            ) from None
         return True
 
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
@@ -162,8 +166,10 @@ class TrainingState:
         for name in known.keys() & self.identity.keys() | state["identity"].keys():
             old, new = known[name], self.identity.get(name)
             if old != new:
-                raise UserError(f"{folder} was started with {name} {old}, now it is {new}: change it back, or start "
-                                "afresh in another --run-dir")
+                raise UserError(
+                    f"{folder} was started with {name} {old}, now it is {new}: "
+                    "change it back, or start afresh in another --run-dir"
+                )
         epochs = [row["epoch"] for row in state["metrics"]]
         if not isinstance(state["finished"], bool) or state["finished"] and not epochs:
             raise ValueError("it does not say which epochs are done")

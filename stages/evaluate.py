@@ -29,8 +29,8 @@ TEACHER_IMAGES = 4096
 
 
 def load_student(run_dir: Path, key: str, distilled: bool = True) -> tuple[Settings, nn.Module]:
-    """The settings of a run and one of its students, as timm loads its folder, in eval mode. Raises UserError where the
-    student is not there, damaged or no ViT."""
+    """The settings of a run and one of its students, as timm loads its folder, in eval mode.
+    Raises UserError where the student is not there, damaged or no ViT."""
     run = RunDirectory(run_dir)
     settings = run.settings()
     folder = run.student(key, distilled) / "student"
@@ -48,16 +48,19 @@ def load_student(run_dir: Path, key: str, distilled: bool = True) -> tuple[Setti
         return settings, timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except OSError:
         raise
-    except Exception as error:  # json, safetensors and timm raise whatever a foreign file makes of them
+    except Exception as error:  # whatever json, safetensors and timm make of a foreign file
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{folder} is damaged, or not a student ({reason[:200]}): {again}") from None
+        raise UserError(
+            f"{folder} is damaged, or not a student ({reason[:200]}): {again}"
+        ) from None
 
 
 def check_sizes(folder: Path) -> None:
-    """Raises ValueError unless a student's config.json describes a ViT with the weights of its model.safetensors.
+    """Raises ValueError unless a student's config.json describes a ViT with the weights of its
+    model.safetensors.
 
-    timm adapts weights to another size where it can, without a word, and makes the model first, however large. So the
-    model is made on the meta device, which takes no memory.
+    timm adapts weights to another size where it can, without a word, and makes the model first,
+    however large. So the model is made on the meta device, which takes no memory.
     """
     config = json.loads((folder / "config.json").read_bytes())
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -70,15 +73,19 @@ def check_sizes(folder: Path) -> None:
     if not isinstance(model, VisionTransformer):
         raise ValueError(f"{config['architecture']} is no VisionTransformer")
     built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if different := sorted(name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)):
-        name = different[0]
-        raise ValueError(f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json")
+    for name in sorted(built.keys() | stored.keys()):
+        if built.get(name) != stored.get(name):
+            raise ValueError(
+                f"{name} is {stored.get(name)} in model.safetensors, "
+                f"{built.get(name)} by config.json"
+            )
 
 
 def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is complete
-    and fits the student, also how far student and teacher agree on training images. Raises StoreError for the store of
-    another teacher or data set, and for a damaged one."""
+    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's
+    store is complete and fits the student, also how far student and teacher agree on training
+    images. Raises StoreError for the store of another teacher or data set, and for a damaged
+    one."""
     settings, student = load_student(run_dir, key, distilled)
     data = datasets.load(settings.data)
     images = getattr(data, split)
@@ -90,20 +97,27 @@ def run(run_dir: Path, key: str, split: str = "val", distilled: bool = True) -> 
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": key, "split": split, "images": len(images), **metrics(logits, labels)}
-    return scores if maps is None else scores | teacher_agreement(student, maps, data, settings, device)
+    if maps is None:
+        return scores
+    return scores | teacher_agreement(student, maps, data, settings, device)
 
 
 def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
     """Raises UserError for a student of other images or classes than the run's."""
     takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
     if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
-        raise UserError(f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels and "
-                        f"{takes[3]} classes, the data set {data.name} has {data.channels}, {data.image_size} x "
-                        f"{data.image_size} and {data.num_classes}")
+        raise UserError(
+            f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels "
+            f"and {takes[3]} classes, the data set {data.name} has {data.channels}, "
+            f"{data.image_size} x {data.image_size} and {data.num_classes}"
+        )
 
 
-def open_maps(run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings) -> store.Store | None:
-    """The run's store; None where it is not there, not finished, or of other blocks and heads than the student."""
+def open_maps(
+    run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings
+) -> store.Store | None:
+    """The run's store; None where it is not there, not finished, or of other blocks and heads
+    than the student."""
     teacher_sha256 = run.teacher_digest()
     try:
         maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)

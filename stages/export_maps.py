@@ -125,8 +125,8 @@ def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
 
 
 def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
-    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H, T, 4] on ``device``. Raises
-    UserError for a decoder that is not a teacher's."""
+    """What turns gathered rows of a store, of any kind but ``dense``, into Gaussians [B, L, H,
+    T, 4] on ``device``. Raises UserError for a decoder that is not a teacher's."""
     if maps.schema.kind == "gaussian":
         return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
     try:
@@ -135,10 +135,14 @@ def gaussians_reader(maps: store.Store, device: torch.device) -> Callable[[dict[
         if isinstance(error, store.StoreError):
             raise
         reason = " ".join(str(error).split())
-        raise UserError(f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}") from None
+        raise UserError(
+            f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}"
+        ) from None
 
 
-def decoder_reader(maps: store.Store, device: torch.device) -> Callable[[dict[str, np.ndarray]], Tensor]:
+def decoder_reader(
+    maps: store.Store, device: torch.device
+) -> Callable[[dict[str, np.ndarray]], Tensor]:
     """:func:`gaussians_reader` of a store with a decoder."""
     schema = maps.schema
     weights = {name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()}
@@ -151,7 +155,10 @@ def decoder_reader(maps: store.Store, device: torch.device) -> Callable[[dict[st
         return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
     layers, embedding, hidden = weights["weight1"].shape
     if embedding != schema.embedding_dim:
-        raise ValueError(f"weight1 is for embeddings of {embedding} numbers, the store has {schema.embedding_dim}")
+        raise ValueError(
+            f"weight1 is for embeddings of {embedding} numbers, "
+            f"the store has {schema.embedding_dim}"
+        )
     network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
     network.load_state_dict(weights)
 

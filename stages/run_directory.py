@@ -36,13 +36,16 @@ class RunDirectory:
         return self.path / "maps.zarr"
 
     def teacher_digest(self) -> str | None:
-        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a damaged file."""
+        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a
+        damaged file."""
         if not self.teacher_sha256.is_file():
             return None
         text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()
         if not re.fullmatch("[0-9a-f]{64}", text):
-            raise UserError(f"{self.teacher_sha256} is damaged: it should hold the 64 digits of the teacher's sha256; "
-                            "remove it, and 'gaupipe phase-a --resume' writes it again")
+            raise UserError(
+                f"{self.teacher_sha256} is damaged: it should hold the 64 digits of the teacher's "
+                "sha256; remove it, and 'gaupipe phase-a --resume' writes it again"
+            )
         return text
 
     def student(self, student: str, distilled: bool = True) -> Path:

@@ -23,15 +23,22 @@ def evaluate(run: Path, in_process, *arguments) -> tuple[int, str, str]:
     return in_process("evaluate", "--run-dir", run, "--student", "standard", "--json", *arguments)
 
 
-@pytest.mark.parametrize("changes, message", [(dict(teacher_sha256="b" * 64), "another teacher"),
-                                              (dict(dataset_sha256="b" * 64), "another data set")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(teacher_sha256="b" * 64), "another teacher"),
+        (dict(dataset_sha256="b" * 64), "another data set"),
+    ],
+)
 @pytest.mark.parametrize("plain", [[], ["--plain"]])
 def test_the_store_of_another_teacher_is_refused(run, in_process, changes, message, plain):
     if plain:
         (run / "phase_b").rename(run / "plain")
     maps = store.open(run / "maps.zarr")
     rows = maps.gather(np.arange(40))
-    write_store(run / "maps.zarr", dataclasses.replace(maps.schema, **changes), rows, overwrite=True)
+    write_store(
+        run / "maps.zarr", dataclasses.replace(maps.schema, **changes), rows, overwrite=True
+    )
     code, out, err = evaluate(run, in_process, *plain)
     assert (code, out, err.count("\n")) == (2, "", 1) and message in err
 
@@ -54,14 +61,23 @@ def test_without_a_complete_store_there_are_only_scores(run, in_process, change)
     assert whole.keys() - scores.keys() == {"teacher_images", "teacher_agreement", "map_kl"}
 
 
-@pytest.mark.parametrize("name", ["maps.zarr/zarr.json", "maps.zarr/gaussians/zarr.json", "maps.zarr/logits/c/1/0",
-                                  "phase_a/teacher_sha256"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "maps.zarr/zarr.json",
+        "maps.zarr/gaussians/zarr.json",
+        "maps.zarr/logits/c/1/0",
+        "phase_a/teacher_sha256",
+    ],
+)
 def test_what_is_damaged_is_refused(run, in_process, name):
     data = bytearray((run / name).read_bytes())
     data[len(data) // 2] ^= 128
     (run / name).write_bytes(data)
     code, out, err = evaluate(run, in_process)
-    assert (code, out, err.count("\n")) == (2, "", 1) and ("maps.zarr" in err or "teacher_sha256" in err)
+    assert (code, out, err.count("\n")) == (2, "", 1) and (
+        "maps.zarr" in err or "teacher_sha256" in err
+    )
 
 
 def test_a_teacher_that_is_not_known_is_not_compared(run, in_process):
@@ -69,7 +85,8 @@ def test_a_teacher_that_is_not_known_is_not_compared(run, in_process):
     assert "teacher_agreement" in json.loads(evaluate(run, in_process)[1])
 
 
-# ---- export-student -------------------------------------------------------------------------------------------------
+# ---- export-student ------------------------------------------------------------------------------
+
 
 def export(run: Path, out: Path, in_process) -> tuple[int, str, str]:
     pytest.importorskip("onnxruntime")
@@ -77,17 +94,26 @@ def export(run: Path, out: Path, in_process) -> tuple[int, str, str]:
     return in_process("export-student", "--run-dir", run, "--student", "standard", "--out", out)
 
 
-PLACES = {"folder": lambda path: path.mkdir(), "pipe": os.mkfifo, "link to a folder": lambda path: path.symlink_to("."),
-          "link to itself": lambda path: path.symlink_to(path), "device": lambda path: path.symlink_to("/dev/null"),
-          "link to nowhere": lambda path: path.symlink_to("absent/file")}
+PLACES = {
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "link to a folder": lambda path: path.symlink_to("."),
+    "link to itself": lambda path: path.symlink_to(path),
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "link to nowhere": lambda path: path.symlink_to("absent/file"),
+}
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_only_a_file_is_replaced_by_an_exported_student(run, tmp_path, in_process, monkeypatch, place):
+def test_only_a_file_is_replaced_by_an_exported_student(
+    run, tmp_path, in_process, monkeypatch, place
+):
     out = tmp_path / "student.onnx"
     PLACES[place](out)
     before = sorted(tmp_path.iterdir()), out.lstat().st_ino, out.lstat().st_mtime_ns
-    monkeypatch.setattr("torch.onnx.export", None)  # so that nothing is written, whatever the check says
+    monkeypatch.setattr(
+        "torch.onnx.export", None
+    )  # so that nothing is written, whatever the check says
     code, stdout, err = export(run, out, in_process)
     assert (code, stdout, err.count("\n")) == (2, "", 1) and f"--out {out}" in err
     assert (sorted(tmp_path.iterdir()), out.lstat().st_ino, out.lstat().st_mtime_ns) == before
@@ -100,6 +126,10 @@ def test_an_exported_student_replaces_a_file_through_a_link(run, tmp_path, in_pr
     (folder / "link").symlink_to("student.onnx")
     (folder / "student.onnx.partial").write_text("precious")
     assert export(run, folder / "link", in_process)[0] == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["link", "student.onnx", "student.onnx.partial"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "link",
+        "student.onnx",
+        "student.onnx.partial",
+    ]
     assert (folder / "link").is_symlink() and (folder / "student.onnx").stat().st_size > 1000
     assert (folder / "student.onnx.partial").read_text() == "precious"

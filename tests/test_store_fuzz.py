@@ -1,5 +1,5 @@
-"""Metadata that nobody of ours wrote, sealed as if they had: every command answers in a line, and no memory is taken
-for what is not there."""
+"""Metadata that nobody of ours wrote, sealed as if they had: every command answers in a line,
+and no memory is taken for what is not there."""
 
 import copy
 import hashlib
@@ -18,11 +18,43 @@ from store.files import Files
 from store.layout import ROOT, Layout, plan, seal
 from test_store import make_arrays, make_schema, write_store
 
-KINDS = {"gaussian": {}, "uint8": dict(encoding="uint8"), "embedding": dict(kind="embedding", embedding_dim=7),
-         "prior": dict(kind="prior")}
-DECODER = {"embedding": {"0.weight": np.eye(7, dtype=np.float32)}, "prior": {"prior": np.ones((1, 2, 4, 4))}}
-ODD = [None, True, False, 0, 1, -1, 2, 10**12, 10**30, 2**31, 2**63, 1.5, float("nan"), float("inf"), "", "x",
-       "../../x", [], [1], {}, {"a": 1}, [[[]]], [10**12] * 5, [-1] * 5, [0] * 5]
+KINDS = {
+    "gaussian": {},
+    "uint8": dict(encoding="uint8"),
+    "embedding": dict(kind="embedding", embedding_dim=7),
+    "prior": dict(kind="prior"),
+}
+DECODER = {
+    "embedding": {"0.weight": np.eye(7, dtype=np.float32)},
+    "prior": {"prior": np.ones((1, 2, 4, 4))},
+}
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    10**12,
+    10**30,
+    2**31,
+    2**63,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "../../x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[[]]],
+    [10**12] * 5,
+    [-1] * 5,
+    [0] * 5,
+]
 REMOVED = object()
 
 
@@ -30,9 +62,16 @@ REMOVED = object()
 def stores(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("fuzz")
     for name, changes in KINDS.items():
-        schema = make_schema(num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes)
-        write_store(folder / name, schema, make_arrays(schema), shard_bytes=3 * schema.bytes_per_image,
-                    decoder=DECODER.get(schema.kind))
+        schema = make_schema(
+            num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes
+        )
+        write_store(
+            folder / name,
+            schema,
+            make_arrays(schema),
+            shard_bytes=3 * schema.bytes_per_image,
+            decoder=DECODER.get(schema.kind),
+        )
     return {name: folder / name for name in KINDS}
 
 
@@ -40,7 +79,9 @@ def places(tree: Any, at: tuple = ()) -> Iterator[tuple]:
     """The way to every value in nested lists and dicts."""
     if at:
         yield at
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
         yield from places(tree[key], (*at, key))
 
 
@@ -67,10 +108,14 @@ def seal_again(url: Path, key: str) -> None:
 
 def assert_answers(url: Path, truth: dict[str, np.ndarray]) -> None:
     """Every function returns what is right or raises StoreError, in one line."""
-    calls = {"gather": lambda: store.open(url).gather(np.arange(5)), "verify": lambda: store.verify(url),
-             "preload": lambda: store.open(url, preload_bytes=10**9).gather(np.arange(5)),
-             "size": lambda: store.open(url, allow_incomplete=True).size_on_disk(),
-             "decoder": lambda: store.open(url).decoder(), "join": lambda: store.join(url).pending()}
+    calls = {
+        "gather": lambda: store.open(url).gather(np.arange(5)),
+        "verify": lambda: store.verify(url),
+        "preload": lambda: store.open(url, preload_bytes=10**9).gather(np.arange(5)),
+        "size": lambda: store.open(url, allow_incomplete=True).size_on_disk(),
+        "decoder": lambda: store.open(url).decoder(),
+        "join": lambda: store.join(url).pending(),
+    }
     for name, call in calls.items():
         try:
             result = call()
@@ -88,11 +133,17 @@ def assert_answers(url: Path, truth: dict[str, np.ndarray]) -> None:
 def test_any_value_of_the_metadata_may_be_anything(stores, data):
     url = stores[data.draw(st.sampled_from(list(KINDS)))]
     key = data.draw(st.sampled_from(sorted(str(path.relative_to(url)) for path in url.rglob(ROOT))))
-    sound, root, truth = (url / key).read_bytes(), (url / ROOT).read_bytes(), store.open(url).gather(np.arange(5))
+    sound, root, truth = (
+        (url / key).read_bytes(),
+        (url / ROOT).read_bytes(),
+        store.open(url).gather(np.arange(5)),
+    )
     tree = json.loads(sound)
     at = data.draw(st.sampled_from(list(places(tree))))
     try:
-        (url / key).write_text(json.dumps(changed(tree, at, data.draw(st.sampled_from([*ODD, REMOVED])))))
+        (url / key).write_text(
+            json.dumps(changed(tree, at, data.draw(st.sampled_from([*ODD, REMOVED]))))
+        )
         try:
             seal_again(url, key)
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -103,13 +154,29 @@ def test_any_value_of_the_metadata_may_be_anything(stores, data):
         (url / ROOT).write_bytes(root)
 
 
-BROKEN = {"deep": b"[" * 100_000 + b"]" * 100_000, "deep dict": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
-          "nan": b'{"attributes": NaN}', "empty": b"", "null": b"null",
-          "number": b"9" * 5000, "not utf-8": b"\xff\xfe{}", "list": b"[1, 2]", "text": b'"attributes"'}
+BROKEN = {
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep dict": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "nan": b'{"attributes": NaN}',
+    "empty": b"",
+    "null": b"null",
+    "number": b"9" * 5000,
+    "not utf-8": b"\xff\xfe{}",
+    "list": b"[1, 2]",
+    "text": b'"attributes"',
+}
 
 
-@pytest.mark.parametrize("key", [ROOT, "labels/zarr.json", "image_crc32c/zarr.json", "decoder/zarr.json",
-                                 "decoder/prior/zarr.json"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        ROOT,
+        "labels/zarr.json",
+        "image_crc32c/zarr.json",
+        "decoder/zarr.json",
+        "decoder/prior/zarr.json",
+    ],
+)
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_metadata_file_that_is_no_description(stores, tmp_path, in_process, key, name):
     url = Path(shutil.copytree(stores["prior"], tmp_path / "maps.zarr"))
@@ -134,16 +201,33 @@ def test_a_number_of_the_root_that_is_none(stores, tmp_path):
         store.open(url)
 
 
-@pytest.mark.parametrize("name, value", [("num_images", 10**12), ("num_images", 2**31), ("layers", 10**9), ("heads", True),
-                                         ("grid", [10**6, 10**6]), ("grid", 3), ("num_classes", 1.0), ("extra", [1]),
-                                         ("dataset_sha256", None), ("images_per_shard", 0), ("images_per_shard", 10**12),
-                                         ("complete", 1), ("files_sha256", {"../x": "0"}), ("format_version", 0)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_images", 10**12),
+        ("num_images", 2**31),
+        ("layers", 10**9),
+        ("heads", True),
+        ("grid", [10**6, 10**6]),
+        ("grid", 3),
+        ("num_classes", 1.0),
+        ("extra", [1]),
+        ("dataset_sha256", None),
+        ("images_per_shard", 0),
+        ("images_per_shard", 10**12),
+        ("complete", 1),
+        ("files_sha256", {"../x": "0"}),
+        ("format_version", 0),
+    ],
+)
 def test_a_root_that_contradicts_itself(stores, tmp_path, name, value):
     url = Path(shutil.copytree(stores["gaussian"], tmp_path / "maps.zarr"))
     attributes = json.loads((url / ROOT).read_text())["attributes"]
     del attributes["root_sha256"]
     (url / ROOT).write_bytes(seal(attributes | {name: value}))
-    with pytest.raises(store.DamagedStore, match=f"contradicts itself: .*{name.partition('_')[0]}|an image takes"):
+    with pytest.raises(
+        store.DamagedStore, match=f"contradicts itself: .*{name.partition('_')[0]}|an image takes"
+    ):
         store.open(url)
     assert len(store.verify(url)) == 1
 
@@ -153,15 +237,29 @@ def test_a_whole_store_of_images_that_are_not_there(tmp_path):
     url, schema = tmp_path / "maps.zarr", make_schema(num_images=2**31 - 1)
     layout, metadata = plan(schema, 1, None)
     files = Files(url)
-    files.write_all({**metadata, ROOT: Layout(schema, 1, layout.files_sha256, complete=True).root_file()})
-    with pytest.raises(store.DamagedStore, match="the last of its 2147483647 shards was never finished"):
+    files.write_all(
+        {**metadata, ROOT: Layout(schema, 1, layout.files_sha256, complete=True).root_file()}
+    )
+    with pytest.raises(
+        store.DamagedStore, match="the last of its 2147483647 shards was never finished"
+    ):
         store.open(url)
     assert [str(problem) for problem in store.verify(url)] == [
-        "2147483647 of 2147483647 shards are not written yet, or the records of them are lost"]
+        "2147483647 of 2147483647 shards are not written yet, or the records of them are lost"
+    ]
 
 
-@pytest.mark.parametrize("changes", [dict(num_images=10**12), dict(grid=(10**5, 10**5)), dict(layers=0), dict(heads=True),
-                                     dict(dataset=None), dict(extra=[])])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_images=10**12),
+        dict(grid=(10**5, 10**5)),
+        dict(layers=0),
+        dict(heads=True),
+        dict(dataset=None),
+        dict(extra=[]),
+    ],
+)
 def test_a_schema_of_impossible_sizes_is_refused(changes):
     with pytest.raises(store.StoreError) as error:
         make_schema(**changes)
@@ -174,12 +272,18 @@ def test_a_shard_that_no_reader_could_hold_is_refused(tmp_path):
     assert not (tmp_path / "s").exists()
 
 
-@pytest.mark.parametrize("array, message", [
-    (dict(prior=np.ones((1, 2, 4, 3))), "prior has the shape"), (dict(other=np.ones(3)), "'prior'")])
+@pytest.mark.parametrize(
+    "array, message",
+    [
+        (dict(prior=np.ones((1, 2, 4, 3))), "prior has the shape"),
+        (dict(other=np.ones(3)), "'prior'"),
+    ],
+)
 def test_the_decoder_of_someone_else(tmp_path, array, message):
     import torch
     from gaupipe.errors import UserError
     from stages.export_maps import gaussians_reader
+
     schema = make_schema(kind="prior", grid=(2, 2), layers=1)
     write_store(tmp_path / "s", schema, make_arrays(schema), decoder=array)
     with pytest.raises(UserError, match=message) as error:
