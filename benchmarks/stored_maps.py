@@ -1,14 +1,17 @@
-"""How fast stored maps are read in shuffled order, against zarr-python and np.memmap, and how large they are.
+"""How fast stored maps are read in shuffled order, against zarr-python and np.memmap, and how large
+they are.
 
     python benchmarks/stored_maps.py                      CIFAR-10 Atto: 7 layers, 12 heads, 64 tokens, every kind
     python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
     python benchmarks/stored_maps.py --encoding           only what the encodings do to the maps (total variation per row)
+    python benchmarks/stored_maps.py --checksums          only what it costs to compare checksums
 
-A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the other: our store,
-our store preloaded into memory, np.memmap of the same numbers uncompressed in one file, zarr-python on the store's own
-files (one batch only, it is slow). Ratios are taken within a round; the tables show medians with quartiles in brackets.
-Cold: before each reader's turn its files are dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it
-opens them anew. Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own.
+A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the
+other: our store, our store preloaded into memory, np.memmap of the same numbers uncompressed in one
+file, zarr-python on the store's own files (one batch only, it is slow). Ratios are taken within a
+round; the tables show medians with quartiles in brackets. Cold: before each reader's turn its files
+are dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it opens them anew.
+Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own.
 """
 
 from __future__ import annotations
@@ -37,9 +40,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--megabytes", type=int, default=400, help="numbers in each store before compression")
     parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
+    parser.add_argument("--checksums", action="store_true", help="only the cost of the checksums")
     arguments = parser.parse_args()
     if arguments.encoding:
         print_encodings()
+        return
+    if arguments.checksums:
+        for name in arguments.kinds.split(","):
+            with tempfile.TemporaryDirectory() as folder:
+                print_checksums(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
         return
     print(f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} {'/ zarr-python':<18} {'/ memmap':<20} "
           "preloaded / memmap")
@@ -85,6 +94,32 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
         print(f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
               f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
               f"{spread(preloaded, '.2f')}", flush=True)
+
+
+def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
+    """Processor time of gathers by a reader that compares every image, over that of one that
+    compares none, as every reader does from the second epoch on."""
+    schema = make_schema(num_images=BATCH, **KINDS[name])
+    num_images = max(BATCH * BATCHES, num_bytes // schema.bytes_per_image)
+    schema = make_schema(num_images=num_images, **KINDS[name])
+    write(folder / "maps.zarr", folder / "raw", schema, next(iter(schema.arrays())))
+    readers = {compares: store.open(folder / "maps.zarr") for compares in (True, False)}
+    rng = np.random.default_rng(0)
+    ratios, seconds = [], []
+    for round_ in range(rounds + 1):
+        ids, times = rng.permutation(schema.num_images)[:BATCH * BATCHES], {}
+        for compares in rng.permutation([True, False]).tolist():
+            readers[compares]._checked[:] = not compares
+            started = time.process_time()
+            for start in range(0, len(ids), BATCH):
+                readers[compares].gather(ids[start:start + BATCH])
+            times[compares] = time.process_time() - started
+        if round_:  # the first round warms the cache and reads what is held in memory
+            ratios.append(times[True] / times[False])
+            seconds.append(1e6 * times[False] / len(ids))
+    print(f"{name:<10} {schema.bytes_per_image:>7,} bytes an image, "
+          f"{spread(seconds, '.1f')} us an image without, with / without {spread(ratios, '.3f')}",
+          flush=True)
 
 
 def drop_from_cache(folder: Path) -> None:

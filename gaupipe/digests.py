@@ -1,4 +1,5 @@
-"""``SHA256SUMS``: the digests of a folder's files, beside them, as ``sha256sum -c SHA256SUMS`` reads them."""
+"""``SHA256SUMS``: the digests of a folder's files, beside them, as ``sha256sum -c SHA256SUMS``
+reads them."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def sha256(path: Path) -> str:
 def replace(partial: Path, path: Path, digest: str) -> None:
     """Puts the file ``partial``, whose digest is known, in the place of ``path``.
 
-    A process killed at any moment leaves a file whose digest is listed: while one file replaces the other both are.
-    The caller has flushed ``partial`` to the disk.
+    A process killed at any moment leaves a file whose digest is listed: while one file replaces the
+    other both are. The caller has flushed ``partial`` to the disk.
     """
     folder = path.parent
     sums = read(folder) or {}
@@ -53,21 +54,26 @@ def replace(partial: Path, path: Path, digest: str) -> None:
 
 def write(folder: Path) -> None:
     """Lists the digests of all files of ``folder``."""
-    _write(folder, {path.name: [sha256(path)] for path in sorted(folder.iterdir()) if path.name != SUMS})
+    _write(
+        folder,
+        {path.name: [sha256(path)] for path in sorted(folder.iterdir()) if path.name != SUMS},
+    )
 
 
 def check(path: Path) -> None:
-    """Raises UserError if a file is not the one whose digest lies beside it. Without ``SHA256SUMS``, which earlier
-    versions did not write, nothing is checked."""
+    """Raises UserError if a file is not the one whose digest lies beside it. Without
+    ``SHA256SUMS``, which earlier versions did not write, nothing is checked."""
     sums = read(path.parent)
     if sums is not None and sha256(path) not in sums.get(path.name, []):
-        raise UserError(f"{path} is damaged, or not the file that {SUMS} beside it lists: "
-                        f"restore both from a copy, or start afresh")
+        raise UserError(
+            f"{path} is damaged, or not the file that {SUMS} beside it lists: "
+            f"restore both from a copy, or start afresh"
+        )
 
 
 def read(folder: Path) -> dict[str, list[str]] | None:
-    """The digests of each file that ``SHA256SUMS`` lists; None where there is none. Raises UserError for a damaged
-    one."""
+    """The digests of each file that ``SHA256SUMS`` lists; None where there is none. Raises
+    UserError for a damaged one."""
     path = folder / SUMS
     try:
         text = path.read_bytes().decode(errors="replace")
@@ -77,7 +83,9 @@ def read(folder: Path) -> dict[str, list[str]] | None:
     for line in text.splitlines():
         found = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
         if not found:
-            raise UserError(f"{path} is damaged: a line of it is not 'SHA256  FILE'; restore it from a copy")
+            raise UserError(
+                f"{path} is damaged: a line of it is not 'SHA256  FILE'; restore it from a copy"
+            )
         sums.setdefault(found[2], []).append(found[1])
     return sums
 
@@ -93,7 +101,9 @@ def flush(path: Path) -> None:
 
 def _write(folder: Path, sums: dict[str, list[str]]) -> None:
     partial = folder / f"{SUMS}.partial"
-    partial.write_text("".join(f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests))
+    partial.write_text(
+        "".join(f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests)
+    )
     flush(partial)
     partial.replace(folder / SUMS)
     flush(folder)

@@ -19,11 +19,13 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 @contextlib.contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """A new folder beside ``folder`` that takes its place, contents and all, when the block ends without an exception.
+    """A new folder beside ``folder`` that takes its place, contents and all, when the block ends
+    without an exception.
 
-    Linux exchanges the two in one step, so that there is a whole folder at every moment. A file system that cannot do
-    that (some network file systems) needs two: a process killed between them leaves the earlier folder under the name
-    ``.NAME.replaced-*``, and the next call puts it back. What killed calls left is removed by the next one.
+    Linux exchanges the two in one step, so that there is a whole folder at every moment. A file
+    system that cannot do that (some network file systems) needs two: a process killed between them
+    leaves the earlier folder under the name ``.NAME.replaced-*``, and the next call puts it back.
+    What killed calls left is removed by the next one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder.parent) as alone:
@@ -46,11 +48,13 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _alone_in(parent: Path) -> Iterator[bool]:
-    """Waits until no other process replaces a folder in ``parent``; False where the file system knows no locks."""
+    """Waits until no other process replaces a folder in ``parent``; False where the file system
+    knows no locks."""
     descriptor = os.open(parent, os.O_RDONLY)
     try:
         try:
             import fcntl
+
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # a killed process no longer holds it
             alone = True
         except (ImportError, OSError):
@@ -72,12 +76,22 @@ def _clear(folder: Path) -> None:
 
 
 def _exchange(left: Path, right: Path) -> bool:
-    """Exchanges two folders in one step; False where the system or the file system cannot do that."""
+    """Exchanges two folders in one step; False where the system or the file system cannot do
+    that."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    return renameat2(AT_FDCWD, os.fsencode(left), AT_FDCWD, os.fsencode(right), ctypes.c_uint(RENAME_EXCHANGE)) == 0
+    return (
+        renameat2(
+            AT_FDCWD,
+            os.fsencode(left),
+            AT_FDCWD,
+            os.fsencode(right),
+            ctypes.c_uint(RENAME_EXCHANGE),
+        )
+        == 0
+    )
 
 
 def _replace_in_two_steps(fresh: Path, folder: Path) -> None:

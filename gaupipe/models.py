@@ -163,29 +163,39 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
 
 def save_student(model: VisionTransformer, folder: str | Path, label_names: list[str] | None = None,
                  **data_config) -> None:
-    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the model from:
-    config.json and model.safetensors, with their digests in SHA256SUMS. A student that is there is replaced as a whole,
-    at no moment by a part of one, and stays if this one cannot be written.
+    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
+    model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
+    is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
+    written.
 
-    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which loads without
-    gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe`` first. ``data_config`` is timm's
-    (``mean``, ``std``, ``crop_pct``, ...): how images are to be prepared. Raises UserError for a model that
-    ``timm.create_model`` did not build and for a place that holds something else than a student.
+    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
+    loads without gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe``
+    first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
+    prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
+    that holds something else than a student.
     """
     if not hasattr(model, "pretrained_cfg"):
         raise UserError("save_student: the model was built by its class, which timm cannot name; build it with "
                         "timm.create_model")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     if folder.exists() and not _is_replaceable(folder):
-        raise UserError(f"{folder} is there and is not the folder of a student: choose another place, or remove it")
+        raise UserError(
+            f"{folder} is there and is not the folder of a student: choose another place, "
+            "or remove it"
+        )
     architecture, model_args = architecture_of(model)
     described = copy.copy(model)
     described._model_args = model_args  # timm would add what create_model was given, gaupipe's keywords among it
     described.pretrained_cfg = dict(model.pretrained_cfg, architecture=architecture, num_classes=model.num_classes,
                                     input_size=(model.in_chans, *model.patch_embed.img_size), **data_config)
     with replaced(folder) as fresh:
-        save_for_hf(described, str(fresh), model_config=dict(label_names=label_names), model_args=model_args,
-                    safe_serialization=True)
+        save_for_hf(
+            described,
+            str(fresh),
+            model_config=dict(label_names=label_names),
+            model_args=model_args,
+            safe_serialization=True,
+        )
         digests.write(fresh)
 
 

@@ -1,11 +1,12 @@
-"""The attention-map store: per-image Gaussians, embeddings or dense maps in a zarr v3 group, read by image id.
+"""The attention-map store: per-image Gaussians, embeddings or dense maps in a zarr v3 group, read
+by image id.
 
 numpy in and out; works without the rest of gaupipe:
 
     import numpy as np, store
 
-    schema = store.Schema(kind="gaussian", num_images=1000, grid=(8, 8), layers=7, heads=12, num_classes=10,
-                          dataset="mine", dataset_sha256="", teacher_sha256="")
+    schema = store.Schema(kind="gaussian", num_images=1000, grid=(8, 8), layers=7, heads=12,
+                          num_classes=10, dataset="mine", dataset_sha256="", teacher_sha256="")
     writer = store.create("maps.zarr", schema)
     for shard in writer.pending():
         n = shard.stop - shard.start
@@ -25,5 +26,20 @@ from store.schema import ArraySpec, Schema
 from store.verify import Problem, repair, verify
 from store.writer import Writer, create, join
 
-__all__ = ["ArraySpec", "CorruptChunk", "DamagedStore", "Problem", "Schema", "Shard", "Store", "StoreError",
-           "UnfinishedStore", "Writer", "create", "join", "open", "repair", "verify"]
+__all__ = [
+    "ArraySpec",
+    "CorruptChunk",
+    "DamagedStore",
+    "Problem",
+    "Schema",
+    "Shard",
+    "Store",
+    "StoreError",
+    "UnfinishedStore",
+    "Writer",
+    "create",
+    "join",
+    "open",
+    "repair",
+    "verify",
+]

@@ -1,4 +1,5 @@
-"""What the store raises: every message is one line that says what is wrong, where, and what would be right."""
+"""What the store raises: every message is one line that says what is wrong, where, and what
+would be right."""
 
 
 class StoreError(ValueError):

@@ -1,7 +1,9 @@
-"""Reading and writing whole files in a folder, on s3:// or on gs://, all through tensorstore's key-value stores.
+"""Reading and writing whole files in a folder, on s3:// or on gs://, all through tensorstore's
+key-value stores.
 
-A write is atomic (other readers see the old file or the new one) and, in a folder, flushed to the disk before it
-returns. tensorstore runs threads that do not survive a fork, so a process forked after the first use is refused.
+A write is atomic (other readers see the old file or the new one) and, in a folder, flushed to the
+disk before it returns. tensorstore runs threads that do not survive a fork, so a process forked
+after the first use is refused.
 """
 
 from __future__ import annotations
@@ -20,21 +22,24 @@ _first_process: int | None = None  # the process whose tensorstore threads exist
 
 
 def refuse_after_fork() -> None:
-    """Raises StoreError in a process forked after tensorstore was used: its threads are gone and reads would hang."""
+    """Raises StoreError in a process forked after tensorstore was used: its threads are gone and
+    reads would hang."""
     global _first_process
     if _first_process is None:
         _first_process = os.getpid()
     elif _first_process != os.getpid():
-        raise StoreError("the store cannot be used in a forked process, where its reader threads are missing; "
-                         "start the process with the 'spawn' method and open the store there")
+        raise StoreError(
+            "the store cannot be used in a forked process, where its reader threads are missing; "
+            "start the process with the 'spawn' method and open the store there"
+        )
 
 
 class Files:
     """The files under `url`: a path, file://, s3://bucket/path or gs://bucket/path.
 
-    Object stores take credentials and endpoint from the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
-    AWS_ENDPOINT_URL, AWS_REGION; GOOGLE_APPLICATION_CREDENTIALS). Every method raises StoreError, one line, when the
-    storage refuses or does not answer.
+    Object stores take credentials and endpoint from the environment (AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL, AWS_REGION; GOOGLE_APPLICATION_CREDENTIALS). Every
+    method raises StoreError, one line, when the storage refuses or does not answer.
     """
 
     def __init__(self, url: str | os.PathLike):
@@ -64,7 +69,9 @@ class Files:
 
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""
-        return sorted(key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix))))
+        return sorted(
+            key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix)))
+        )
 
     def delete(self, prefix: str) -> None:
         """Deletes all files whose name starts with `prefix`."""
@@ -72,8 +79,12 @@ class Files:
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
         """The zarr array called `name`."""
-        spec = {"driver": "zarr3", "kvstore": {**self._spec, "path": self._spec["path"] + name + "/"},
-                "recheck_cached_data": False, "recheck_cached_metadata": False}
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {**self._spec, "path": self._spec["path"] + name + "/"},
+            "recheck_cached_data": False,
+            "recheck_cached_metadata": False,
+        }
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
         return self._wait(ts.open(spec, open=True, context=context))
 
@@ -82,9 +93,12 @@ class Files:
         return self._wait(array.read())
 
     def _flush_folders(self, keys: Iterable[str]) -> None:
-        """tensorstore flushes a file and the entry in its folder; the folders above may be new and unflushed as well."""
+        """tensorstore flushes a file and the entry in its folder; the folders above may be new
+        and unflushed as well."""
         top = Path(self._spec["path"])
-        new = {folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)} - self._flushed
+        new = {
+            folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)
+        } - self._flushed
         for parent in {folder.parent for folder in new}:
             descriptor = os.open(parent, os.O_RDONLY)
             try:
@@ -108,7 +122,9 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     bucket, _, path = rest.partition("/")
     path = path.rstrip("/") + "/" if path else ""
     if scheme not in ("s3", "gs") or not bucket:
-        raise StoreError(f"{url}: not a place for a store; give a folder, s3://bucket/path or gs://bucket/path")
+        raise StoreError(
+            f"{url}: not a place for a store; give a folder, s3://bucket/path or gs://bucket/path"
+        )
     retries = {"max_retries": 4, "initial_delay": "0.2s", "max_delay": "2s"}
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path}, {"gcs_request_retries": retries}
@@ -117,7 +133,9 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
         spec["endpoint"] = endpoint
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
-    if "AWS_ACCESS_KEY_ID" in os.environ:  # tensorstore's own search would print about files it does not find
+    if (
+        "AWS_ACCESS_KEY_ID" in os.environ
+    ):  # tensorstore's own search would print about files it does not find
         spec["aws_credentials"] = {"type": "environment"}
     return spec, {"s3_request_retries": retries}
 
@@ -146,11 +164,14 @@ def explain(error: Exception, url: str) -> str:
 
 
 def damage(error: Exception) -> str | None:
-    """What a failed read says about the bytes stored, in words; None when the storage could not be reached at all."""
+    """What a failed read says about the bytes stored, in words; None when the storage could not
+    be reached at all."""
     text = _one_line(error)
     if text.split(":")[0] in _NO_ACCESS:
         return None
-    return "the shard's index is damaged" if "shard index" in text else "the stored bytes are damaged"
+    return (
+        "the shard's index is damaged" if "shard index" in text else "the stored bytes are damaged"
+    )
 
 
 def _one_line(error: Exception) -> str:

@@ -1,16 +1,18 @@
-"""How a schema becomes zarr files: shards, codecs, metadata, and the checks that hold them together.
+"""How a schema becomes zarr files: shards, codecs, metadata, and the checks that hold them
+together.
 
-Root attributes = the schema + `images_per_shard`, `complete`, `files_sha256` (a digest of every other
-metadata file and of the decoder's files) and `root_sha256` (of the root file itself, with this digest as
-zeros). Arrays of ours stand beside the data, one file a shard for all A data arrays:
+Root attributes = the schema + `images_per_shard`, `complete`, `files_sha256` (a digest of every
+other metadata file and of the decoder's files) and `root_sha256` (of the root file itself, with
+this digest as zeros). Arrays of ours stand beside the data, one file a shard for all A data arrays:
 
     shard_sha256  [S, A, 32] uint8    digest of the shard's file in each data array
     shard_nbytes  [S, A]     uint64   its size in bytes
     image_crc32c  [N, A]     uint32   checksum of each image's stored numbers (format version 2)
 
-The row of `shard_sha256` is written last: it is what marks a shard as finished. Since format version 2 both
-checksums are bound to the store, the array and the shard they belong to (`Layout.shard_digest`,
-`Layout.image_mask`), so that neither a shard nor its checksums pass for those of another place or teacher.
+The row of `shard_sha256` is written last: it is what marks a shard as finished. Since format
+version 2 both checksums are bound to the store, the array and the shard they belong to
+(`Layout.shard_digest`, `Layout.image_mask`), so that neither a shard nor its checksums pass for
+those of another place or teacher.
 """
 
 from __future__ import annotations
@@ -38,14 +40,33 @@ FORMAT, FORMAT_VERSION = "gaupipe-maps", 2
 ROOT = "zarr.json"
 RECORDS = {1: ("shard_sha256", "shard_nbytes"), 2: ("shard_sha256", "shard_nbytes", "image_crc32c")}
 """The arrays of ours, by format version."""
-IDENTITY = ("kind", "encoding", "num_images", "grid", "layers", "heads", "num_classes", "embedding_dim",
-            "parametrisation", "dataset", "dataset_sha256", "teacher_sha256")
-"""What checksums are bound to; a field that a later version adds to the schema must not change it."""
+IDENTITY = (
+    "kind",
+    "encoding",
+    "num_images",
+    "grid",
+    "layers",
+    "heads",
+    "num_classes",
+    "embedding_dim",
+    "parametrisation",
+    "dataset",
+    "dataset_sha256",
+    "teacher_sha256",
+)
+"""What checksums are bound to; a field that a later version adds to the schema must not change
+it."""
 SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
-"""Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in memory."""
-COLUMN_BYTES = 256  # an array with fewer bytes an image is compressed by whole shards and held in memory by readers
-MISSING = {"float16": float("nan"), "uint8": 0, "int64": -1}  # fill values; no image is ever stored with them
+"""Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
+memory."""
+COLUMN_BYTES = 256
+"""An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
+MISSING = {
+    "float16": float("nan"),
+    "uint8": 0,
+    "int64": -1,
+}  # fill values; no image is ever stored with them
 _ZEROS = "0" * 64
 
 
@@ -106,15 +127,21 @@ class Layout:
         return self.shard_file("shard_sha256", index)
 
     def record_bytes(self) -> int:
-        """Bytes of one shard's files in the records: their numbers and a checksum of four bytes in each."""
-        return sum(spec.rows * math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize + 4
-                   for spec in self.records.values())
+        """Bytes of one shard's files in the records: their numbers and a checksum of four bytes
+        in each."""
+        return sum(
+            spec.rows * math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize + 4
+            for spec in self.records.values()
+        )
 
     def finished(self, files: Files) -> list[int]:
         """The indices of the finished shards, in order; read from the store at every call."""
         keys = {key: key.split("/")[2] for key in files.list("shard_sha256/c/")}
-        indices = sorted(int(index) for key, index in keys.items()
-                         if index.isdecimal() and key == self.record_file(int(index)))
+        indices = sorted(
+            int(index)
+            for key, index in keys.items()
+            if index.isdecimal() and key == self.record_file(int(index))
+        )
         return [index for index in indices if index < self.num_shards]
 
     def record_rows(self, name: str, shard: Shard) -> Shard:
@@ -126,23 +153,27 @@ class Layout:
 
     @functools.cached_property
     def identity(self) -> str:
-        """sha256, in hex, of what makes this store this store; the attributes are those of `IDENTITY`."""
+        """sha256, in hex, of what makes this store this store; the attributes are those of
+        `IDENTITY`."""
         attributes = self.schema.to_attributes()
-        fields = {name: attributes[name] for name in IDENTITY} | {"images_per_shard": self.images_per_shard}
+        fields = {name: attributes[name] for name in IDENTITY} | {
+            "images_per_shard": self.images_per_shard
+        }
         return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
     def shard_digest(self, name: str, index: int, data: bytes) -> bytes:
-        """What `shard_sha256` says of a shard's file: in format version 1 the sha256 of its bytes, since then
-        the sha256 of the text `IDENTITY/ARRAY/INDEX/SHA256`, with the store's identity and the file's sha256
-        in hex."""
+        """What `shard_sha256` says of a shard's file: in format version 1 the sha256 of its
+        bytes, since then the sha256 of the text `IDENTITY/ARRAY/INDEX/SHA256`, with the store's
+        identity and the file's sha256 in hex."""
         digest = hashlib.sha256(data)
         if self.version > 1:
             digest = hashlib.sha256(f"{self.identity}/{name}/{index}/{digest.hexdigest()}".encode())
         return digest.digest()
 
     def image_mask(self, name: str, index: int) -> int:
-        """What the crc32c of a shard's images are combined with (exclusive or) in `image_crc32c`: the first
-        four bytes, little end first, of the sha256 of the text `IDENTITY/ARRAY/INDEX`."""
+        """What the crc32c of a shard's images are combined with (exclusive or) in
+        `image_crc32c`: the first four bytes, little end first, of the sha256 of the text
+        `IDENTITY/ARRAY/INDEX`."""
         digest = hashlib.sha256(f"{self.identity}/{name}/{index}".encode()).digest()
         return int.from_bytes(digest[:4], "little")
 
@@ -153,18 +184,29 @@ class Layout:
 
     def root_file(self) -> bytes:
         """The bytes of the group's zarr.json."""
-        return seal({"format": FORMAT, "format_version": self.version, **self.schema.to_attributes(),
-                     "images_per_shard": self.images_per_shard, "complete": self.complete,
-                     "files_sha256": self.files_sha256})
+        return seal(
+            {
+                "format": FORMAT,
+                "format_version": self.version,
+                **self.schema.to_attributes(),
+                "images_per_shard": self.images_per_shard,
+                "complete": self.complete,
+                "files_sha256": self.files_sha256,
+            }
+        )
 
     @classmethod
     def from_root_file(cls, data: bytes | None, url: str) -> Layout:
-        """Reads zarr.json. Raises UnfinishedStore when it is not there, StoreError when it is not ours and
-        DamagedStore when any bit of it has changed or it contradicts itself."""
+        """Reads zarr.json. Raises UnfinishedStore when it is not there, StoreError when it is
+        not ours and DamagedStore when any bit of it has changed or it contradicts itself."""
         if data is None:
-            raise UnfinishedStore(f"{url}: no attention-map store there (no {ROOT}); "
-                                  "export one with gaupipe export-maps")
-        damaged = f"{url}: {ROOT} is damaged or was edited; repair it with gaupipe export-maps --repair"
+            raise UnfinishedStore(
+                f"{url}: no attention-map store there (no {ROOT}); "
+                "export one with gaupipe export-maps"
+            )
+        damaged = (
+            f"{url}: {ROOT} is damaged or was edited; repair it with gaupipe export-maps --repair"
+        )
         try:
             attributes = json.loads(data)["attributes"]
             ours = attributes.get("format") == FORMAT
@@ -174,14 +216,18 @@ class Layout:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedStore(damaged) from None
         if not ours and (whole or not sealed):
-            raise StoreError(f"{url}: a zarr group, but not a store of attention maps "
-                             f"(attribute format is not {FORMAT!r})")
+            raise StoreError(
+                f"{url}: a zarr group, but not a store of attention maps "
+                f"(attribute format is not {FORMAT!r})"
+            )
         if not whole:
             raise DamagedStore(damaged)
         version = attributes.get("format_version")
         if type(version) is int and version > FORMAT_VERSION:
-            raise StoreError(f"{url}: format version {version}, this gaupipe reads up to {FORMAT_VERSION}; "
-                             "a newer gaupipe reads it")
+            raise StoreError(
+                f"{url}: format version {version}, this gaupipe reads up to {FORMAT_VERSION}; "
+                "a newer gaupipe reads it"
+            )
         try:
             return cls._from_attributes(attributes)
         except StoreError as error:
@@ -192,88 +238,152 @@ class Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
         version, per_shard, complete, files = (
-            attributes.get(name) for name in ("format_version", "images_per_shard", "complete", "files_sha256"))
+            attributes.get(name)
+            for name in ("format_version", "images_per_shard", "complete", "files_sha256")
+        )
         if type(version) is not int or version not in RECORDS:
-            raise StoreError(f"format_version is {version!r}; it must be one of {', '.join(map(str, RECORDS))}")
+            raise StoreError(
+                f"format_version is {version!r}; it must be one of {', '.join(map(str, RECORDS))}"
+            )
         if type(per_shard) is not int or not 1 <= per_shard <= schema.num_images:
-            raise StoreError(f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}")
+            raise StoreError(
+                f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}"
+            )
         if per_shard > 1 and per_shard * schema.bytes_per_image > LARGEST_SHARD:
-            raise StoreError(f"images_per_shard is {per_shard}, a shard of more than {LARGEST_SHARD} bytes")
+            raise StoreError(
+                f"images_per_shard is {per_shard}, a shard of more than {LARGEST_SHARD} bytes"
+            )
         if type(complete) is not bool:
             raise StoreError(f"complete is {complete!r}; it must be true or false")
         layout = cls(schema, per_shard, files, complete, version)
         needed = {f"{name}/{ROOT}" for name in (*layout.names, *layout.records)}
-        if not isinstance(files, dict) or not needed <= files.keys() or not all(
-                key in needed or key.startswith("decoder/") and ".." not in key.split("/") for key in files):
-            raise StoreError(f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files")
+        if (
+            not isinstance(files, dict)
+            or not needed <= files.keys()
+            or not all(
+                key in needed or key.startswith("decoder/") and ".." not in key.split("/")
+                for key in files
+            )
+        ):
+            raise StoreError(
+                f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files"
+            )
         return layout
 
 
 def records(schema: Schema, per_shard: int, version: int) -> dict[str, RecordSpec]:
     """The arrays of ours that stand beside the data in this format version."""
     shards, arrays = -(-schema.num_images // per_shard), len(schema.arrays())
-    specs = {"shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", ("shard", "array", "byte")),
-             "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", ("shard", "array")),
-             "image_crc32c": RecordSpec((schema.num_images, arrays), per_shard, "uint32", ("image", "array"))}
+    specs = {
+        "shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", ("shard", "array", "byte")),
+        "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", ("shard", "array")),
+        "image_crc32c": RecordSpec(
+            (schema.num_images, arrays), per_shard, "uint32", ("image", "array")
+        ),
+    }
     return {name: specs[name] for name in RECORDS[version]}
 
 
 def shard_key(index: int, dimensions: int) -> str:
-    """zarr's name, within an array, for the chunk at `index` along axis 0 that covers all other axes."""
+    """zarr's name, within an array, for the chunk at `index` along axis 0 that covers all other
+    axes."""
     return "/".join(["c", str(index)] + ["0"] * (dimensions - 1))
 
 
 def is_column(schema: Schema, name: str) -> bool:
     """Whether an image's part of the array is so small that the whole shard is one chunk."""
-    return math.prod(schema.arrays()[name].shape[1:]) * schema.stored_dtype(name).itemsize < COLUMN_BYTES
+    return (
+        math.prod(schema.arrays()[name].shape[1:]) * schema.stored_dtype(name).itemsize
+        < COLUMN_BYTES
+    )
 
 
-def plan(schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None,
-         version: int = FORMAT_VERSION) -> tuple[Layout, dict[str, bytes]]:
-    """The layout of a new store and its metadata files (root excluded) with the decoder's files, by name."""
+def plan(
+    schema: Schema,
+    shard_bytes: int,
+    decoder: Mapping[str, np.ndarray] | None,
+    version: int = FORMAT_VERSION,
+) -> tuple[Layout, dict[str, bytes]]:
+    """The layout of a new store and its metadata files (root excluded) with the decoder's files,
+    by name."""
     if shard_bytes > LARGEST_SHARD:
-        raise StoreError(f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible")
+        raise StoreError(
+            f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible"
+        )
     per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
     files = metadata_files(schema, per_shard, decoder, version)
     digests = {key: sha256(data) for key, data in files.items()}
     return Layout(schema, per_shard, digests, version=version), files
 
 
-def metadata_files(schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None,
-                   version: int) -> dict[str, bytes]:
-    """Every file of the store that does not depend on the images, without the root's: zarr-python writes them."""
+def metadata_files(
+    schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None, version: int
+) -> dict[str, bytes]:
+    """Every file of the store that does not depend on the images, without the root's:
+    zarr-python writes them."""
     if (schema.kind in WITH_DECODER) != bool(decoder):
-        raise StoreError(f"a store of kind {schema.kind!r} needs its decoder's arrays" if not decoder
-                         else f"a store of kind {schema.kind!r} has no decoder")
+        raise StoreError(
+            f"a store of kind {schema.kind!r} needs its decoder's arrays"
+            if not decoder
+            else f"a store of kind {schema.kind!r} has no decoder"
+        )
     buffers: dict = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
     for name, spec in schema.arrays().items():
         rows = per_shard if is_column(schema, name) else 1
         dtype = schema.stored_dtype(name)
-        group.create_array(name, shape=spec.shape, dtype=dtype, chunks=(rows, *spec.shape[1:]),
-                           shards=(per_shard, *spec.shape[1:]), filters=None, compressors=checked,
-                           fill_value=MISSING[dtype.name], dimension_names=spec.dimension_names,
-                           attributes=code_attributes(schema, name))
+        group.create_array(
+            name,
+            shape=spec.shape,
+            dtype=dtype,
+            chunks=(rows, *spec.shape[1:]),
+            shards=(per_shard, *spec.shape[1:]),
+            filters=None,
+            compressors=checked,
+            fill_value=MISSING[dtype.name],
+            dimension_names=spec.dimension_names,
+            attributes=code_attributes(schema, name),
+        )
     for name, record in records(schema, per_shard, version).items():
-        group.create_array(name, shape=record.shape, chunks=(record.rows, *record.shape[1:]),
-                           dtype=record.dtype, filters=None, fill_value=0, serializer=BytesCodec(),
-                           compressors=[Crc32cCodec()], dimension_names=record.dimension_names,
-                           attributes={"arrays": list(schema.arrays())})
+        group.create_array(
+            name,
+            shape=record.shape,
+            chunks=(record.rows, *record.shape[1:]),
+            dtype=record.dtype,
+            filters=None,
+            fill_value=0,
+            serializer=BytesCodec(),
+            compressors=[Crc32cCodec()],
+            dimension_names=record.dimension_names,
+            attributes={"arrays": list(schema.arrays())},
+        )
     if decoder:
         weights = group.create_group("decoder")
         for name, values in decoder.items():
             if "/" in name or not np.isfinite(values).all():
-                raise StoreError(f"decoder array {name!r}: " + ("a name has no '/'" if "/" in name
-                                 else "it has values that are not finite; train the decoder again"))
-            weights.create_array(name, data=np.ascontiguousarray(values), chunks=values.shape, filters=None,
-                                 compressors=checked, config={"write_empty_chunks": True})
+                raise StoreError(
+                    f"decoder array {name!r}: "
+                    + (
+                        "a name has no '/'"
+                        if "/" in name
+                        else "it has values that are not finite; train the decoder again"
+                    )
+                )
+            weights.create_array(
+                name,
+                data=np.ascontiguousarray(values),
+                chunks=values.shape,
+                filters=None,
+                compressors=checked,
+                config={"write_empty_chunks": True},
+            )
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
 def read_metadata(files: Files, layout: Layout, name: str) -> dict:
-    """The zarr.json of one array, data or record. Raises DamagedStore when any bit of it has changed, or it
-    is of another shape than the root says."""
+    """The zarr.json of one array, data or record. Raises DamagedStore when any bit of it has
+    changed, or it is of another shape than the root says."""
     data = read_checked(files, layout, f"{name}/{ROOT}")
     if name in layout.records:
         shape, rows, dtype, _ = layout.records[name]
@@ -282,13 +392,18 @@ def read_metadata(files: Files, layout: Layout, name: str) -> dict:
         dtype = layout.schema.stored_dtype(name).name
     try:
         metadata = json.loads(data)
-        described = (metadata["shape"], metadata["chunk_grid"]["configuration"]["chunk_shape"],
-                     metadata["data_type"])
+        described = (
+            metadata["shape"],
+            metadata["chunk_grid"]["configuration"]["chunk_shape"],
+            metadata["data_type"],
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         described = None
     if described != (list(shape), [rows, *shape[1:]], dtype):
-        raise DamagedStore(f"{files.url}: {name}/{ROOT} does not describe the array that {ROOT} speaks of; "
-                           "repair it with gaupipe export-maps --repair")
+        raise DamagedStore(
+            f"{files.url}: {name}/{ROOT} does not describe the array that {ROOT} speaks of; "
+            "repair it with gaupipe export-maps --repair"
+        )
     return metadata
 
 
@@ -297,21 +412,33 @@ def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     keys = [key for key in layout.files_sha256 if key.startswith("decoder/")]
     if not keys and layout.schema.kind not in WITH_DECODER:
         return {}
-    buffers = {key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(read_checked(files, layout, key))
-               for key in keys}
+    buffers = {
+        key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(
+            read_checked(files, layout, key)
+        )
+        for key in keys
+    }
     try:
         group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
         arrays = dict(group.arrays())
-        sound = bool(arrays) and sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD and all(
-            "/".join(["decoder", name, "c", *["0"] * array.ndim]) in buffers and array.chunks == array.shape
-            for name, array in arrays.items())
+        sound = (
+            bool(arrays)
+            and sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD
+            and all(
+                "/".join(["decoder", name, "c", *["0"] * array.ndim]) in buffers
+                and array.chunks == array.shape
+                for name, array in arrays.items()
+            )
+        )
         values = {name: array[...] for name, array in arrays.items()} if sound else {}
         sound = sound and all(np.isfinite(array).all() for array in values.values())
     except Exception:  # whatever zarr-python meets in metadata that it did not write
         sound = False
     if not sound:
-        raise DamagedStore(f"{files.url}: the group decoder does not hold whole arrays of finite numbers; "
-                           "repair it with gaupipe export-maps --repair")
+        raise DamagedStore(
+            f"{files.url}: the group decoder does not hold whole arrays of finite numbers; "
+            "repair it with gaupipe export-maps --repair"
+        )
     return values
 
 
@@ -319,14 +446,21 @@ def read_checked(files: Files, layout: Layout, key: str) -> bytes:
     """A metadata or decoder file. Raises DamagedStore when it is missing or any bit has changed."""
     data = files.read(key)
     if data is None or sha256(data) != layout.files_sha256[key]:
-        raise DamagedStore(f"{files.url}: {key} is {'missing' if data is None else 'damaged or was edited'}; "
-                           "repair it with gaupipe export-maps --repair")
+        raise DamagedStore(
+            f"{files.url}: {key} is {'missing' if data is None else 'damaged or was edited'}; "
+            "repair it with gaupipe export-maps --repair"
+        )
     return data
 
 
 def seal(attributes: dict) -> bytes:
-    """The root zarr.json with these attributes and `root_sha256`, the digest of the file with that digest as zeros."""
-    root = {"zarr_format": 3, "node_type": "group", "attributes": {**attributes, "root_sha256": _ZEROS}}
+    """The root zarr.json with these attributes and `root_sha256`, the digest of the file with
+    that digest as zeros."""
+    root = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {**attributes, "root_sha256": _ZEROS},
+    }
     text = json.dumps(root, indent=2, allow_nan=False)
     head, _, tail = text.rpartition(_ZEROS)
     return (head + sha256(text.encode()) + tail).encode()

@@ -1,4 +1,5 @@
-"""Reading a store by image id, fast enough for training: batched gathers through tensorstore, prefetched on a thread."""
+"""Reading a store by image id, fast enough for training: batched gathers through tensorstore,
+prefetched on a thread."""
 
 from __future__ import annotations
 
@@ -19,33 +20,48 @@ INDEX_CACHE_BYTES = 64 * 2**20
 CHECKSUMS = "image_crc32c"
 
 
-def open(url: str | os.PathLike, *, dataset_sha256: str | None = None, teacher_sha256: str | None = None,
-         allow_incomplete: bool = False, preload_bytes: int = 0) -> Store:
+def open(
+    url: str | os.PathLike,
+    *,
+    dataset_sha256: str | None = None,
+    teacher_sha256: str | None = None,
+    allow_incomplete: bool = False,
+    preload_bytes: int = 0,
+) -> Store:
     """Opens a store for reading.
 
-    A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises UnfinishedStore
-    when there is no store or it is incomplete (unless allowed), StoreError when its data set or teacher is not the
-    one asked for, and DamagedStore when its metadata changed after it was written.
+    A store of at most `preload_bytes` (as numbers, uncompressed) is read into memory whole. Raises
+    UnfinishedStore when there is no store or it is incomplete (unless allowed), StoreError when its
+    data set or teacher is not the one asked for, and DamagedStore when its metadata changed after
+    it was written.
     """
     files = Files(url)
     layout = Layout.from_root_file(files.read(ROOT), files.url)
     if not layout.complete and not allow_incomplete:
-        raise UnfinishedStore(f"{files.url}: the store is incomplete; continue with gaupipe export-maps")
-    for what, stored, asked in (("data set", layout.schema.dataset_sha256, dataset_sha256),
-                                ("teacher", layout.schema.teacher_sha256, teacher_sha256)):
+        raise UnfinishedStore(
+            f"{files.url}: the store is incomplete; continue with gaupipe export-maps"
+        )
+    for what, stored, asked in (
+        ("data set", layout.schema.dataset_sha256, dataset_sha256),
+        ("teacher", layout.schema.teacher_sha256, teacher_sha256),
+    ):
         if asked is not None and stored != asked:
-            raise StoreError(f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for ({asked[:12]}); "
-                             "export the maps of this run")
+            raise StoreError(
+                f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for "
+                f"({asked[:12]}); export the maps of this run"
+            )
     return Store(files, layout, preload_bytes)
 
 
 class Store:
     """A store opened for reading.
 
-    Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a spawned one the URL.
+    Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a
+    spawned one the URL.
 
-    Since format version 2 an image's numbers are compared with the checksum that was taken when they were written, the
-    first time that this reader reads them. The checksum is bound to the store, the array and the shard.
+    Since format version 2 an image's numbers are compared with the checksum that was taken when
+    they were written, the first time that this reader reads them. The checksum is bound to the
+    store, the array and the shard.
     """
 
     def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
@@ -54,10 +70,14 @@ class Store:
         for name in (*layout.names, *layout.records):
             read_metadata(files, layout, name)
         if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
-            raise DamagedStore(f"{self.url}: is complete, but the last of its {layout.num_shards} shards was never "
-                               "finished; repair it with gaupipe export-maps --repair")
+            raise DamagedStore(
+                f"{self.url}: is complete, but the last of its {layout.num_shards} shards was "
+                "never finished; repair it with gaupipe export-maps --repair"
+            )
         checked = [CHECKSUMS] if CHECKSUMS in layout.records else []
-        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, *checked)}
+        self._arrays = {
+            name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, *checked)
+        }
         self._in_memory: dict[str, np.ndarray] = {}
         self._checked = np.zeros(len(self), bool)
         """Images whose numbers were compared with their checksums."""
@@ -68,17 +88,24 @@ class Store:
         return self.schema.num_images
 
     def gather(self, image_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the order asked.
+        """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the
+        order asked.
 
-        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the image id, when what
-        is stored for one of them is damaged, missing or another image's.
+        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the
+        image id, when what is stored for one of them is damaged, missing or another image's.
         """
         refuse_after_fork()
         ids = self._check_ids(image_ids)
         if not self.complete and not self._finished[ids].all():
-            raise self._corrupt(self._layout.names[0], int(ids[self._finished[ids].argmin()]), "it is not there")
+            raise self._corrupt(
+                self._layout.names[0], int(ids[self._finished[ids].argmin()]), "it is not there"
+            )
         self._preload([name for name in self._layout.names if self._layout.is_column(name)])
-        reads = {name: self._arrays[name][ids].read() for name in self._layout.names if name not in self._in_memory}
+        reads = {
+            name: self._arrays[name][ids].read()
+            for name in self._layout.names
+            if name not in self._in_memory
+        }
         rows, new = {}, np.flatnonzero(~self._checked[ids])
         for name in self._layout.names:
             try:
@@ -94,8 +121,11 @@ class Store:
         self._checked[ids] = True
         return rows
 
-    def prefetch(self, batches: Iterable[np.ndarray], depth: int = 2) -> Iterator[dict[str, np.ndarray]]:
-        """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a thread."""
+    def prefetch(
+        self, batches: Iterable[np.ndarray], depth: int = 2
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
+        thread."""
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
@@ -113,21 +143,30 @@ class Store:
         return read_decoder(self._files, self._layout)
 
     def size_on_disk(self) -> int:
-        """Bytes of the finished shards' files and records, and of the metadata and decoder files."""
+        """Bytes of the finished shards' files and records, and of the metadata and decoder
+        files."""
         finished = self._layout.finished(self._files)
         others = [ROOT, *self._layout.files_sha256]
-        size = sum(len(self._files.read(key) or b"") for key in others) + len(finished) * self._layout.record_bytes()
+        size = (
+            sum(len(self._files.read(key) or b"") for key in others)
+            + len(finished) * self._layout.record_bytes()
+        )
         sizes = self._files.open_array("shard_nbytes")
         return size + (int(self._files.load(sizes[finished]).sum()) if finished else 0)
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(image_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
-            raise StoreError(f"image ids must be a list of whole numbers, not {ids.dtype} of shape {ids.shape}")
+            raise StoreError(
+                f"image ids must be a list of whole numbers, not {ids.dtype} of shape {ids.shape}"
+            )
         ids = ids.astype(np.int64)
         outside = (ids < 0) | (ids >= len(self))
         if outside.any():
-            raise StoreError(f"{self.url}: no image {ids[outside.argmax()]}; the store has images 0 to {len(self) - 1}")
+            raise StoreError(
+                f"{self.url}: no image {ids[outside.argmax()]}; "
+                f"the store has images 0 to {len(self) - 1}"
+            )
         return ids
 
     def _preload(self, names: Iterable[str]) -> None:
@@ -149,26 +188,34 @@ class Store:
         """Whether each image's shard is finished: [N] bool."""
         finished = np.zeros(self._layout.num_shards, bool)
         finished[self._layout.finished(self._files)] = True
-        return finished.repeat(self._layout.images_per_shard)[:len(self)]
+        return finished.repeat(self._layout.images_per_shard)[: len(self)]
 
     @functools.cached_property
     def _checksums(self) -> np.ndarray:
         """The crc32c of every image's stored numbers: [N, A] uint32."""
         masks = self._layout.image_masks(range(self._layout.num_shards))
-        return self._read_whole(CHECKSUMS) ^ masks.repeat(self._layout.images_per_shard, axis=0)[:len(self)]
+        return (
+            self._read_whole(CHECKSUMS)
+            ^ masks.repeat(self._layout.images_per_shard, axis=0)[: len(self)]
+        )
 
     def _check(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
-        """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for these images."""
+        """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
+        these images."""
         if CHECKSUMS not in self._arrays:
             return
         wrong = image_crc32c(stored) != self._checksums[ids, self._layout.names.index(name)]
         if wrong.any():
-            raise self._corrupt(name, int(ids[wrong.argmax()]), "it is not what was written for this image")
+            raise self._corrupt(
+                name, int(ids[wrong.argmax()]), "it is not what was written for this image"
+            )
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Which image made a batched read fail."""
         ids = np.unique(ids)
-        if name == CHECKSUMS or self._layout.is_column(name):  # a shard's images are one chunk: the first of them tells
+        if name == CHECKSUMS or self._layout.is_column(
+            name
+        ):  # a shard's images are one chunk: the first of them tells
             ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
         for image_id in ids:
             try:
@@ -181,11 +228,20 @@ class Store:
 
     def _corrupt(self, name: str, image_id: int, what: str) -> CorruptChunk:
         shard = self._layout.shard(image_id // self._layout.images_per_shard)
-        return CorruptChunk(f"{self.url}: {name} of image {image_id} cannot be read: {what}; shard {shard.index} (images "
-                            f"{shard.start} to {shard.stop - 1}) needs gaupipe export-maps --repair", image_id, name)
+        return CorruptChunk(
+            f"{self.url}: {name} of image {image_id} cannot be read: {what}; shard {shard.index} "
+            f"(images {shard.start} to {shard.stop - 1}) needs gaupipe export-maps --repair",
+            image_id,
+            name,
+        )
 
 
 def _is_missing(stored: np.ndarray) -> np.ndarray:
-    """Per image [n], whether its chunk was not there: then all its numbers are the fill value, so the first one is."""
+    """Per image [n], whether its chunk was not there: then all its numbers are the fill value,
+    so the first one is."""
     first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-    return np.isnan(first) if stored.dtype.kind == "f" else first == (0 if stored.dtype == np.uint8 else -1)
+    return (
+        np.isnan(first)
+        if stored.dtype.kind == "f"
+        else first == (0 if stored.dtype == np.uint8 else -1)
+    )

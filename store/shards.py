@@ -1,4 +1,5 @@
-"""One shard's file, encoded and decoded in memory by tensorstore: whole files are hashed, written and checked."""
+"""One shard's file, encoded and decoded in memory by tensorstore: whole files are hashed,
+written and checked."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from store.layout import Shard
 
 
 def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> bytes:
-    """The bytes of the shard's file. `metadata` is the array's zarr.json, `key` the file's name within the array."""
+    """The bytes of the shard's file. `metadata` is the array's zarr.json, `key` the file's name
+    within the array."""
     array = in_memory(metadata)
-    array[shard.start:shard.stop].write(values).result()
+    array[shard.start : shard.stop].write(values).result()
     return array.kvstore.read(key).result().value
 
 
@@ -21,11 +23,11 @@ def decode_shard(metadata: dict, key: str, shard: Shard, data: bytes) -> list[np
     """Each image's stored numbers, or what is wrong with them (one line)."""
     array = in_memory(metadata)
     array.kvstore.write(key, data).result()
-    images = array[shard.start:shard.stop]
+    images = array[shard.start : shard.stop]
     try:
         return list(images.read().result())
     except ValueError:
-        return [_read_one(images[image:image + 1]) for image in range(shard.start, shard.stop)]
+        return [_read_one(images[image : image + 1]) for image in range(shard.start, shard.stop)]
 
 
 def _read_one(image: ts.TensorStore) -> np.ndarray | str:
@@ -41,4 +43,6 @@ def in_memory(metadata: dict) -> ts.TensorStore:
     try:
         return ts.open(spec, create=True, context=ts.Context()).result()
     except (ValueError, OverflowError) as error:
-        raise DamagedStore(f"a zarr.json describes no array: {' '.join(str(error).split())}") from None
+        raise DamagedStore(
+            f"a zarr.json describes no array: {' '.join(str(error).split())}"
+        ) from None

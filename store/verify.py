@@ -34,7 +34,8 @@ MOST_LISTED = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something wrong in a store. `shard` (index), `array` and the images `start` <= id < `stop` are None for metadata."""
+    """Something wrong in a store. `shard` (index), `array` and the images `start` <= id < `stop`
+    are None for metadata."""
 
     what: str
     shard: int | None = None
@@ -45,14 +46,22 @@ class Problem:
     def __str__(self) -> str:
         if self.shard is None:
             return self.what
-        images = f"image {self.start}" if self.stop == self.start + 1 else f"images {self.start} to {self.stop - 1}"
+        images = (
+            f"image {self.start}"
+            if self.stop == self.start + 1
+            else f"images {self.start} to {self.stop - 1}"
+        )
         return f"shard {self.shard}, {self.array}, {images}: {self.what}"
 
 
-def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None = None) -> list[Problem]:
-    """Everything wrong in the store at `url`; empty when every file is there, complete, and no bit has changed.
+def verify(
+    url: str | os.PathLike, progress: Callable[[int, int], None] | None = None
+) -> list[Problem]:
+    """Everything wrong in the store at `url`; empty when every file is there, complete, and no bit
+    has changed.
 
-    `progress(done, total)` is called after every shard. Raises StoreError when there is no store or no access.
+    `progress(done, total)` is called after every shard. Raises StoreError when there is no store or
+    no access.
     """
     files = Files(url)
     root = files.read(ROOT)
@@ -79,19 +88,28 @@ def verify(url: str | os.PathLike, progress: Callable[[int, int], None] | None =
         except DamagedStore as error:
             problems.append(Problem(str(error)))
     if not damaged & layout.records.keys():
-        problems += check_shards(files, layout, [name for name in layout.names if name not in damaged], progress)
+        problems += check_shards(
+            files, layout, [name for name in layout.names if name not in damaged], progress
+        )
     return problems
 
 
-def check_shards(files: Files, layout: Layout, names: list[str],
-                 progress: Callable[[int, int], None] | None = None) -> list[Problem]:
+def check_shards(
+    files: Files,
+    layout: Layout,
+    names: list[str],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Problem]:
     """Everything wrong in the shards of these arrays, whose metadata is sound."""
     metadata = {name: read_metadata(files, layout, name) for name in (*names, *layout.records)}
     finished = layout.finished(files)
     problems = _unfinished(layout, names, finished)
     for index in finished:
         shard = layout.shard(index)
-        records = {name: _read_record(files, layout, name, metadata[name], shard) for name in layout.records}
+        records = {
+            name: _read_record(files, layout, name, metadata[name], shard)
+            for name in layout.records
+        }
         for name in names:
             if any(values is None for values in records.values()):
                 problems.append(_not_written(shard, name))
@@ -103,33 +121,57 @@ def check_shards(files: Files, layout: Layout, names: list[str],
 
 
 def _unfinished(layout: Layout, names: list[str], finished: list[int]) -> list[Problem]:
-    """What is missing where shards are not finished. Metadata may speak of more shards than could be listed."""
+    """What is missing where shards are not finished. Metadata may speak of more shards than
+    could be listed."""
     missing = layout.num_shards - len(finished)
     if missing > MOST_LISTED:
-        return [Problem(f"{missing} of {layout.num_shards} shards are not written yet, or the records of them are lost")]
+        return [
+            Problem(
+                f"{missing} of {layout.num_shards} shards are not written yet, "
+                "or the records of them are lost"
+            )
+        ]
     indices = sorted(set(range(layout.num_shards)) - set(finished)) if missing else []
     return [_not_written(layout.shard(index), name) for index in indices for name in names]
 
 
 def _not_written(shard: Shard, name: str) -> Problem:
-    return Problem("not written yet, or the record of it is damaged", shard.index, name, shard.start, shard.stop)
+    return Problem(
+        "not written yet, or the record of it is damaged",
+        shard.index,
+        name,
+        shard.start,
+        shard.stop,
+    )
 
 
-def _read_record(files: Files, layout: Layout, name: str, metadata: dict, shard: Shard) -> np.ndarray | None:
-    """The shard's rows of a record; None when they are missing or any bit of their file has changed."""
+def _read_record(
+    files: Files, layout: Layout, name: str, metadata: dict, shard: Shard
+) -> np.ndarray | None:
+    """The shard's rows of a record; None when they are missing or any bit of their file has
+    changed."""
     key, rows = layout.shard_file(name, shard.index), layout.record_rows(name, shard)
     data = files.read(key)
     if data is None:
         return None
     within = key.partition("/")[2]
     values = decode_shard(metadata, within, rows, data)
-    if any(isinstance(row, str) for row in values) or encode_shard(metadata, within, rows, np.stack(values)) != data:
+    if (
+        any(isinstance(row, str) for row in values)
+        or encode_shard(metadata, within, rows, np.stack(values)) != data
+    ):
         return None
     return np.stack(values)
 
 
-def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: Shard,
-                records: Mapping[str, np.ndarray]) -> list[Problem]:
+def _check_file(
+    files: Files,
+    layout: Layout,
+    metadata: dict,
+    name: str,
+    shard: Shard,
+    records: Mapping[str, np.ndarray],
+) -> list[Problem]:
     def problem(what: str, start: int = shard.start, stop: int = shard.stop) -> Problem:
         return Problem(what, shard.index, name, start, stop)
 
@@ -139,9 +181,13 @@ def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: 
         return [problem("the shard's file is missing")]
     checksums = None
     if "image_crc32c" in records:
-        checksums = records["image_crc32c"][:, column] ^ np.uint32(layout.image_mask(name, shard.index))
+        checksums = records["image_crc32c"][:, column] ^ np.uint32(
+            layout.image_mask(name, shard.index)
+        )
     found = []
-    for image, values in enumerate(decode_shard(metadata, key.partition("/")[2], shard, data), shard.start):
+    for image, values in enumerate(
+        decode_shard(metadata, key.partition("/")[2], shard, data), shard.start
+    ):
         if isinstance(values, str):
             found.append(problem(values, image, image + 1))
         elif values.dtype.kind == "f" and not np.isfinite(values).all():
@@ -151,7 +197,9 @@ def _check_file(files: Files, layout: Layout, metadata: dict, name: str, shard: 
     size = int(records["shard_nbytes"][0, column])
     if not found and len(data) != size:
         found.append(problem(f"the shard's file has {len(data)} bytes, {size} were written"))
-    if not found and layout.shard_digest(name, shard.index, data) != bytes(records["shard_sha256"][0, column]):
+    if not found and layout.shard_digest(name, shard.index, data) != bytes(
+        records["shard_sha256"][0, column]
+    ):
         found.append(problem("the shard's file is not the one that was written"))
     return _merge(found)
 
@@ -166,13 +214,19 @@ def _merge(problems: list[Problem]) -> list[Problem]:
     return merged
 
 
-def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_BYTES,
-           decoder: Mapping[str, np.ndarray] | None = None,
-           progress: Callable[[int, int], None] | None = None) -> Writer:
+def repair(
+    url: str | os.PathLike,
+    schema: Schema,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    decoder: Mapping[str, np.ndarray] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Writer:
     """Rewrites a store's metadata and makes its damaged shards pending; intact ones are kept.
 
-    The writer that comes back has those shards in `pending()`: write them and call `finish()`. `schema`, `shard_bytes`
-    and `decoder` are those of the export that made the store. Raises StoreError when the store is of another schema.
+    The writer that comes back has those shards in `pending()`: write them and call `finish()`.
+    `schema`, `shard_bytes` and `decoder` are those of the export that made the store. Raises
+    StoreError when the store is of another schema.
     """
     files = Files(url)
     root = files.read(ROOT)
@@ -181,12 +235,19 @@ def repair(url: str | os.PathLike, schema: Schema, *, shard_bytes: int = SHARD_B
     except DamagedStore:
         stored = None
     if stored is None and not files.list("shard_sha256/"):
-        raise StoreError(f"{files.url}: no attention-map store there to repair; export one with gaupipe export-maps")
+        raise StoreError(
+            f"{files.url}: no attention-map store there to repair; "
+            "export one with gaupipe export-maps"
+        )
     if stored is None:
-        layout, metadata = plan(schema, shard_bytes, decoder, FORMAT_VERSION if files.list("image_crc32c/") else 1)
+        layout, metadata = plan(
+            schema, shard_bytes, decoder, FORMAT_VERSION if files.list("image_crc32c/") else 1
+        )
     else:
         if difference := schema.difference(stored.schema):
-            raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
+            raise StoreError(
+                f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
+            )
         metadata = metadata_files(schema, stored.images_per_shard, decoder, stored.version)
         digests = {key: sha256(data) for key, data in metadata.items()}
         layout = Layout(schema, stored.images_per_shard, digests, version=stored.version)

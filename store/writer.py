@@ -1,4 +1,5 @@
-"""Writing a store: whole shards, in any order, by any number of processes that never share a shard."""
+"""Writing a store: whole shards, in any order, by any number of processes that never share a
+shard."""
 
 from __future__ import annotations
 
@@ -29,13 +30,15 @@ from store.shards import encode_shard
 class Writer:
     """Writes shards of one store; made by `create`, `join` or `repair`.
 
-    A shard is finished once its files are safely on the disk and its row in `shard_sha256` says so. What a killed
-    process had begun is pending again, and is replaced whole.
+    A shard is finished once its files are safely on the disk and its row in `shard_sha256` says so.
+    What a killed process had begun is pending again, and is replaced whole.
     """
 
     def __init__(self, files: Files, layout: Layout):
         self._files, self._layout = files, layout
-        self._metadata = {name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)}
+        self._metadata = {
+            name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)
+        }
 
     @property
     def url(self) -> str:
@@ -51,40 +54,57 @@ class Writer:
         return self._layout.shards
 
     def pending(self) -> list[Shard]:
-        """The shards that are not finished, whoever writes them; read from the store at every call."""
+        """The shards that are not finished, whoever writes them; read from the store at every
+        call."""
         finished = set(self._layout.finished(self._files))
         return [shard for shard in self.shards if shard.index not in finished]
 
     def write(self, shard: Shard, arrays: Mapping[str, np.ndarray]) -> None:
-        """Stores one shard: for every array of the schema the rows of images shard.start .. shard.stop-1.
+        """Stores one shard: for every array of the schema the rows of images shard.start ..
+        shard.stop-1.
 
-        Values of any float dtype (labels: any integer). When it returns, the shard survives a power cut. Raises
-        StoreError for a wrong name or shape, for NaN (with the image id), and when the storage fails.
+        Values of any float dtype (labels: any integer). When it returns, the shard survives a power
+        cut. Raises StoreError for a wrong name or shape, for NaN (with the image id), and when the
+        storage fails.
         """
         specs = self.schema.arrays()
         if set(arrays) != set(specs):
-            raise StoreError(f"a shard of this store has the arrays {', '.join(specs)}; given: {', '.join(arrays)}")
+            raise StoreError(
+                f"a shard of this store has the arrays {', '.join(specs)}; "
+                f"given: {', '.join(arrays)}"
+            )
         files, checksums = {}, []
         for name, spec in specs.items():
             values, shape = np.asarray(arrays[name]), (shard.stop - shard.start, *spec.shape[1:])
             if values.shape != shape:
-                raise StoreError(f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right")
+                raise StoreError(
+                    f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right"
+                )
             stored = encode(name, values, self.schema, shard.start)
             files[name] = self._encode(name, shard, stored)
-            checksums.append(image_crc32c(stored) ^ np.uint32(self._layout.image_mask(name, shard.index)))
+            checksums.append(
+                image_crc32c(stored) ^ np.uint32(self._layout.image_mask(name, shard.index))
+            )
         self._write(shard, files)
-        digests = [list(self._layout.shard_digest(name, shard.index, data)) for name, data in files.items()]
-        records = {"shard_nbytes": np.array([[len(data) for data in files.values()]], np.uint64),
-                   "image_crc32c": np.stack(checksums, axis=1),
-                   "shard_sha256": np.array([digests], np.uint8)}
-        encoded = {name: self._encode(name, self._layout.record_rows(name, shard), records[name])
-                   for name in self._layout.records}
+        digests = [
+            list(self._layout.shard_digest(name, shard.index, data)) for name, data in files.items()
+        ]
+        records = {
+            "shard_nbytes": np.array([[len(data) for data in files.values()]], np.uint64),
+            "image_crc32c": np.stack(checksums, axis=1),
+            "shard_sha256": np.array([digests], np.uint8),
+        }
+        encoded = {
+            name: self._encode(name, self._layout.record_rows(name, shard), records[name])
+            for name in self._layout.records
+        }
         finished = {"shard_sha256": encoded.pop("shard_sha256")}
         self._write(shard, encoded)
         self._write(shard, finished)
 
     def reopen(self, shards: Iterable[int]) -> None:
-        """Makes finished shards (by index) pending again; the store counts as incomplete from now on."""
+        """Makes finished shards (by index) pending again; the store counts as incomplete from
+        now on."""
         self._set_complete(False)
         for index in set(shards):
             self._files.delete(self._layout.record_file(index))
@@ -93,8 +113,10 @@ class Writer:
         """Declares the store complete. Raises StoreError while a shard is pending."""
         pending = self.pending()
         if pending:
-            raise StoreError(f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, first images "
-                             f"{pending[0].start} to {pending[0].stop - 1}; continue the export")
+            raise StoreError(
+                f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
+                f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
+            )
         self._set_complete(True)
 
     def _encode(self, name: str, rows: Shard, values: np.ndarray) -> bytes:
@@ -102,24 +124,36 @@ class Writer:
 
     def _write(self, shard: Shard, files: Mapping[str, bytes]) -> None:
         """Writes the shard's file of several arrays; returns when they are safe."""
-        self._files.write_all({self._layout.shard_file(name, shard.index): data for name, data in files.items()})
+        self._files.write_all(
+            {self._layout.shard_file(name, shard.index): data for name, data in files.items()}
+        )
 
     def _set_complete(self, complete: bool) -> None:
         self._layout = dataclasses.replace(self._layout, complete=complete)
         self._files.write(ROOT, self._layout.root_file())
 
 
-def create(url: str | os.PathLike, schema: Schema, *, overwrite: bool = False, resume: bool = False,
-           shard_bytes: int = SHARD_BYTES, decoder: Mapping[str, np.ndarray] | None = None) -> Writer:
+def create(
+    url: str | os.PathLike,
+    schema: Schema,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+    decoder: Mapping[str, np.ndarray] | None = None,
+) -> Writer:
     """A new store at `url`, or with `resume` the one that is there, its finished shards kept.
 
-    `shard_bytes` is the size of a shard before compression. `decoder`: the arrays that turn embeddings into Gaussians,
-    for kind 'embedding', or those that all images share, for kind 'prior'. Raises StoreError when a store is there already
-    and neither `overwrite` nor `resume` is given, when `resume` meets another schema, and when something else is there.
+    `shard_bytes` is the size of a shard before compression. `decoder`: the arrays that turn
+    embeddings into Gaussians, for kind 'embedding', or those that all images share, for kind
+    'prior'. Raises StoreError when a store is there already and neither `overwrite` nor `resume` is
+    given, when `resume` meets another schema, and when something else is there.
     """
     files = Files(url)
     root = files.read(ROOT)
-    if root is None and files.list() and (root := files.read(ROOT)) is None:  # read again: another process may create it
+    if (
+        root is None and files.list() and (root := files.read(ROOT)) is None
+    ):  # read again: another process may create it
         raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
     if root is not None and not overwrite and not resume:
         raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
@@ -139,20 +173,28 @@ def join(url: str | os.PathLike) -> Writer:
     return Writer(files, Layout.from_root_file(files.read(ROOT), files.url))
 
 
-def _resume(files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, np.ndarray] | None) -> Writer:
+def _resume(
+    files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, np.ndarray] | None
+) -> Writer:
     if difference := schema.difference(layout.schema):
-        raise StoreError(f"{files.url}: another export is there, with {difference}; --overwrite replaces it")
+        raise StoreError(
+            f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
+        )
     missing = layout.files_sha256.keys() - set(files.list())
     if missing:  # the process was killed while it created the store
         metadata = metadata_files(schema, layout.images_per_shard, decoder, layout.version)
         files.write_all({key: metadata[key] for key in missing})
     if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
-        raise StoreError(f"{files.url}: another export is there, with another decoder; --overwrite replaces it")
+        raise StoreError(
+            f"{files.url}: another export is there, with another decoder; --overwrite replaces it"
+        )
     return Writer(files, layout)
 
 
 def _same_arrays(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(np.array_equal(left[name], right[name]) for name in left)
+    return left.keys() == right.keys() and all(
+        np.array_equal(left[name], right[name]) for name in left
+    )
 
 
 def _clear(files: Files, root: bytes) -> None:

@@ -200,6 +200,29 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
     assert contents(maps) == before
 
 
+@pytest.mark.parametrize("with_records", [False, True])
+def test_exchanged_shards_are_read_by_no_student_and_repaired(run, in_process, with_records):
+    maps = run / "maps.zarr"
+    before = contents(maps)
+    arrays = ["gaussians"]
+    if with_records:
+        arrays += ["logits", "labels", "shard_sha256", "shard_nbytes", "image_crc32c"]
+    for name in before:
+        array, _, place = name.partition("/c/")
+        if array in arrays and place.partition("/")[0] in ("0", "1"):
+            other = "/".join([str(1 - int(place[0])), *place.split("/")[1:]])
+            (maps / name).write_bytes(before[f"{array}/c/{other}"])
+    assert in_process("verify", maps)[0] == 1
+    settings = (run / "config.yaml").read_text()
+    for preload in ("2.0", "0.0"):
+        changed = settings.replace("preload_gb: 2.0", f"preload_gb: {preload}")
+        (run / "config.yaml").write_text(changed)
+        code, _, err = in_process("phase-b", "--run-dir", run, "--student", "standard", "--resume")
+        assert (code, err.count("\n")) == (2, 1) and "not what was written for this image" in err
+    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
+    assert contents(maps) == before
+
+
 def test_repair_of_a_whole_store_writes_no_shard(run, in_process):
     maps = run / "maps.zarr"
     before, written = contents(maps), changes(maps)

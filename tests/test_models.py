@@ -188,6 +188,9 @@ def test_a_loss_on_the_maps_reaches_queries_and_keys(key):
         assert gradient.isfinite().all() and gradient.abs().max() > 0
 
 
+FILES = ["SHA256SUMS", "config.json", "model.safetensors"]
+
+
 # ---- student folders ------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("kwargs", [
@@ -206,7 +209,7 @@ def test_a_saved_student_comes_back_through_timm(kwargs, tmp_path):
     again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
     x = images(model)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
-    assert sorted(path.name for path in (tmp_path / "student").iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "student").iterdir()) == FILES
 
 
 def test_a_standard_student_needs_timm_only(tmp_path):
@@ -234,7 +237,7 @@ def test_saving_again_replaces_the_folder_as_a_whole(tmp_path):
     (folder / "left over").touch()
     save_student(timm.create_model(PICO, num_classes=5), folder)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["student"]
-    assert sorted(path.name for path in folder.iterdir()) == ["SHA256SUMS", "config.json", "model.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     assert json.loads((folder / "config.json").read_text())["num_classes"] == 5
 
 

@@ -1,4 +1,5 @@
-"""What earlier versions wrote is still opened, checked and continued; tests/old/README.md says what is there."""
+"""What earlier versions wrote is still opened, checked and continued; tests/old/README.md says
+what is there."""
 
 import json
 import shutil
@@ -24,12 +25,19 @@ def copied(name: str, tmp_path: Path) -> Path:
 
 
 def stored_of(prefix: str) -> dict[str, np.ndarray]:
-    return {name.partition("/")[2]: GATHERED[name] for name in GATHERED.files
-            if name.startswith(f"{prefix}/") and "decoder" not in name}
+    return {
+        name.partition("/")[2]: GATHERED[name]
+        for name in GATHERED.files
+        if name.startswith(f"{prefix}/") and "decoder" not in name
+    }
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -52,7 +60,9 @@ def test_a_store_of_format_1_is_read_and_verified(kind, preload_bytes):
 def test_damage_in_a_store_of_format_1_is_found_as_before(kind, tmp_path):
     url = copied(f"stores/{kind}.zarr", tmp_path)
     name, spec = next(iter(store.open(url).schema.arrays().items()))
-    first, second = (url / name / "c" / "/".join([index] + ["0"] * (len(spec.shape) - 1)) for index in "01")
+    first, second = (
+        url / name / "c" / "/".join([index] + ["0"] * (len(spec.shape) - 1)) for index in "01"
+    )
     sound = second.read_bytes()
     for damaged in (sound[:-1], bytes([sound[0] ^ 1]) + sound[1:], first.read_bytes()):
         second.write_bytes(damaged)
@@ -70,11 +80,15 @@ def test_an_unfinished_store_of_format_1_is_continued_in_format_1(tmp_path):
     assert [shard.index for shard in writer.pending()] == [2]
     arrays = stored_of("unfinished")
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
     assert all(contents(url)[name] == data for name, data in before.items() if name != "zarr.json")
     assert store.verify(url) == [] and zarr.open_group(url, mode="r").attrs["format_version"] == 1
-    assert np.array_equal(store.open(url).gather([6, 0])["logits"], arrays["logits"][[6, 0]].astype(np.float16))
+    assert np.array_equal(
+        store.open(url).gather([6, 0])["logits"], arrays["logits"][[6, 0]].astype(np.float16)
+    )
 
 
 @pytest.mark.parametrize("damaged", ["zarr.json", "logits/zarr.json", "gaussians/c/1/0/0/0/0"])
@@ -85,7 +99,9 @@ def test_a_store_of_format_1_is_repaired_to_the_same_bytes(damaged, tmp_path):
     writer = store.repair(url, maps.schema, shard_bytes=3 * maps.schema.bytes_per_image)
     arrays = stored_of("gaussian")
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
     assert contents(url) == before
 
@@ -94,9 +110,13 @@ def test_an_old_run_is_evaluated_and_its_students_go_on(tmp_path, in_process):
     run = copied("run", tmp_path)
     scores = evaluate.run(run, "standard")
     for name, value in EXPECTED["evaluate"].items():
-        assert scores[name] == (pytest.approx(value, rel=1e-2) if name in ("loss", "map_kl") else value), name
+        assert scores[name] == (
+            pytest.approx(value, rel=1e-2) if name in ("loss", "map_kl") else value
+        ), name
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
-    assert in_process("phase-b", "--run-dir", run, "--student", "standard", "--resume")[0] == 0  # it was finished
+    assert (
+        in_process("phase-b", "--run-dir", run, "--student", "standard", "--resume")[0] == 0
+    )  # it was finished
     assert (run / "phase_b/standard/student/SHA256SUMS").is_file()
     assert evaluate.run(run, "standard") == scores
     rows = phase_b.run(run, "belief2")
@@ -105,7 +125,9 @@ def test_an_old_run_is_evaluated_and_its_students_go_on(tmp_path, in_process):
     export_maps.run(run, overwrite=True)
     maps = store.open(run / "maps.zarr")
     assert np.array_equal(maps.gather(np.arange(40))["labels"], stored["labels"])
-    np.testing.assert_allclose(maps.gather(np.arange(40))["gaussians"], stored["gaussians"], rtol=2e-3, atol=2e-3)
+    np.testing.assert_allclose(
+        maps.gather(np.arange(40))["gaussians"], stored["gaussians"], rtol=2e-3, atol=2e-3
+    )
 
 
 def test_an_old_phase_a_with_rows_in_files_is_continued(tmp_path):
@@ -117,5 +139,10 @@ def test_an_old_phase_a_with_rows_in_files_is_continued(tmp_path):
     assert rows[0]["train_loss"] == EXPECTED["rows_in_files"][0]["train_loss"]
     for row, expected in zip(rows, EXPECTED["rows_in_files"]):
         assert row["train_loss"] == pytest.approx(expected["train_loss"], abs=0.05)
-    assert torch.load(run / "phase_a/checkpoint/state.pt", weights_only=True)["rows"]["checksums"].count_nonzero() == 40
+    assert (
+        torch.load(run / "phase_a/checkpoint/state.pt", weights_only=True)["rows"][
+            "checksums"
+        ].count_nonzero()
+        == 40
+    )
     assert (run / "phase_a/checkpoint/SHA256SUMS").is_file()

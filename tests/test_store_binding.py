@@ -1,5 +1,5 @@
-"""Every number that is read is that of its own image, teacher and data set: shards and records of another place are
-found by ``verify``, and no reader takes them."""
+"""Every number that is read is that of its own image, teacher and data set: shards and records
+of another place are found by ``verify``, and no reader takes them."""
 
 import hashlib
 import json
@@ -17,15 +17,25 @@ from test_store import decoder_for, make_arrays, make_schema, write_store
 
 RECORDS = ("shard_sha256", "shard_nbytes", "image_crc32c")
 SMALL = dict(num_images=7)
-KINDS = {"gaussian": {}, "uint8": dict(encoding="uint8"), "dense": dict(kind="dense"),
-         "embedding": dict(kind="embedding", embedding_dim=70), "prior": dict(kind="prior")}
+KINDS = {
+    "gaussian": {},
+    "uint8": dict(encoding="uint8"),
+    "dense": dict(kind="dense"),
+    "embedding": dict(kind="embedding", embedding_dim=70),
+    "prior": dict(kind="prior"),
+}
 
 
 def write(url: Path, seed: int = 0, **changes) -> Path:
     """A store of 7 images in 3 shards; gaussians, maps and embeddings are not held in memory."""
     schema = make_schema(**{**SMALL, **changes})
-    write_store(url, schema, make_arrays(schema, seed), shard_bytes=3 * schema.bytes_per_image,
-                decoder=decoder_for(schema))
+    write_store(
+        url,
+        schema,
+        make_arrays(schema, seed),
+        shard_bytes=3 * schema.bytes_per_image,
+        decoder=decoder_for(schema),
+    )
     return url
 
 
@@ -42,13 +52,18 @@ def exchange(left: Path, right: Path) -> None:
 
 def readers(url: Path):
     """All ways to read images 0 to 5, whose shards are exchanged."""
-    return (lambda: store.open(url).gather([4, 0]), lambda: store.open(url, preload_bytes=10**6).gather([0]),
-            lambda: list(store.open(url).prefetch([[5], [2]])), lambda: [store.open(url).gather([i]) for i in range(6)])
+    return (
+        lambda: store.open(url).gather([4, 0]),
+        lambda: store.open(url, preload_bytes=10**6).gather([0]),
+        lambda: list(store.open(url).prefetch([[5], [2]])),
+        lambda: [store.open(url).gather([i]) for i in range(6)],
+    )
 
 
 def assert_refused(url: Path, arrays: list[str]) -> None:
     assert {(problem.shard, problem.array) for problem in store.verify(url)} >= {
-        (shard, name) for shard in (0, 1) for name in arrays}
+        (shard, name) for shard in (0, 1) for name in arrays
+    }
     for read in readers(url):
         with pytest.raises(store.CorruptChunk, match="needs gaupipe export-maps --repair") as error:
             read()
@@ -73,7 +88,9 @@ def test_one_exchanged_array_is_refused(tmp_path, kind):
     assert_refused(url, [main])
 
 
-@pytest.mark.parametrize("other", [dict(teacher_sha256="b" * 64), dict(dataset_sha256="b" * 64), dict(dataset="other")])
+@pytest.mark.parametrize(
+    "other", [dict(teacher_sha256="b" * 64), dict(dataset_sha256="b" * 64), dict(dataset="other")]
+)
 @pytest.mark.parametrize("with_records", [False, True], ids=["data", "data and records"])
 def test_shards_of_another_store_are_refused(tmp_path, other, with_records):
     """All of them, the labels the same in both."""
@@ -101,34 +118,51 @@ def test_repair_writes_exchanged_shards_again(tmp_path):
     assert [shard.index for shard in writer.pending()] == [0, 1]
     arrays = make_arrays(schema)
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
     assert {path: path.read_bytes() for path in before} == before
 
 
 def test_an_image_is_refused_whatever_was_read_before(tmp_path):
-    """Images are compared the first time they are read: also when others of their batch were read before."""
+    """Images are compared the first time they are read: also when others of their batch were
+    read before."""
     url = write(tmp_path / "s")
     numbers = zarr.open_array(url / "gaussians")
     numbers[4] = numbers[5]
     maps = store.open(url)
     assert len(maps.gather([0, 5, 3])["labels"]) == 3
     for ids in ([4], [5, 4], [0, 4, 4], [4]):
-        with pytest.raises(store.CorruptChunk, match="gaussians of image 4 cannot be read: it is not what was written"):
+        with pytest.raises(
+            store.CorruptChunk,
+            match="gaussians of image 4 cannot be read: it is not what was written",
+        ):
             maps.gather(ids)
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(1, "gaussians", 4, 5)]
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
+        (1, "gaussians", 4, 5)
+    ]
 
 
 def test_unfinished_shards_are_not_read(tmp_path):
     schema = make_schema(**SMALL)
-    arrays, writer = make_arrays(schema), store.create(tmp_path / "s", schema, shard_bytes=3 * schema.bytes_per_image)
+    arrays, writer = (
+        make_arrays(schema),
+        store.create(tmp_path / "s", schema, shard_bytes=3 * schema.bytes_per_image),
+    )
     for shard in writer.pending()[1:]:
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
-    shard_file(tmp_path / "s", "shard_sha256", 2).unlink()  # as if it was killed before the last file
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
+    shard_file(
+        tmp_path / "s", "shard_sha256", 2
+    ).unlink()  # as if it was killed before the last file
     maps = store.open(tmp_path / "s", allow_incomplete=True)
     assert np.array_equal(maps.gather([5, 3])["labels"], arrays["labels"][[5, 3]])
     for image in (0, 6):
-        with pytest.raises(store.CorruptChunk, match=f"image {image} cannot be read: it is not there"):
+        with pytest.raises(
+            store.CorruptChunk, match=f"image {image} cannot be read: it is not there"
+        ):
             maps.gather([4, image])
 
 
@@ -143,7 +177,9 @@ def test_any_file_put_in_the_place_of_another_is_found(tmp_path_factory, data):
     url = folder / "s"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     source = data.draw(st.sampled_from(files))
-    target = folder / data.draw(st.sampled_from([name for name in files if name.startswith("s/") and name != source]))
+    target = folder / data.draw(
+        st.sampled_from([name for name in files if name.startswith("s/") and name != source])
+    )
     sound = target.read_bytes()
     truth = store.open(url).gather(np.arange(7))
     target.write_bytes((folder / source).read_bytes())
@@ -174,9 +210,24 @@ def crc32c(data: bytes) -> int:
 def test_the_checksums_are_those_of_docs_store(tmp_path, kind):
     url = write(tmp_path / "s", **KINDS[kind])
     group = zarr.open_group(url, mode="r")
-    names = ("kind", "encoding", "num_images", "grid", "layers", "heads", "num_classes", "embedding_dim",
-             "parametrisation", "dataset", "dataset_sha256", "teacher_sha256", "images_per_shard")
-    text = json.dumps({name: group.attrs[name] for name in names}, sort_keys=True, separators=(",", ":"))
+    names = (
+        "kind",
+        "encoding",
+        "num_images",
+        "grid",
+        "layers",
+        "heads",
+        "num_classes",
+        "embedding_dim",
+        "parametrisation",
+        "dataset",
+        "dataset_sha256",
+        "teacher_sha256",
+        "images_per_shard",
+    )
+    text = json.dumps(
+        {name: group.attrs[name] for name in names}, sort_keys=True, separators=(",", ":")
+    )
     identity = hashlib.sha256(text.encode()).hexdigest()
     for column, name in enumerate(group["shard_sha256"].attrs["arrays"]):
         numbers = group[name][...]
@@ -184,9 +235,15 @@ def test_the_checksums_are_those_of_docs_store(tmp_path, kind):
             shard = image // group.attrs["images_per_shard"]
             mask = hashlib.sha256(f"{identity}/{name}/{shard}".encode()).digest()[:4]
             assert int(group["image_crc32c"][image, column]) == (
-                crc32c(numbers[image].tobytes()) ^ int.from_bytes(mask, "little"))
+                crc32c(numbers[image].tobytes()) ^ int.from_bytes(mask, "little")
+            )
         for shard in range(3):
             file = hashlib.sha256(shard_file(url, name, shard).read_bytes()).hexdigest()
-            assert bytes(group["shard_sha256"][shard, column]) == hashlib.sha256(
-                f"{identity}/{name}/{shard}/{file}".encode()).digest()
-            assert int(group["shard_nbytes"][shard, column]) == shard_file(url, name, shard).stat().st_size
+            assert (
+                bytes(group["shard_sha256"][shard, column])
+                == hashlib.sha256(f"{identity}/{name}/{shard}/{file}".encode()).digest()
+            )
+            assert (
+                int(group["shard_nbytes"][shard, column])
+                == shard_file(url, name, shard).stat().st_size
+            )

@@ -1,0 +1,473 @@
+"""Checkpoints, rows and students: what changed after it was written is refused in one line, and
+a process killed at any moment leaves what the next one reads."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+from gaupipe import digests, folders
+from gaupipe.config import OptimSettings
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+from gaupipe.models import save_student
+from gaupipe.training import TrainingState, build_optimizer
+from stages import evaluate
+
+PICO = "gauvit_pico_patch2_8"
+OLD = Path(__file__).parent / "old"
+
+
+def sum_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def flip(path: Path, where: float) -> None:
+    """Changes one bit of a file, at a share of its length."""
+    data = bytearray(path.read_bytes())
+    data[int(where * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
+
+
+def killed_at(step: int, work) -> bool:
+    """Runs `work` in a process that ends without a word before it changes the file system for
+    the time number `step`; whether it ended so."""
+    child = os.fork()
+    if child == 0:
+        changes = itertools.count()
+
+        def hook(event, arguments):
+            if event in CHANGES and (event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+                if next(changes) == step:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(hook)
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 9)
+    return code == 9
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def make_state(width: int = 16, finished: bool = False) -> TrainingState:
+    torch.manual_seed(0)
+    model = timm.create_model(PICO, embed_dim=width, depth=1, num_heads=2)
+    optimizer, schedule = build_optimizer(model, OptimSettings(), epochs=2, steps_per_epoch=3)
+    return TrainingState(
+        model, optimizer, schedule, OptimSettings(), metrics=[{"epoch": 1}], finished=finished
+    )
+
+
+def test_a_checkpoint_lies_beside_its_digest(tmp_path):
+    make_state().save(tmp_path)
+    assert (tmp_path / "SHA256SUMS").read_text() == f"{sum_of(tmp_path / 'state.pt')}  state.pt\n"
+    subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["SHA256SUMS", "state.pt"]
+    assert make_state().load(tmp_path)
+
+
+@pytest.mark.parametrize("where", np.linspace(0, 1, 12))
+def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path, where):
+    make_state().save(tmp_path)
+    for name in ("state.pt", "SHA256SUMS"):
+        sound = (tmp_path / name).read_bytes()
+        flip(tmp_path / name, where)
+        with pytest.raises(UserError, match="damaged") as error:
+            make_state().load(tmp_path)
+        assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+        (tmp_path / name).write_bytes(sound)
+    assert make_state().load(tmp_path)
+
+
+def foreign(path: Path, content) -> None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+
+
+FOREIGN = {
+    "empty": b"",
+    "text": b"hello",
+    "zeros": bytes(1000),
+    "zip": b"PK\x05\x06" + bytes(18),
+    "list": [1, 2],
+    "tensor": torch.zeros(3),
+    "dict": {"a": 1},
+    "none": None,
+    "weights": {"modules": {}},
+    "other types": {
+        "modules": 1,
+        "optimizer": 2,
+        "scaler": 3,
+        "ema": 4,
+        "rows": 5,
+        "metrics": 6,
+        "identity": 7,
+        "finished": 8,
+    },
+    "no metrics": {
+        "modules": {},
+        "optimizer": {},
+        "scaler": {},
+        "ema": None,
+        "rows": None,
+        "metrics": None,
+        "identity": {},
+        "finished": False,
+    },
+    "other metrics": {
+        "modules": {},
+        "optimizer": {},
+        "scaler": {},
+        "ema": None,
+        "rows": None,
+        "metrics": [1],
+        "identity": {},
+        "finished": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_foreign_checkpoint_is_refused(tmp_path, name, listed):
+    """With its digest beside it, or without one as in the runs of earlier versions."""
+    foreign(tmp_path / "state.pt", FOREIGN[name])
+    if listed:
+        digests.write(tmp_path)
+    with pytest.raises(UserError, match="damaged, or not a checkpoint of this run") as error:
+        make_state().load(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path):
+    make_state(width=32).save(tmp_path)
+    with pytest.raises(UserError, match="size mismatch"):
+        make_state().load(tmp_path)
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
+def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_path, old):
+    folder, seen = tmp_path / "checkpoint", set()
+    make_state().save(folder)
+    if old:
+        (folder / "SHA256SUMS").unlink()
+    first = shutil.copytree(folder, tmp_path / "first")
+    new = make_state(finished=True)
+    for step in itertools.count():
+        shutil.rmtree(folder)
+        shutil.copytree(first, folder)
+        killed = killed_at(step, lambda: new.save(folder))
+        state = make_state()
+        assert state.load(folder)
+        seen.add(state.finished)
+        new.save(folder)  # and the next one goes on from there
+        assert (
+            make_state().load(folder) and len((folder / "SHA256SUMS").read_text().splitlines()) == 1
+        )
+        if not killed:
+            break
+    assert (
+        seen == {False, True} and step == 7
+    )  # a folder is made, three files are written and renamed
+    assert sorted(path.name for path in folder.iterdir()) == ["SHA256SUMS", "state.pt"]
+
+
+@pytest.mark.parametrize("command", ["phase-a", "export-maps", "phase-b"])
+def test_a_damaged_checkpoint_ends_a_command_in_one_line(tmp_path, in_process, command):
+    run = Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+    name = "phase_b/standard" if command == "phase-b" else "phase_a"
+    digests.write(run / name / "checkpoint")
+    flip(run / name / "checkpoint/state.pt", 0.02)
+    arguments = {
+        "phase-a": [run / "config.yaml", "--resume"],
+        "export-maps": ["--overwrite"],
+        "phase-b": ["--student", "standard", "--resume"],
+    }[command]
+    code, out, err = in_process(command, *arguments, "--run-dir", run)
+    assert (code, err.count("\n")) == (2, 1) and "state.pt" in err and "Traceback" not in err
+
+
+# ---- rows in files -------------------------------------------------------------------------------
+
+
+def trained_rows(folder: Path) -> dict:
+    """A checkpoint of 6 rows, 2 epochs old; the rows of image 3 were passed over in the second."""
+    state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
+    for visited in (range(6), (0, 1, 2, 4, 5)):
+        image_ids = torch.tensor(list(visited))
+        state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 5))
+        state.end_epoch()
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.state_dict().items()
+    }
+
+
+def continued(folder: Path, checkpoint: dict) -> ImageState:
+    state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
+    state.load_state_dict(checkpoint)
+    return state
+
+
+@pytest.mark.parametrize("image", range(6))
+def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
+    checkpoint = trained_rows(tmp_path)
+    place = (
+        0 if image != 3 else 1
+    )  # the first epoch goes to records.1, the second back to records.0
+    assert checkpoint["place"][image] == place
+    path, size = tmp_path / f"records.{place}", 15 * 4
+    sound = path.read_bytes()
+    for word in range(15):
+        data = bytearray(sound)
+        data[image * size + 4 * word + 1] ^= 8
+        path.write_bytes(data)
+        state = continued(tmp_path, checkpoint)
+        others = torch.tensor([i for i in range(6) if i != image])
+        assert state.gather(others).shape == (5, 5)
+        for read in (
+            lambda: state.gather(torch.tensor([0, image])),
+            lambda: list(state.chunks()),
+            lambda: state.update(torch.tensor([image]), torch.ones(1, 5)),
+        ):
+            with pytest.raises(UserError, match=f"the record of image {image} is damaged") as error:
+                read()
+            assert "\n" not in str(error.value)
+    path.write_bytes(sound)
+    assert continued(tmp_path, checkpoint).rows.shape == (6, 5)
+
+
+def test_records_that_are_not_committed_may_be_anything(tmp_path):
+    """What a killed process had begun to write."""
+    checkpoint = trained_rows(tmp_path)
+    rows = continued(tmp_path, checkpoint).rows
+    for place in range(2):
+        data = bytearray((tmp_path / f"records.{place}").read_bytes())
+        for image in range(6):
+            if checkpoint["place"][image] != place:
+                data[image * 60 : (image + 1) * 60] = b"\xff" * 60
+        (tmp_path / f"records.{place}").write_bytes(data)
+    assert torch.equal(continued(tmp_path, checkpoint).rows, rows)
+
+
+def test_the_checksums_of_a_checkpoint_are_crc32c(tmp_path):
+    from test_store_binding import crc32c
+
+    checkpoint = trained_rows(tmp_path)
+    for image in range(6):
+        record = (tmp_path / f"records.{checkpoint['place'][image]}").read_bytes()[
+            image * 60 : (image + 1) * 60
+        ]
+        assert checkpoint["checksums"][image].item() % 2**32 == crc32c(record)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "[" * 10**5, '{"epoch": [], "num_images": 6, "words": 15}', "\udcff"]
+)
+def test_a_damaged_files_json_is_refused(tmp_path, text):
+    checkpoint = trained_rows(tmp_path)
+    (tmp_path / "files.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError) as error:
+        continued(tmp_path, checkpoint)
+    assert "\n" not in str(error.value)
+
+
+# ---- students ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    """A run of an earlier version, without digests."""
+    return Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+
+
+def assert_refused(run: Path, message: str, in_process) -> None:
+    code, out, err = in_process("evaluate", "--run-dir", run, "--student", "standard")
+    assert (code, err.count("\n"), out) == (2, 1, "") and message in err and "student" in err, err
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "SHA256SUMS"])
+@pytest.mark.parametrize("where", [0.1, 0.5, 0.99])
+def test_one_flipped_bit_of_a_student_is_refused(run, name, where, in_process):
+    folder = run / "phase_b/standard/student"
+    digests.write(folder)
+    assert evaluate.load_student(run, "standard")
+    flip(folder / name, where)
+    assert_refused(run, "damaged", in_process)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"x",
+        b"{}",
+        b"[]",
+        b"null",
+        b"[" * 10**5,
+        b"\xff" * 100,
+        (2**62).to_bytes(8, "little") + b"{}",
+        None,
+    ],
+)
+def test_a_student_folder_with_other_files_is_refused(run, name, content, in_process):
+    path = run / "phase_b/standard/student" / name
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert_refused(run, "--resume' writes it again", in_process)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(architecture="resnet18"),
+        dict(architecture="no_such_model"),
+        dict(architecture=3),
+        dict(model_args=None),
+        dict(num_classes=7, model_args={"num_classes": 7}),
+        dict(model_args={"embed_dim": 10**9}),
+        dict(model_args={"depth": 10**9}),
+        dict(model_args={"depth": 2}),
+        dict(model_args={"img_size": [80, 80]}),
+        dict(model_args={"in_chans": 3}),
+        dict(model_args={"num_heads": 5}),
+    ],
+    ids=str,
+)
+def test_a_student_of_other_sizes_is_refused(run, changes, in_process):
+    path = run / "phase_b/standard/student/config.json"
+    config = json.loads(path.read_text())
+    if isinstance(changes.get("model_args"), dict):
+        changes = changes | {"model_args": config["model_args"] | changes["model_args"]}
+    path.write_text(json.dumps(config | changes))
+    assert_refused(run, "--resume' writes it again", in_process)
+
+
+EDITS = {
+    "less": lambda weights: weights.pop("fc_norm.weight"),
+    "more": lambda weights: weights.update(more=torch.ones(1)),
+    "another shape": lambda weights: weights.update({"head.bias": torch.ones(3)}),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_student_with_other_weights_is_refused(run, edit, in_process):
+    path = run / "phase_b/standard/student/model.safetensors"
+    weights = load_file(path)
+    EDITS[edit](weights)
+    save_file(weights, path)
+    assert_refused(run, "in model.safetensors", in_process)
+
+
+def test_the_student_of_other_images_is_refused(run, in_process):
+    save_student(
+        timm.create_model(PICO, in_chans=3, num_classes=4), run / "phase_b/standard/student"
+    )
+    assert_refused(run, "is for 3 channels, 8 x 8 pixels and 4 classes", in_process)
+
+
+@pytest.mark.parametrize("two_steps", [False, True], ids=["exchange", "two steps"])
+@pytest.mark.parametrize("littered", [False, True], ids=["", "after another kill"])
+def test_a_student_that_is_replaced_by_a_killed_process(tmp_path, monkeypatch, two_steps, littered):
+    """At every moment there is the old student or the new one, but between the two steps of a
+    file system that cannot exchange; and the next save leaves nothing else behind."""
+    if two_steps:
+        monkeypatch.setattr(folders, "_exchange", lambda left, right: False)
+    old, new = (
+        timm.create_model(PICO, embed_dim=8, depth=1, num_heads=2, num_classes=classes)
+        for classes in (4, 5)
+    )
+    parent, first, seen = tmp_path / "runs", tmp_path / "first", []
+    folder = parent / "student"
+    save_student(old, folder)
+    if littered:
+        shutil.copytree(folder, parent / ".student.partial-abc")
+    shutil.copytree(parent, first)
+    for step in itertools.count():
+        shutil.rmtree(parent)
+        shutil.copytree(first, parent)
+        killed = killed_at(step, lambda: save_student(new, folder))
+        seen.append(classes_of(folder) if folder.is_dir() else None)
+        with folders.replaced(
+            folder
+        ) as fresh:  # the next process puts an earlier student back first
+            assert classes_of(folder) == seen[-1] or seen[-1] is None and classes_of(folder) == 4
+            (fresh / "config.json").touch()
+        assert [path.name for path in parent.iterdir()] == ["student"]
+        if not killed:
+            break
+    assert set(seen) == {4, 5, None} if two_steps else set(seen) == {4, 5}
+    assert seen.count(None) == two_steps and len(seen) > 8
+
+
+def classes_of(student: Path) -> int:
+    """Classes of a student, which is whole."""
+    for name in ("config.json", "model.safetensors"):
+        digests.check(student / name)
+    return json.loads((student / "config.json").read_text())["num_classes"]
+
+
+def test_the_earlier_student_of_a_process_killed_between_two_steps_is_put_back(tmp_path):
+    folder = tmp_path / "student"
+    save_student(timm.create_model(PICO, num_classes=4), folder)
+    left = tmp_path / ".student.replaced-abc"
+    left.mkdir()
+    folder.rename(left / "student")
+
+    with pytest.raises(RuntimeError, match="full"):
+        with folders.replaced(folder):
+            raise RuntimeError("the disk is full")
+    assert [path.name for path in tmp_path.iterdir()] == ["student"]
+    assert json.loads((folder / "config.json").read_text())["num_classes"] == 4
+
+
+def test_a_student_takes_no_place_of_something_else(tmp_path):
+    model = timm.create_model(PICO)
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.tex").write_text("precious")
+    for name in ("file", "folder"):
+        with pytest.raises(UserError, match="is not the folder of a student"):
+            save_student(model, tmp_path / name)
+    assert (
+        (tmp_path / "file").read_text()
+        == (tmp_path / "folder" / "thesis.tex").read_text()
+        == "precious"
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    save_student(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_a_student_lies_beside_its_digests(tmp_path):
+    save_student(timm.create_model(PICO), tmp_path / "student")
+    subprocess.run(
+        ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "student", check=True
+    )
+    assert {
+        line.split()[1] for line in (tmp_path / "student/SHA256SUMS").read_text().splitlines()
+    } == {"config.json", "model.safetensors"}

@@ -1,0 +1,291 @@
+"""Metadata that nobody of ours wrote, sealed as if they had: every command answers in a line,
+and no memory is taken for what is not there."""
+
+import copy
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import store
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store.files import Files
+from store.layout import ROOT, Layout, plan, seal
+from test_store import make_arrays, make_schema, write_store
+
+KINDS = {
+    "gaussian": {},
+    "uint8": dict(encoding="uint8"),
+    "embedding": dict(kind="embedding", embedding_dim=7),
+    "prior": dict(kind="prior"),
+}
+DECODER = {
+    "embedding": {"0.weight": np.eye(7, dtype=np.float32)},
+    "prior": {"prior": np.ones((1, 2, 4, 4))},
+}
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    10**12,
+    10**30,
+    2**31,
+    2**63,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "../../x",
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[[]]],
+    [10**12] * 5,
+    [-1] * 5,
+    [0] * 5,
+]
+REMOVED = object()
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    for name, changes in KINDS.items():
+        schema = make_schema(
+            num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes
+        )
+        write_store(
+            folder / name,
+            schema,
+            make_arrays(schema),
+            shard_bytes=3 * schema.bytes_per_image,
+            decoder=DECODER.get(schema.kind),
+        )
+    return {name: folder / name for name in KINDS}
+
+
+def places(tree: Any, at: tuple = ()) -> Iterator[tuple]:
+    """The way to every value in nested lists and dicts."""
+    if at:
+        yield at
+    for key in (
+        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
+        yield from places(tree[key], (*at, key))
+
+
+def changed(tree: Any, at: tuple, value: Any) -> Any:
+    tree = copy.deepcopy(tree)
+    node = tree
+    for key in at[:-1]:
+        node = node[key]
+    if value is REMOVED:
+        del node[at[-1]]
+    else:
+        node[at[-1]] = value
+    return tree
+
+
+def seal_again(url: Path, key: str) -> None:
+    """Lists the file `key` as it is now in the root, and seals the root."""
+    attributes = json.loads((url / ROOT).read_text())["attributes"]
+    del attributes["root_sha256"]
+    if key != ROOT:
+        attributes["files_sha256"][key] = hashlib.sha256((url / key).read_bytes()).hexdigest()
+    (url / ROOT).write_bytes(seal(attributes))
+
+
+def assert_answers(url: Path, truth: dict[str, np.ndarray]) -> None:
+    """Every function returns what is right or raises StoreError, in one line."""
+    calls = {
+        "gather": lambda: store.open(url).gather(np.arange(5)),
+        "verify": lambda: store.verify(url),
+        "preload": lambda: store.open(url, preload_bytes=10**9).gather(np.arange(5)),
+        "size": lambda: store.open(url, allow_incomplete=True).size_on_disk(),
+        "decoder": lambda: store.open(url).decoder(),
+        "join": lambda: store.join(url).pending(),
+    }
+    for name, call in calls.items():
+        try:
+            result = call()
+        except store.StoreError as error:
+            assert "\n" not in str(error) and len(str(error)) < 1000, name
+            continue
+        if name in ("gather", "preload"):
+            assert all(np.array_equal(result[array], values) for array, values in truth.items())
+        if name == "verify":
+            assert all("\n" not in str(problem) for problem in result) and len(result) < 100
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_any_value_of_the_metadata_may_be_anything(stores, data):
+    url = stores[data.draw(st.sampled_from(list(KINDS)))]
+    key = data.draw(st.sampled_from(sorted(str(path.relative_to(url)) for path in url.rglob(ROOT))))
+    sound, root, truth = (
+        (url / key).read_bytes(),
+        (url / ROOT).read_bytes(),
+        store.open(url).gather(np.arange(5)),
+    )
+    tree = json.loads(sound)
+    at = data.draw(st.sampled_from(list(places(tree))))
+    try:
+        (url / key).write_text(
+            json.dumps(changed(tree, at, data.draw(st.sampled_from([*ODD, REMOVED]))))
+        )
+        try:
+            seal_again(url, key)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            pass  # then it is found by its digest
+        assert_answers(url, truth)
+    finally:
+        (url / key).write_bytes(sound)
+        (url / ROOT).write_bytes(root)
+
+
+BROKEN = {
+    "deep": b"[" * 100_000 + b"]" * 100_000,
+    "deep dict": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "nan": b'{"attributes": NaN}',
+    "empty": b"",
+    "null": b"null",
+    "number": b"9" * 5000,
+    "not utf-8": b"\xff\xfe{}",
+    "list": b"[1, 2]",
+    "text": b'"attributes"',
+}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        ROOT,
+        "labels/zarr.json",
+        "image_crc32c/zarr.json",
+        "decoder/zarr.json",
+        "decoder/prior/zarr.json",
+    ],
+)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_metadata_file_that_is_no_description(stores, tmp_path, in_process, key, name):
+    url = Path(shutil.copytree(stores["prior"], tmp_path / "maps.zarr"))
+    (url / key).write_bytes(BROKEN[name])
+    if key != ROOT:
+        seal_again(url, key)
+    assert store.verify(url) != []
+    with pytest.raises(store.DamagedStore) as error:
+        store.open(url).decoder()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    code, out, err = in_process("verify", url)
+    assert (code, err.count("\n")) == (1, 1) and "Traceback" not in out + err
+    if not key.startswith("decoder"):
+        assert in_process("inspect", url)[0] == 2
+
+
+def test_a_number_of_the_root_that_is_none(stores, tmp_path):
+    url = Path(shutil.copytree(stores["gaussian"], tmp_path / "maps.zarr"))
+    (url / ROOT).write_bytes((url / ROOT).read_bytes().replace(b'"heads": 2', b'"heads": NaN'))
+    assert "damaged or was edited" in str(store.verify(url)[0])
+    with pytest.raises(store.DamagedStore, match="damaged or was edited"):
+        store.open(url)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_images", 10**12),
+        ("num_images", 2**31),
+        ("layers", 10**9),
+        ("heads", True),
+        ("grid", [10**6, 10**6]),
+        ("grid", 3),
+        ("num_classes", 1.0),
+        ("extra", [1]),
+        ("dataset_sha256", None),
+        ("images_per_shard", 0),
+        ("images_per_shard", 10**12),
+        ("complete", 1),
+        ("files_sha256", {"../x": "0"}),
+        ("format_version", 0),
+    ],
+)
+def test_a_root_that_contradicts_itself(stores, tmp_path, name, value):
+    url = Path(shutil.copytree(stores["gaussian"], tmp_path / "maps.zarr"))
+    attributes = json.loads((url / ROOT).read_text())["attributes"]
+    del attributes["root_sha256"]
+    (url / ROOT).write_bytes(seal(attributes | {name: value}))
+    with pytest.raises(
+        store.DamagedStore, match=f"contradicts itself: .*{name.partition('_')[0]}|an image takes"
+    ):
+        store.open(url)
+    assert len(store.verify(url)) == 1
+
+
+def test_a_whole_store_of_images_that_are_not_there(tmp_path):
+    """Two billion shards, all metadata as they should be, complete by its own word."""
+    url, schema = tmp_path / "maps.zarr", make_schema(num_images=2**31 - 1)
+    layout, metadata = plan(schema, 1, None)
+    files = Files(url)
+    files.write_all(
+        {**metadata, ROOT: Layout(schema, 1, layout.files_sha256, complete=True).root_file()}
+    )
+    with pytest.raises(
+        store.DamagedStore, match="the last of its 2147483647 shards was never finished"
+    ):
+        store.open(url)
+    assert [str(problem) for problem in store.verify(url)] == [
+        "2147483647 of 2147483647 shards are not written yet, or the records of them are lost"
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(num_images=10**12),
+        dict(grid=(10**5, 10**5)),
+        dict(layers=0),
+        dict(heads=True),
+        dict(dataset=None),
+        dict(extra=[]),
+    ],
+)
+def test_a_schema_of_impossible_sizes_is_refused(changes):
+    with pytest.raises(store.StoreError) as error:
+        make_schema(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_a_shard_that_no_reader_could_hold_is_refused(tmp_path):
+    with pytest.raises(store.StoreError, match="too large"):
+        store.create(tmp_path / "s", make_schema(), shard_bytes=10**12)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    "array, message",
+    [
+        (dict(prior=np.ones((1, 2, 4, 3))), "prior has the shape"),
+        (dict(other=np.ones(3)), "'prior'"),
+    ],
+)
+def test_the_decoder_of_someone_else(tmp_path, array, message):
+    import torch
+    from gaupipe.errors import UserError
+    from stages.export_maps import gaussians_reader
+
+    schema = make_schema(kind="prior", grid=(2, 2), layers=1)
+    write_store(tmp_path / "s", schema, make_arrays(schema), decoder=array)
+    with pytest.raises(UserError, match=message) as error:
+        gaussians_reader(store.open(tmp_path / "s"), torch.device("cpu"))
+    assert "\n" not in str(error.value)
