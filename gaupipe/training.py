@@ -85,6 +85,8 @@ class TrainingState:
         return True
 
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
+        if not isinstance(state, dict):
+            raise TypeError(f"it holds a {type(state).__name__}")
         recorded = state["identity"]
         # a setting that a later version adds was at its default; phase A of version 0.1 recorded no settings
         defaults = flatten(Settings()) if "seed" in recorded else {}
@@ -96,7 +98,8 @@ class TrainingState:
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
                     "start afresh in another --run-dir"
                 )
-        if not isinstance(state["finished"], bool) or not all("epoch" in row for row in state["metrics"]):
+        numbers = [entry["epoch"] for entry in state["metrics"]]
+        if not isinstance(state["finished"], bool) or (state["finished"] and not numbers):
             raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])

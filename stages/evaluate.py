@@ -129,8 +129,9 @@ def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
 
 def open_maps(run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings) -> store.Store | None:
     """The run's store; None where it is not there, not finished, or of other blocks and heads than the student."""
+    teacher_sha256 = run.teacher_digest()
     try:
-        maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=run.teacher_digest())
+        maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
         check_fit(student, maps.schema, settings, str(run.maps))
     except (store.UnfinishedStore, UserError):
         return None
