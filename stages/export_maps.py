@@ -68,7 +68,8 @@ def run(
         schema = make_schema(job, kind, encoding)
         how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
         if not force and "://" not in url:
-            check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, store_kind=kind)
+            plan = make_plan(job.settings, sizes_of(job.teacher, job.data))
+            check_resources(plan, Path(url).parent, store_kind=kind)
         if repair:
             writer = store.repair(url, schema, **how)
         elif not overwrite and is_complete(url):

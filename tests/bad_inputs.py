@@ -1,0 +1,1251 @@
+"""Bad inputs: a command, what its one line must say, and what is changed in the folder before.
+
+The folder holds tiny.yaml with its finished run runs/tiny, the same with another seed in other/,
+a teacher with a compression network in compressed/, a store in several shards (shards.zarr), one of
+dense maps (dense.zarr), and pictures.yaml with the images of pictures/train/{cat,dog}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from gaupipe import digests
+from store.layout import seal
+
+Change = Callable[[Path], Any]
+
+
+class Row(NamedTuple):
+    command: str
+    message: str
+    change: Change | None = None
+    code: int = 2
+
+
+# What is done to the folder before the command
+
+
+def write(name: str, content: str | bytes) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return change
+
+
+def remove(name: str) -> Change:
+    def change(folder: Path) -> None:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return change
+
+
+def replace(name: str, source: str) -> Change:
+    """Puts a copy of another file or folder in the place of one."""
+
+    def change(folder: Path) -> None:
+        remove(name)(folder)
+        copy = shutil.copytree if (folder / source).is_dir() else shutil.copyfile
+        copy(folder / source, folder / name)
+
+    return change
+
+
+def exchange(first: str, second: str) -> Change:
+    def change(folder: Path) -> None:
+        contents = (folder / first).read_bytes(), (folder / second).read_bytes()
+        (folder / second).write_bytes(contents[0])
+        (folder / first).write_bytes(contents[1])
+
+    return change
+
+
+def cut(name: str) -> Change:
+    """Keeps the first half of a file."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+def flip(name: str) -> Change:
+    """Flips a bit in the middle of a file."""
+
+    def change(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 4
+        (folder / name).write_bytes(content)
+
+    return change
+
+
+def edit(name: str, old: str, new: str) -> Change:
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return change
+
+
+def make(name: str, how: Callable[[Path], Any]) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        how(folder / name)
+
+    return change
+
+
+def link(target: str) -> Callable[[Path], Any]:
+    return lambda path: path.symlink_to(target)
+
+
+def both(*changes: Change) -> Change:
+    def change(folder: Path) -> None:
+        for one in changes:
+            one(folder)
+
+    return change
+
+
+def sums(name: str) -> Change:
+    """Lists the digests of a folder's files anew: what lies there was meant."""
+    return lambda folder: digests.write(folder / name)
+
+
+def attributes(name: str, **values: Any) -> Change:
+    """Changes attributes of a store and seals it again; None takes one out."""
+
+    def change(folder: Path) -> None:
+        path = folder / name / "zarr.json"
+        known = json.loads(path.read_bytes())["attributes"] | values
+        known = {key: value for key, value in known.items() if value is not None}
+        known.pop("root_sha256")
+        path.write_bytes(seal(known))
+
+    return change
+
+
+def weights(name: str, shape: tuple[int, ...]) -> Change:
+    """Gives the head of a saved student weights of another shape."""
+
+    def change(folder: Path) -> None:
+        path = folder / name / "model.safetensors"
+        tensors = load_file(path) | {"head.weight": np.zeros(shape, np.float32)}
+        save_file(tensors, path)
+        digests.write(folder / name)
+
+    return change
+
+
+def options(command: str, *cases: tuple[str, str]) -> list[Row]:
+    """Rows of one command: what follows it, and the message."""
+    return [Row(f"{command} {more}", message) for more, message in cases]
+
+
+def settings(*cases: tuple[str, str], command: str = "run tiny.yaml --run-dir new") -> list[Row]:
+    """Rows of ``--set``: the settings, separated by blanks, and the message."""
+    return [
+        Row(f"{command} " + " ".join(f"--set '{one}'" for one in changed.split(" ")), message)
+        for changed, message in cases
+    ]
+
+
+def files(name: str, *cases: tuple[str | bytes, str]) -> list[Row]:
+    """Rows of ``run`` with a settings file of this content."""
+    return [Row(f"run {name}", message, write(name, content)) for content, message in cases]
+
+
+STATE_A = "runs/tiny/phase_a/checkpoint/state.pt"
+STUDENT = "runs/tiny/phase_b/standard"
+STATE_B = f"{STUDENT}/checkpoint/state.pt"
+MAPS = "runs/tiny/maps.zarr"
+EVALUATE = "evaluate --run-dir runs/tiny"
+RESUME_A = "phase-a tiny.yaml --run-dir runs/tiny --resume"
+RESUME_B = "phase-b --run-dir runs/tiny --resume"
+NEW_STUDENT = "phase-b --run-dir runs/tiny --name new"
+INSPECT = f"inspect {MAPS}"
+PLAN = "plan tiny.yaml --steps 0"
+COMPARE = "compare tiny.yaml --run-dir new --no-tune"
+
+COMMAND_LINE = [
+    Row("nonsense", "nonsense"),
+    Row("--nonsense", "--nonsense"),
+    Row("Run", "Run"),
+    Row("train-a", "train-a"),
+    *options(
+        "run",
+        ("--nonsense", "--nonsense"),
+        ("tiny.yaml extra", "extra"),
+        ("--student beleif", "belief"),
+        ("--student ''", "--student"),
+        ("--run-dir", "--run-dir"),
+        ("--set", "--set"),
+        ("--resume", "--resume"),
+        ("absent.yaml", "absent.yaml"),
+        ("absent", "absent"),
+        ("../digits", "../digits"),
+        ("''", "digits"),
+        ("--set ''", "--set"),
+        ("--set seed", "--set 'seed'"),
+        ("--set =1", "--set"),
+        ("--set .=1", "--set"),
+        ("--set a..b=1", "a"),
+        ("--set seed.x=1", "seed"),
+        ("--set 'seed=[1'", "YAML"),
+        ("--set 'seed={'", "YAML"),
+        ("--set 'data.name=!!timestamp x'", "YAML"),
+        ("--set 'data.name=!!python/object:os.system x'", "YAML"),
+        ("--set 'data.name=&a [*a]'", "alias"),
+        ("--set 'seed=\x01'", "seed"),
+        ("--set 'model.args={depth: 1, depth: 2}'", "twice"),
+        ("tiny.yaml --run-dir tiny.yaml", "not a run directory"),
+        ("tiny.yaml --run-dir pictures", "not a run directory"),
+        ("tiny.yaml --run-dir /dev/null", "/dev/null"),
+        ("tiny.yaml --run-dir tiny.yaml/x", "tiny.yaml"),
+        ("tiny.yaml --run-dir /proc/x", "/proc/x"),
+        ("tiny.yaml --run-dir runs/tiny --set seed=1", "seed is 0, asked 1"),
+        ("tiny.yaml --run-dir runs/tiny --set phase_b.epochs=2", "phase_b.epochs"),
+        ("pictures.yaml --run-dir runs/tiny", "other settings"),
+        (f"tiny.yaml --run-dir {'n' * 300}", "nnn"),
+    ),
+    *options(
+        "phase-a tiny.yaml",
+        ("--nonsense", "--nonsense"),
+        ("", "--resume"),
+        ("--run-dir runs/tiny", "--resume"),
+        ("--run-dir runs/tiny --resume --set phase_a.mode=stochastic", "phase_a.mode"),
+        ("--run-dir pictures --resume", "not a run directory"),
+        ("--run-dir tiny.yaml --resume", "not a run directory"),
+        ("--student belief", "--student"),
+        ("--force=3", "--force"),
+    ),
+    *options(
+        "export-maps",
+        ("--nonsense", "--nonsense"),
+        ("--kind gauss", "--kind"),
+        ("--kind embedding --overwrite", "--kind embedding"),
+        ("--kind prior --overwrite", "--kind prior"),
+        ("--kind dense", "--overwrite"),
+        ("--encoding int8", "--encoding"),
+        ("--encoding uint8 --kind dense --overwrite", "uint8"),
+        ("--shard-mb inf --overwrite", "--shard-mb inf"),
+        ("--shard-mb nan --overwrite", "--shard-mb nan"),
+        ("--shard-mb 0 --overwrite", "--shard-mb"),
+        ("--shard-mb -1 --overwrite", "--shard-mb"),
+        ("--shard-mb x", "--shard-mb"),
+        ("--shard-mb 1e300 --overwrite", "shard"),
+        ("--overwrite --repair", "--repair"),
+        ("", "--overwrite"),
+        ("--run-dir absent", "not a run directory"),
+        ("--run-dir pictures", "not a run directory"),
+        ("--run-dir tiny.yaml", "not a run directory"),
+        ("--out pictures.yaml", "pictures.yaml"),
+        ("--out ''", "--out"),
+        ("--out pictures/train/cat/0.png/maps.zarr", "0.png"),
+        ("--out ftp://x/y", "ftp://x/y"),
+        ("--out s3://", "s3://"),
+        ("--out absent.zarr --repair", "no attention-map store"),
+        ("--out shards.zarr --kind dense", "another export is there"),
+        ("--out shards.zarr --kind dense --repair", "another export is there"),
+        ("--out pictures", "pictures"),
+        ("--set seed=1", "--set"),
+    ),
+    *options(
+        "phase-b --run-dir runs/tiny",
+        ("--nonsense", "--nonsense"),
+        ("", "already exists"),
+        ("--student beleif", "belief"),
+        ("--student standard", "already exists"),
+        ("--no-distill", "already exists"),
+        ("--no-distill --name x --maps shards.zarr", "--maps"),
+        ("--name a/b", "--name"),
+        ("--name /tmp/x", "--name"),
+        ("--name ..", "--name"),
+        ("--name .", "--name"),
+        ("--name .hidden", "--name"),
+        ("--name ''", "--name"),
+        ("--name ' '", "--name"),
+        ("--name -x", "--name"),
+        ("--name 'a b'", "--name"),
+        ("--name 'a\nb'", "--name"),
+        ("--name é", "--name"),
+        (f"--name {'n' * 200}", "--name"),
+        ("--name belief", "is the name of an attention"),
+        ("--name belief --student xsa", "is the name of an attention"),
+        ("--name new --maps absent.zarr", "no attention-map store"),
+        ("--name new --maps tiny.yaml", "tiny.yaml"),
+        ("--name new --maps pictures", "no attention-map store"),
+        ("--name new --maps compressed/maps.zarr --set phase_b.warm_start=x", "warm_start"),
+        ("--name new --maps ''", "--maps"),
+        ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
+        ("--name new --set data.train_images=20", "belongs to the run"),
+        ("--name new --set model.name=gauvit_atto_patch4_32", "belongs to the run"),
+        ("--resume --set phase_b.epochs=3", "phase_b.epochs"),
+        ("--resume --set phase_b.optim.lr=0.5", "phase_b.optim.lr"),
+        ("--resume --maps absent.zarr", "no attention-map store"),
+        ("--student belief2 --resume --name standard", "is the name of an attention"),
+    ),
+    *options(
+        "phase-b",
+        ("--run-dir absent", "not a run directory"),
+        ("--run-dir pictures --student belief", "not a run directory"),
+        ("--run-dir compressed --name new --set phase_b.gamma=x", "phase_b.gamma"),
+        ("--name a/b", "--name"),
+    ),
+    *options(
+        "evaluate",
+        ("--nonsense", "--nonsense"),
+        ("--student belief", "phase-b"),
+        ("--student ''", "--name"),
+        ("--student ../standard", "--name"),
+        ("--student .", "--name"),
+        ("--test", "no test split"),
+        ("--plain --student belief", "phase-b"),
+        ("--run-dir compressed", "no student"),
+        ("--run-dir compressed --plain", "no student"),
+        ("--run-dir absent", "not a run directory"),
+        ("--run-dir pictures", "not a run directory"),
+        ("extra", "extra"),
+    ),
+    *options(
+        "export-student",
+        ("--nonsense", "--nonsense"),
+        ("--student belief", ""),
+        ("--run-dir absent", ""),
+        ("--out pictures", ""),
+        ("--out absent/x.onnx", ""),
+    ),
+    *options(
+        INSPECT,
+        ("--nonsense", "--nonsense"),
+        ("--image 40", "0 to 39"),
+        ("--image -1", "0 to 39"),
+        ("--image x", "--image"),
+        ("--image 1.5", "--image"),
+        ("--image 99999999999999999999", "0 to 39"),
+        ("--image 0 --layer 99", "--layer 99"),
+        ("--image 0 --layer -1", "--layer -1"),
+        ("--image 0 --layer x", "--layer"),
+        ("--image 0 --head ²", "--head"),
+        ("--image 0 --head ٣", "--head"),
+        ("--image 0 --head=--1", "--head"),
+        ("--image 0 --head -1", "--head"),
+        ("--image 0 --head 2", "--head 2"),
+        ("--image 0 --head 1.0", "--head"),
+        ("--image 0 --head 0x1", "--head"),
+        ("--image 0 --head ' 1'", "--head"),
+        ("--image 0 --head 1_0", "--head"),
+        ("--image 0 --head ''", "--head"),
+        ("--image 0 --head Mean", "--head"),
+        ("--image 0 --query 16", "--query 16"),
+        ("--image 0 --query x", "--query"),
+        ("--image 0 --query ²", "--query"),
+        ("--image 0 --query ''", "--query"),
+        ("--image 0 --png a.txt", "--png"),
+        ("--image 0 --png ''", "--png"),
+        ("--image 0 --png .png", "--png"),
+        ("--image 0 --png absent/a.png", "absent"),
+        ("--image 0 --png pictures", "--png"),
+        ("--image 0 --png /dev/null", "--png"),
+        ("--png a.png", "--image"),
+        ("--head 0", "--image"),
+        ("--layer 0", "--image"),
+        ("--query 0", "--image"),
+        ("--student standard", "not both"),
+        ("extra", "extra"),
+    ),
+    *options(
+        "inspect",
+        ("absent.zarr", "no attention-map store"),
+        ("''", "no attention-map store"),
+        ("pictures", "no attention-map store"),
+        ("tiny.yaml", "tiny.yaml"),
+        ("runs/tiny", "no attention-map store"),
+        ("http://x/y", "http://x/y"),
+        ("--student belief", "phase-b"),
+        ("--student standard --image 40", "0 to 39"),
+        ("--student standard --image 0 --layer 1", "--layer 1"),
+        ("--student standard --image 0 --head 2", "--head 2"),
+        ("--student ''", "--name"),
+        ("--run-dir absent", "absent"),
+        ("--run-dir absent --student standard", "not a run directory"),
+    ),
+    *options(
+        "verify",
+        ("--nonsense", "--nonsense"),
+        ("absent.zarr", "no attention-map store"),
+        ("tiny.yaml", "tiny.yaml"),
+        ("pictures.yaml --teacher", "pictures.yaml"),
+        (f"{MAPS} --sample 0 --teacher", "--sample"),
+        (f"{MAPS} --sample -1", "--sample"),
+        (f"{MAPS} --sample x", "--sample"),
+        (f"{MAPS} --teacher --run-dir absent", "not a run directory"),
+        (f"{MAPS} --teacher --run-dir other", "another teacher"),
+        ("shards.zarr --teacher", "not a run directory"),
+        ("--run-dir absent", "absent"),
+    ),
+    *options(
+        PLAN,
+        ("--nonsense", "--nonsense"),
+        ("--steps -1", "--steps"),
+        ("--steps x", "--steps"),
+        ("--steps 1.5", "--steps"),
+        ("--images 0 --classes 2", "--images"),
+        ("--images 10 --classes 1", "--classes"),
+        ("--images 10", "--classes"),
+        ("--classes 10", "--images"),
+        ("--images x --classes 2", "--images"),
+        ("--images 10 --classes 2 --set model.name=resnet18", "model.name"),
+        ("--images 10 --classes 2 --set model.name=nonsense", "model.name"),
+        ("--set device=foo", "device"),
+        ("--set data.name=torch/cifar10", "--images"),
+        ("--student belief", "--student"),
+        ("--run-dir /dev/null/x --set seed=x", "seed"),
+    ),
+    Row("plan absent.yaml", "absent.yaml"),
+    *options(
+        COMPARE,
+        ("--nonsense", "--nonsense"),
+        ("--students beleif", "--students"),
+        ("--students ''", "--students"),
+        ("--students standard,", "--students"),
+        ("--students standard,,belief", "--students"),
+        ("--seeds 0,,1", "--seeds"),
+        ("--seeds ''", "--seeds"),
+        ("--seeds x", "--seeds"),
+        ("--seeds -1", "--seeds"),
+        ("--seeds 1.5", "--seeds"),
+        ("--seeds 2147483648", "--seeds"),
+        ("--targets nan", "--targets"),
+        ("--targets inf", "--targets"),
+        ("--targets 0", "--targets"),
+        ("--targets 1.1", "--targets"),
+        ("--targets x", "--targets"),
+        ("--targets 0.5,", "--targets"),
+        ("--targets ''", "--targets"),
+        ("--jobs 0", "--jobs"),
+        ("--jobs -1", "--jobs"),
+        ("--jobs x", "--jobs"),
+        ("--row unknown", "no such row"),
+        ("--row ''", "no such row"),
+        ("--sweep unknown", "unknown"),
+        ("--sweep ''", "--sweep"),
+        ("--sweep pictures", "pictures"),
+        ("--sweep tiny.yaml", "a sweep is a list"),
+        ("--test", "no test split"),
+        ("--set seed=-1", "seed"),
+        ("--set phase_b.gamma=inf", "phase_b.gamma"),
+        ("--set model.name=resnet18", "model.name"),
+        ("--set device=foo", "device"),
+    ),
+    Row("compare tiny.yaml --run-dir pictures", "holds no comparison"),
+    Row("compare tiny.yaml --run-dir runs/tiny", "holds no comparison"),
+    Row("compare tiny.yaml --run-dir tiny.yaml", "tiny.yaml"),
+    Row("compare absent.yaml", "absent.yaml"),
+]
+
+SETTINGS = [
+    *settings(
+        ("nonsense=1", "nonsense"),
+        ("sed=1", "did you mean 'seed'"),
+        ("phase_b.epoch=1", "did you mean 'phase_b.epochs'"),
+        ("phase_b.optim.beta=1", "phase_b.optim"),
+        ("phase_a.rows.x=1", "phase_a.rows"),
+        ("data.x=1", "data.x"),
+        ("baseline.x=1", "baseline.x"),
+        ("seed=-1", "seed"),
+        ("seed=2147483648", "seed"),
+        ("seed=1.5", "seed"),
+        ("seed=x", "seed"),
+        ("seed=", "seed"),
+        ("seed=null", "seed"),
+        ("seed=true", "seed"),
+        ("seed=[1]", "seed"),
+        ("seed=.inf", "finite"),
+        ("seed=.nan", "finite"),
+        ("seed=1e400", "finite"),
+        ("seed=9" + "9" * 5000, "seed"),
+        ("threads=0", "threads"),
+        ("threads=-1", "threads"),
+        ("threads=3000000000", "threads"),
+        ("threads=true", "threads"),
+        ("threads=x", "threads"),
+        ("device=meta", "device"),
+        ("device=cuda:99", "device"),
+        ("device=foo", "device"),
+        ("device=cpu:7", "device"),
+        ("device=null", "device"),
+        ("device=1", "device"),
+        ("device=", "device"),
+        ("device=''", "device"),
+        ("device=mkldnn", "device"),
+        ("precision=float64", "precision"),
+        ("precision=16", "precision"),
+        ("compile=maybe", "compile"),
+        ("compile=2", "compile"),
+        ("compile=null", "compile"),
+        ("key_snapshots=-1", "key_snapshots"),
+        ("key_snapshots=x", "key_snapshots"),
+        ("data=1", "data"),
+        ("data=[1]", "data"),
+        ("data=null", "data"),
+        ("data.name=nonsense", "data.name"),
+        ("data.name=1", "data.name"),
+        ("data.name=", "data.name"),
+        ("data.name=null", "data.name"),
+        ("data.name=torch/nonsense", "torch/nonsense"),
+        ("data.name=torch/", "torch/"),
+        ("data.name=torch/cifar10", "data.download=true"),
+        ("data.name=hfds/", "hfds/"),
+        ("data.name=folder", "data.root"),
+        ("data.name=folder data.root=absent", "absent"),
+        ("data.name=folder data.root=tiny.yaml", "tiny.yaml"),
+        ("data.name=folder data.root=1", "data.root"),
+        ("data.name=fashion_mnist data.root=absent", "absent"),
+        ("data.download=x", "data.download"),
+        ("data.train_images=0", "data.train_images"),
+        ("data.train_images=-5", "data.train_images"),
+        ("data.train_images=9", "9"),
+        ("data.train_images=100000", "data.train_images"),
+        ("data.train_images=1.5", "data.train_images"),
+        ("data.train_images=true", "data.train_images"),
+        ("data.val_fraction=0", "data.val_fraction"),
+        ("data.val_fraction=1", "data.val_fraction"),
+        ("data.val_fraction=-0.1", "data.val_fraction"),
+        ("data.val_fraction=.nan", "finite"),
+        ("data.val_fraction=null", "data.val_fraction"),
+        ("data.val_fraction=true", "data.val_fraction"),
+        ("data.image_size=0", "data.image_size"),
+        ("data.image_size=-8", "data.image_size"),
+        ("data.image_size=9", "data.image_size"),
+        ("data.image_size=1", "data.image_size"),
+        ("data.image_size=[8,8]", "data.image_size"),
+        ("data.image_size=1000000", "data.image_size"),
+        ("data.batch_size=0", "data.batch_size"),
+        ("data.batch_size=null", "data.batch_size"),
+        ("data.eval_batch_size=0", "data.eval_batch_size"),
+        ("data.workers=-1", "data.workers"),
+        ("data.workers=1000000", "data.workers"),
+        ("model=x", "model"),
+        ("model.name=nonsense", "model.name"),
+        ("model.name=gauvit_atto", "did you mean 'gauvit_atto_patch4_32'"),
+        ("model.name=resnet18", "model.name"),
+        ("model.name=swin_tiny_patch4_window7_224", "model.name"),
+        ("model.name=vit_tiny_patch16_224", "model.name"),
+        ("model.name=deit_tiny_distilled_patch16_224", "model.name"),
+        ("model.name=hf-hub:nobody/nothing", "model.name"),
+        ("model.name=hf_hub:nobody/nothing", "model.name"),
+        ("model.name=local-dir:pictures", "model.name"),
+        ("model.name=", "model.name"),
+        ("model.name=null", "model.name"),
+        ("model.name=gauvit_converted", "model.name"),
+        ("model.init=x", "model.init"),
+        ("model.init_std=0", "model.init_std"),
+        ("model.init_std=-1", "model.init_std"),
+        ("model.init_std=true", "model.init_std"),
+        ("model.pos_embed_std=x", "model.pos_embed_std"),
+        ("model.args=x", "model.args"),
+        ("model.args=[depth]", "model.args"),
+        ("model.args=null", "model.args"),
+        ("model.args={1:2}", "model.args"),
+    ),
+    *settings(
+        *(
+            (f"model.args.{name}", name.split("=")[0])
+            for name in (
+                "depth=0",
+                "depth=-1",
+                "depth=1.5",
+                "depth=true",
+                "depth=x",
+                "depth=null",
+                "depth=1001",
+                "num_heads=0",
+                "num_heads=-2",
+                "num_heads=3",
+                "num_heads=[2]",
+                "embed_dim=0",
+                "embed_dim=-16",
+                "embed_dim=15",
+                "embed_dim=1e9",
+                "patch_size=3",
+                "patch_size=0",
+                "patch_size=16",
+                "patch_size=[2]",
+                "patch_size=[2,3,4]",
+                "patch_size=[]",
+                "patch_size=x",
+                "mlp_ratio=-1",
+                "mlp_ratio=x",
+                "mlp_ratio=null",
+                "drop_rate=2",
+                "proj_drop_rate=-1",
+                "attn_drop_rate=x",
+                "drop_path_rate=1.5",
+                "pos_drop_rate=true",
+                "patch_drop_rate=0.5",
+                "num_classes=5",
+                "in_chans=3",
+                "img_size=16",
+                "pretrained=true",
+                "device=cpu",
+                "dtype=float16",
+                "attention=belief",
+                "attn_layer=x",
+                "nonsense=1",
+                "qk_norm=x",
+                "class_token=true",
+                "reg_tokens=2",
+                "pos_embed=x",
+                "pos_embed=none",
+                "global_pool=x",
+                "act_layer=x",
+                "norm_layer=x",
+                "block_fn=x",
+                "mlp_layer=x",
+                "embed_layer=x",
+                "weight_init=x",
+                "init_values=x",
+                "qkv_bias=x",
+                "pre_norm=[1]",
+                "fc_norm=x",
+                "features_only=true",
+                "out_indices=[0]",
+                "dynamic_img_pad=true",
+                "checkpoint_path=x",
+                "fix_init=x",
+                "rezero=true",
+            )
+        )
+    ),
+    *settings(
+        ("phase_a=1", "phase_a"),
+        ("phase_a.mode=x", "phase_a.mode"),
+        ("phase_a.mode=null", "phase_a.mode"),
+        ("phase_a.parametrisation=x", "phase_a.parametrisation"),
+        ("phase_a.prior=x", "phase_a.prior"),
+        ("phase_a.prior=false phase_a.residual=false", "prior and residual"),
+        ("phase_a.prior=false phase_b.warm_start=prior", "phase_a.prior"),
+        ("phase_a.compression=1", "phase_a.compression"),
+        ("phase_a.compression={embedding: 0}", "phase_a.compression"),
+        ("phase_a.compression.hidden=-1", "phase_a.compression.hidden"),
+        ("phase_a.compression.embedding=10000000000000", "phase_a.compression"),
+        ("phase_a.prior_lr=0", "phase_a.prior_lr"),
+        ("phase_a.prior_lr=-1", "phase_a.prior_lr"),
+        ("phase_a.max_epochs=0", "phase_a.max_epochs"),
+        ("phase_a.max_epochs=1.5", "phase_a.max_epochs"),
+        ("phase_a.max_epochs=true", "phase_a.max_epochs"),
+        ("phase_a.stop_accuracy=1.1", "phase_a.stop_accuracy"),
+        ("phase_a.stop_accuracy=-0.1", "phase_a.stop_accuracy"),
+        ("phase_a.stop_accuracy=92%", "phase_a.stop_accuracy"),
+        ("phase_a.upper_accuracy=2", "phase_a.upper_accuracy"),
+        ("phase_a.label_passes=0", "phase_a.label_passes"),
+        ("phase_a.augment=x", "phase_a.augment"),
+        ("phase_a.augment.mixup=0.2", "mixup"),
+        ("phase_a.augment.cutmix=1", "cutmix"),
+        ("phase_a.augment.flip=x", "phase_a.augment.flip"),
+        ("phase_a.augment.crop_padding=-1", "crop_padding"),
+        ("phase_a.augment.crop_padding=1.5", "crop_padding"),
+        ("phase_a.augment.erasing=2", "erasing"),
+        ("phase_a.augment.resized_crop=1", "resized_crop"),
+        ("phase_a.augment.resized_crop.scale=[1]", "scale"),
+        ("phase_a.augment.resized_crop.scale=[0,1]", "scale"),
+        ("phase_a.augment.resized_crop.scale=[0.5,0.1]", "scale"),
+        ("phase_a.augment.resized_crop.scale=[0.5,2]", "scale"),
+        ("phase_a.augment.resized_crop.ratio=[2,1]", "ratio"),
+        ("phase_a.augment.resized_crop.ratio=[-1,1]", "ratio"),
+        ("phase_a.augment.randaugment=9", "randaugment"),
+        ("phase_a.augment.randaugment.ops=0", "ops"),
+        ("phase_a.augment.randaugment.magnitude=31", "magnitude"),
+        ("phase_a.augment.randaugment.magnitude=-1", "magnitude"),
+        ("phase_a.augment.randaugment.operations=[]", "operations"),
+        ("phase_a.augment.randaugment.operations=[Nonsense]", "Nonsense"),
+        ("phase_a.augment.randaugment.operations=[Rotate]", "Rotate"),
+        ("phase_a.augment.randaugment.operations=Color", "operations"),
+        ("phase_a.augment.geometry=x", "geometry"),
+        ("phase_a.optim.name=adamx", "optim.name"),
+        ("phase_a.optim.name=", "optim.name"),
+        ("phase_a.optim.name=lbfgs", "optim"),
+        ("phase_a.optim.name=sgd_", "optim.name"),
+        ("phase_a.optim.lr=0", "phase_a.optim.lr"),
+        ("phase_a.optim.lr=-1", "phase_a.optim.lr"),
+        ("phase_a.optim.lr=.inf", "finite"),
+        ("phase_a.optim.lr=[0.1]", "phase_a.optim.lr"),
+        ("phase_a.optim.lr=true", "phase_a.optim.lr"),
+        ("phase_a.optim.betas=0.9", "phase_a.optim.betas"),
+        ("phase_a.optim.betas=[0.9]", "phase_a.optim.betas"),
+        ("phase_a.optim.betas=[0.9,1.5]", "phase_a.optim.betas"),
+        ("phase_a.optim.betas=[0.9,0.9,0.9]", "phase_a.optim.betas"),
+        ("phase_a.optim.betas=[1,1]", "betas"),
+        ("phase_a.optim.weight_decay=-1", "weight_decay"),
+        ("phase_a.optim.schedule=x", "optim.schedule"),
+        ("phase_a.optim.schedule=null", "optim.schedule"),
+        ("phase_a.optim.schedule=plateau", "optim.schedule"),
+        ("phase_a.optim.schedule_args=1", "schedule_args"),
+        ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
+        ("phase_a.optim.schedule_args={num_epochs: x}", "schedule"),
+        ("phase_a.optim.schedule_args={num_epochs: 0}", "schedule"),
+        ("phase_a.optim.schedule_args={num_epochs: -3}", "schedule"),
+        ("phase_a.optim.schedule_args={decay_epochs: 0} phase_a.optim.schedule=step", "schedule"),
+        ("phase_a.optim.schedule_args={decay_milestones: x} phase_a.optim.schedule=multistep",
+         "schedule"),
+        ("phase_a.optim.schedule_args={cycle_mul: x}", "schedule"),
+        ("phase_a.optim.schedule_args={step_on_epochs: true}", "schedule"),
+        ("phase_a.optim.schedule_args={updates_per_epoch: 0}", "schedule"),
+        ("phase_a.optim.warmup_epochs=-1", "warmup_epochs"),
+        ("phase_a.optim.min_lr=-1", "min_lr"),
+        ("phase_a.optim.clip_grad=0", "clip_grad"),
+        ("phase_a.optim.accumulate=0", "accumulate"),
+        ("phase_a.optim.ema=1.5", "ema"),
+        ("phase_a.rows=1", "phase_a.rows"),
+        ("phase_a.rows.lr=0", "phase_a.rows.lr"),
+        ("phase_a.rows.eps=0", "phase_a.rows.eps"),
+        ("phase_a.rows.betas=[1,1]", "betas"),
+        ("phase_a.rows.initial_std=-1", "initial_std"),
+        ("phase_a.rows.moments=float64", "moments"),
+        ("phase_a.rows.memory_budget_gb=-1", "memory_budget_gb"),
+        ("phase_a.rows.memory_budget_gb=null", "memory_budget_gb"),
+        ("phase_b=1", "phase_b"),
+        ("phase_b.student=x", "phase_b.student"),
+        ("phase_b.student=gaussian", "phase_b.student"),
+        ("phase_b.student=null", "phase_b.student"),
+        ("phase_b.attention_options=x", "attention_options"),
+        ("phase_b.attention_options={nonsense: 1}", "nonsense"),
+        ("phase_b.student=belief2 phase_b.attention_options={activation: x}", "activation"),
+        ("phase_b.student=belief2 phase_b.attention_options={activation: 1}", "activation"),
+        ("phase_b.student=belief2 phase_b.attention_options={zz: x}", "zz"),
+        ("phase_b.student=attentionx phase_b.attention_options={gamma: x}", "gamma"),
+        ("phase_b.student=attentionx phase_b.attention_options={gamma: null}", "gamma"),
+        ("phase_b.student=attentionx phase_b.attention_options={mask_diagonal: 7}", "mask_diagonal"),
+        ("phase_b.student=belief phase_b.attention_options={signal: x}", "signal"),
+        ("phase_b.student=xsa phase_b.attention_options={num_heads: 4}", "num_heads"),
+        ("phase_b.student=xsa phase_b.attention_options={dim: 4}", "dim"),
+        ("phase_b.match_params=x", "match_params"),
+        ("phase_b.rezero=x", "rezero"),
+        ("phase_b.epochs=0", "phase_b.epochs"),
+        ("phase_b.epochs=null", "phase_b.epochs"),
+        ("phase_b.alpha=-1", "phase_b.alpha"),
+        ("phase_b.beta=x", "phase_b.beta"),
+        ("phase_b.gamma=.nan", "finite"),
+        ("phase_b.alpha=true", "phase_b.alpha"),
+        ("phase_b.alpha=0 phase_b.beta=0 phase_b.gamma=0", "all 0"),
+        ("phase_b.gamma_schedule=x", "gamma_schedule"),
+        ("phase_b.gamma_epochs=0", "gamma_epochs"),
+        ("phase_b.model_args={depth: 2}", "layer"),
+        ("phase_b.model_args={depth: 0}", "depth"),
+        ("phase_b.model_args={num_heads: 4}", "heads"),
+        ("phase_b.model_args={num_heads: -2}", "num_heads"),
+        ("phase_b.model_args={patch_size: 4}", "grid"),
+        ("phase_b.model_args={num_classes: 3}", "num_classes"),
+        ("phase_b.model_args={nonsense: 3}", "nonsense"),
+        ("phase_b.model_args=x", "model_args"),
+        ("phase_b.layer_map=[0,0]", "layer_map"),
+        ("phase_b.layer_map=[1]", "layer_map"),
+        ("phase_b.layer_map=[-1]", "layer_map"),
+        ("phase_b.layer_map=[null]", "layer_map"),
+        ("phase_b.layer_map=[]", "layer_map"),
+        ("phase_b.layer_map=0", "layer_map"),
+        ("phase_b.layer_map=[x]", "layer_map"),
+        ("phase_b.layer_map=[true]", "layer_map"),
+        ("phase_b.layer_weights=[1,1]", "layer_weights"),
+        ("phase_b.layer_weights=[0]", "layer_weights"),
+        ("phase_b.layer_weights=[-1]", "layer_weights"),
+        ("phase_b.layer_weights=[]", "layer_weights"),
+        ("phase_b.layer_weights=1", "layer_weights"),
+        ("phase_b.mean_heads=x", "mean_heads"),
+        ("phase_b.shuffle_maps=x", "shuffle_maps"),
+        ("phase_b.match_grid=x", "match_grid"),
+        ("phase_b.label_smoothing=1", "label_smoothing"),
+        ("phase_b.warm_start=x", "warm_start"),
+        ("phase_b.warm_start=teacher phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.temperature=0", "temperature"),
+        ("phase_b.direction=x", "direction"),
+        ("phase_b.augment.mixup=-1", "mixup"),
+        ("phase_b.augment.cutmix=x", "cutmix"),
+        ("phase_b.preload_gb=-1", "preload_gb"),
+        ("phase_b.optim.name=adamx", "optim.name"),
+        ("phase_b.optim.schedule=x", "optim.schedule"),
+        ("phase_b.optim.betas=[1,1]", "betas"),
+        ("baseline=1", "baseline"),
+        ("baseline.enabled=x", "baseline.enabled"),
+        ("baseline.optim=x", "baseline.optim"),
+        ("baseline.optim.name=adamx", "optim.name"),
+        ("baseline.optim.lr=0", "baseline.optim.lr"),
+    ),
+    *settings(
+        ("phase_b.optim.name=adamx", "optim.name"),
+        ("phase_b.optim.schedule=x", "optim.schedule"),
+        ("phase_b.layer_map=[1]", "layer_map"),
+        ("phase_b.model_args={depth: 2}", "layers"),
+        ("phase_b.layer_weights=[1,1]", "layer_weights"),
+        ("phase_b.gamma=inf", "gamma"),
+        ("phase_b.attention_options={nonsense: 1}", "nonsense"),
+        ("phase_b.student=x", "phase_b.student"),
+        ("phase_b.warm_start=teacher phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("device=foo", "device"),
+        ("threads=-1", "threads"),
+        command=NEW_STUDENT,
+    ),
+    *settings(
+        ("phase_b.augment.flip=true", "dense maps cannot move"),
+        command=f"{NEW_STUDENT} --maps dense.zarr",
+    ),
+]
+
+YAML = [
+    *files(
+        "bad.yaml",
+        ("- seed: 1\n", "should hold settings"),
+        ("seed\n", "should hold settings"),
+        ("42\n", "should hold settings"),
+        ("null: 1\n", "None"),
+        ("1: 2\n", "1"),
+        ("[1]: 2\n", "YAML"),
+        ("seed: 2026-13-45\n", "seed"),
+        ("seed: 2026-02-30\n", "YAML"),
+        ("seed: 2026-02-28\n", "seed"),
+        ("seed: 25:61:61\n", "seed"),
+        ("seed: !!binary x\n", "YAML"),
+        ("seed: !!float x\n", "YAML"),
+        ("seed: !!int ''\n", "YAML"),
+        ("seed: !!python/name:os.system\n", "YAML"),
+        ("seed: !nonsense 1\n", "YAML"),
+        ("data: &a {name: *a}\n", "alias"),
+        ("data: *a\n", "YAML"),
+        ("a: &a [1]\nb: [*a, *a]\n", "alias"),
+        ("<<: {seed: 1}\nseed: 1\nseed: 2\n", "twice"),
+        ("seed: 1\nseed: 2\n", "twice"),
+        ("data: {name: digits, name: folder}\n", "twice"),
+        ("data:\n\tname: digits\n", "YAML"),
+        ("seed: 1\0\n", "YAML"),
+        ("\0", "YAML"),
+        (b"seed: \xff\xfe\n", "YAML"),
+        ("seed: 1\n".encode("utf-16"), "YAML"),
+        (b"\x89PNG\r\n\x1a\n", "YAML"),
+        ("seed: 1\n---\nseed: 2\n", "YAML"),
+        ("seed: 1\n  phase_b: 2\n", "YAML"),
+        ("seed: {\n", "YAML"),
+        ("seed: 'x\n", "YAML"),
+        ("data: " + "[" * 500 + "]" * 500, "nested"),
+        ("data: " + "{a: " * 500 + "1" + "}" * 500, "nested"),
+        ("data: " + "[" * 100_000, "nested"),
+        ("seed: " + "9" * 5000, "seed"),
+        ("seed: 0x" + "f" * 5000, "seed"),
+        ("seed: .inf\n", "finite"),
+        ("seed: -.INF\n", "finite"),
+        ("seed: .NaN\n", "finite"),
+        ("? {a: 1}\n: 2\n", "YAML"),
+        ("%YAML 9.9\n---\nseed: 1\n", "YAML"),
+        ("seed: " + " " * 10**8, "YAML"),
+        ("data:\n", "data"),
+        ("data: []\n", "data"),
+        ("nonsense: 1\n", "nonsense"),
+        ("seed: 1 # \x1b[31m\n", "YAML"),
+        ("\ud800".encode("utf-8", "surrogatepass"), "YAML"),
+    ),
+    Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkdir)),
+    Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkfifo)),
+    Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("absent"))),
+    Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("bad.yaml"))),
+    Row("run /dev/zero", "/dev/zero"),
+    Row("run tiny.yaml/x", "tiny.yaml/x"),
+    Row(f"run {'x' * 5000}", "xxx"),
+    Row("plan bad.yaml", "should hold settings", write("bad.yaml", "[]")),
+    Row("phase-a bad.yaml", "seed", write("bad.yaml", "seed: x")),
+    Row("compare bad.yaml --run-dir new", "seed", write("bad.yaml", "seed: x")),
+    Row("run bad.yaml", "seed", write("bad.yaml", "phase_b: {epochs: 1}\r\nseed: x\r\n")),
+]
+
+RUNS = [
+    *(
+        Row(command, "not a run directory", make("empty", os.mkdir))
+        for command in (
+            "export-maps --run-dir empty",
+            "phase-b --run-dir empty",
+            "phase-b --run-dir empty --student belief --name x",
+            "evaluate --run-dir empty",
+            "evaluate --run-dir empty --student belief",
+            "inspect --run-dir empty --student belief",
+            "verify --run-dir empty --teacher",
+        )
+    ),
+    *(
+        Row(command, message, write("runs/tiny/config.yaml", content))
+        for command in ("phase-b", "evaluate", "export-maps", "run tiny.yaml", RESUME_A)
+        for content, message in (
+            ("", "config.yaml"),
+            ("seed: [", "YAML"),
+            ("- 1", "should hold settings"),
+            ("nonsense: 1", "nonsense"),
+            (b"\xff\0", "YAML"),
+        )
+    ),
+    Row(RESUME_A, "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
+    Row("export-maps --overwrite", "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
+    Row(RESUME_B, "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
+    Row("run tiny.yaml", "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
+    Row(
+        "export-maps --overwrite",
+        "phase_a.mode",
+        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
+    ),
+    Row(
+        RESUME_A,
+        "phase_a.mode",
+        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
+    ),
+    Row(
+        "verify --teacher",
+        "phase_a.mode",
+        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
+    ),
+    Row("export-maps", "not a run", both(remove("runs/tiny/config.yaml"), write("runs/x", ""))),
+    Row("evaluate", "no run in runs/", remove("runs")),
+    Row("evaluate", "no run in runs/", both(remove("runs"), write("runs", "a file"))),
+    Row("phase-b", "not a run", replace("runs/tiny/config.yaml", "pictures")),
+    *(
+        Row(command, message, change)
+        for command, state in ((RESUME_A, STATE_A), (RESUME_B, STATE_B))
+        for change, message in (
+            (write(state, b""), "damaged"),
+            (cut(state), "damaged"),
+            (flip(state), "damaged"),
+            (write(state, pickle.dumps({"a": 1})), "damaged"),
+            (write(state, pickle.dumps(os.system)), "damaged"),
+            (replace(state, state.replace("runs/tiny", "other")), "damaged"),
+            (both(write(state, b""), sums(os.path.dirname(state))), "damaged"),
+            (both(write(state, pickle.dumps({"a": 1})), sums(os.path.dirname(state))), "damaged"),
+            (both(write(state, pickle.dumps(os.system)), sums(os.path.dirname(state))), "damaged"),
+            (both(flip(state), sums(os.path.dirname(state))), "damaged"),
+            (
+                replace(os.path.dirname(state), os.path.dirname(state).replace("runs/tiny", "other")),
+                "seed",
+            ),
+            (write(os.path.dirname(state) + "/SHA256SUMS", "nonsense"), "SHA256SUMS"),
+            (write(os.path.dirname(state) + "/SHA256SUMS", b"\xff\0"), "SHA256SUMS"),
+            (write(os.path.dirname(state) + "/SHA256SUMS", ""), "SHA256SUMS"),
+        )
+    ),
+    Row("export-maps --overwrite", "has not finished", remove("runs/tiny/phase_a/checkpoint")),
+    Row("export-maps --overwrite", "has not finished", remove(STATE_A)),
+    Row("export-maps --overwrite", "has not finished", remove("runs/tiny/phase_a")),
+    Row("export-maps --overwrite", "damaged", flip(STATE_A)),
+    Row("verify --teacher", "damaged", flip(STATE_A)),
+    Row("verify --teacher", "has not finished", remove(STATE_A)),
+    Row(
+        f"{NEW_STUDENT} --set phase_b.warm_start=teacher",
+        "has not finished",
+        remove("runs/tiny/phase_a/checkpoint"),
+    ),
+    Row(NEW_STUDENT, "teacher_sha256", write("runs/tiny/phase_a/teacher_sha256", "x")),
+    Row(NEW_STUDENT, "teacher_sha256", write("runs/tiny/phase_a/teacher_sha256", b"\xff")),
+    Row(EVALUATE, "teacher_sha256", write("runs/tiny/phase_a/teacher_sha256", "")),
+    Row(
+        NEW_STUDENT,
+        "another teacher",
+        replace("runs/tiny/phase_a/teacher_sha256", "other/phase_a/teacher_sha256"),
+    ),
+    *(
+        Row(command, message, change)
+        for command in (EVALUATE, "inspect --student standard")
+        for change, message in (
+            (remove(f"{STUDENT}/student/config.json"), "config.json is not there"),
+            (remove(f"{STUDENT}/student/model.safetensors"), "model.safetensors is not there"),
+            (write(f"{STUDENT}/student/config.json", "{"), "damaged"),
+            (flip(f"{STUDENT}/student/model.safetensors"), "damaged"),
+            (cut(f"{STUDENT}/student/model.safetensors"), "damaged"),
+            (write(f"{STUDENT}/student/SHA256SUMS", "x"), "SHA256SUMS"),
+            (weights(f"{STUDENT}/student", (7, 16)), "head.weight"),
+            *(
+                (both(write(f"{STUDENT}/student/config.json", text), sums(f"{STUDENT}/student")),
+                 "not a student")
+                for text in (
+                    "",
+                    "{",
+                    "[]",
+                    "1",
+                    "null",
+                    "{}",
+                    "[" * 100_000,
+                    '{"architecture": "resnet18", "model_args": {}}',
+                    '{"architecture": "nonsense", "model_args": {}}',
+                    '{"architecture": 1, "model_args": {}}',
+                    '{"architecture": "gauvit_pico_patch2_8", "model_args": []}',
+                    '{"architecture": "gauvit_pico_patch2_8", "model_args": {"depth": "x"}}',
+                    '{"architecture": "gauvit_pico_patch2_8", "model_args": {"depth": 100000000}}',
+                )
+            ),
+            (both(flip(f"{STUDENT}/student/config.json"), sums(f"{STUDENT}/student")), ""),
+            (both(cut(f"{STUDENT}/student/model.safetensors"), sums(f"{STUDENT}/student")),
+             "not a student"),
+            (both(write(f"{STUDENT}/student/model.safetensors", b""), sums(f"{STUDENT}/student")),
+             "not a student"),
+        )
+    ),
+    Row(EVALUATE, "no student", remove(f"{STUDENT}/student")),
+    Row(EVALUATE, "", both(remove(f"{STUDENT}/student"), write(f"{STUDENT}/student", ""))),
+    Row(EVALUATE, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
+    Row(EVALUATE, "nonsense", write(f"{STUDENT}/config.yaml", "nonsense: 1")),
+    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "{")),
+    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "")),
+    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
+    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", b"\xff")),
+    Row("inspect --student standard", "metrics.jsonl", remove(f"{STUDENT}/metrics.jsonl")),
+    *(
+        Row(command, "overrides.json", write(f"{STUDENT}/overrides.json", content))
+        for command in (RESUME_B, "inspect --student standard", "run tiny.yaml")
+        for content in ("{", "", "1", "[1]", '{"a": 1}', b"\xff", "[" * 100_000, '"text"')
+    ),
+    Row(RESUME_B, "x.y", write(f"{STUDENT}/overrides.json", '["x.y=1"]')),
+]
+
+STORES = [
+    *(
+        Row(f"inspect {MAPS}", message, write(f"{MAPS}/zarr.json", content))
+        for content, message in (
+            ("", "damaged"),
+            ("{", "damaged"),
+            ("null", "damaged"),
+            ("[]", "damaged"),
+            ('{"attributes": NaN}', "damaged"),
+            ('{"attributes": {"format": "gaupipe-maps", "num_images": NaN}}', "zarr.json"),
+            ("[" * 100_000, "damaged"),
+            ('{"attributes":' * 100_000, "damaged"),
+            ('{"zarr_format": 3, "node_type": "group", "attributes": {}}', "not a store"),
+            (b"\xff\xfe", "damaged"),
+            ("9" * 10_000, "damaged"),
+        )
+    ),
+    *(
+        Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
+        for values, message in (
+            ({"num_images": 10**12}, "num_images"),
+            ({"num_images": 0}, "num_images"),
+            ({"num_images": -1}, "num_images"),
+            ({"num_images": 2.5}, "num_images"),
+            ({"num_images": "40"}, "num_images"),
+            ({"num_images": True}, "num_images"),
+            ({"num_images": 50}, "gaussians/zarr.json"),
+            ({"kind": "nonsense"}, "kind"),
+            ({"kind": "dense"}, "maps/zarr.json"),
+            ({"kind": 1}, "kind"),
+            ({"grid": [4]}, "grid"),
+            ({"grid": [4, 0]}, "grid"),
+            ({"grid": "4x4"}, "grid"),
+            ({"grid": [10**5, 10**5]}, "image takes"),
+            ({"layers": None}, "layers"),
+            ({"heads": 10**30}, "heads"),
+            ({"encoding": "uint8"}, "gaussians/zarr.json"),
+            ({"encoding": "x"}, "encoding"),
+            ({"format": "other"}, "not a store"),
+            ({"format": None}, "not a store"),
+            ({"format_version": 99}, "newer"),
+            ({"format_version": "2"}, "format_version"),
+            ({"format_version": 0}, "format_version"),
+            ({"images_per_shard": 0}, "images_per_shard"),
+            ({"images_per_shard": 10**9}, "images_per_shard"),
+            ({"images_per_shard": 7}, "zarr.json"),
+            ({"complete": "yes"}, "complete"),
+            ({"files_sha256": {}}, "files_sha256"),
+            ({"files_sha256": 1}, "files_sha256"),
+            ({"extra": 1}, "extra"),
+            ({"teacher_sha256": 1}, "teacher_sha256"),
+        )
+    ),
+    *(
+        Row(command, message, change)
+        for command in (INSPECT, f"{INSPECT} --image 0", NEW_STUDENT)
+        for change, message in (
+            (remove(MAPS), "no attention-map store"),
+            (both(remove(MAPS), write(MAPS, "a file")), "maps.zarr"),
+            (remove(f"{MAPS}/zarr.json"), "no attention-map store"),
+            (flip(f"{MAPS}/zarr.json"), "damaged"),
+            (flip(f"{MAPS}/gaussians/zarr.json"), "gaussians/zarr.json"),
+            (remove(f"{MAPS}/labels"), "labels/zarr.json"),
+        )
+    ),
+    *(
+        Row(f"{INSPECT} --image 0", "gaussians", change)
+        for change in (
+            remove(f"{MAPS}/gaussians/c"),
+            cut(f"{MAPS}/gaussians/c/0/0/0/0/0"),
+            write(f"{MAPS}/gaussians/c/0/0/0/0/0", b""),
+            replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
+        )
+    ),
+    Row(f"{INSPECT} --image 0", "incomplete", attributes(MAPS, complete=False)),
+    Row(NEW_STUDENT, "incomplete", attributes(MAPS, complete=False)),
+    Row(f"{INSPECT} --image 0 --png a.png", "data", attributes(MAPS, extra={})),
+    Row(f"{INSPECT} --image 0 --png a.png", "data", attributes(MAPS, extra={"data": 1})),
+    Row(
+        f"{INSPECT} --image 0 --png a.png",
+        "not those the maps were made from",
+        attributes(MAPS, extra={"data": {"name": "digits", "train_images": 41}}),
+    ),
+    Row(NEW_STUDENT, "another teacher", replace(MAPS, "other/maps.zarr")),
+    Row(EVALUATE, "another teacher", replace(MAPS, "other/maps.zarr")),
+    Row(EVALUATE, "gaussians", cut(f"{MAPS}/gaussians/c/0/0/0/0/0")),
+    Row(EVALUATE, "gaussians/zarr.json", flip(f"{MAPS}/gaussians/zarr.json")),
+    Row(NEW_STUDENT, "gaussians", cut(f"{MAPS}/gaussians/c/0/0/0/0/0")),
+    Row(NEW_STUDENT, "logits", flip(f"{MAPS}/logits/c/0/0")),
+    Row(
+        "phase-b --run-dir runs/tiny --name new --maps shards.zarr",
+        "another data set",
+        attributes("shards.zarr", dataset_sha256="0" * 64),
+    ),
+    *(
+        Row(command, "decoder", change)
+        for command in (
+            "inspect compressed/maps.zarr --image 0",
+            "phase-b --run-dir compressed --student standard",
+        )
+        for change in (
+            remove("compressed/maps.zarr/decoder"),
+            remove("compressed/maps.zarr/decoder/weight1"),
+            flip("compressed/maps.zarr/decoder/prior/c/0/0/0/0"),
+            write("compressed/maps.zarr/decoder/zarr.json", "{}"),
+        )
+    ),
+    Row(
+        "verify compressed/maps.zarr",
+        "decoder",
+        remove("compressed/maps.zarr/decoder/weight1"),
+        code=1,
+    ),
+    *(
+        Row("verify shards.zarr", message, change, code=1)
+        for change, message in (
+            (cut("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
+            (flip("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
+            (remove("shards.zarr/gaussians/c/1"), "missing"),
+            (exchange("shards.zarr/gaussians/c/0/0/0/0/0", "shards.zarr/gaussians/c/1/0/0/0/0"),
+             "shard 0, gaussians"),
+            (exchange("shards.zarr/logits/c/0/0", "shards.zarr/logits/c/1/0"), "shard 0, logits"),
+            (replace("shards.zarr/labels/c/0", MAPS + "/labels/c/0"), "labels"),
+            (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
+            (write("shards.zarr/zarr.json", ""), "damaged"),
+            (write("shards.zarr/zarr.json", "[" * 100_000), "damaged"),
+            (flip("shards.zarr/zarr.json"), "damaged"),
+            (attributes("shards.zarr", complete=False), "incomplete"),
+            (attributes("shards.zarr", num_images=10**12), "num_images"),
+            (attributes("shards.zarr", num_images=2 * 10**9), "zarr.json"),
+            (attributes("shards.zarr", teacher_sha256="0" * 64), "not the one that was written"),
+            (remove("shards.zarr/shard_sha256/c/1"), "shard 1"),
+            (flip("shards.zarr/shard_sha256/c/0/0/0"), "shard 0"),
+            (flip("shards.zarr/shard_nbytes/c/0/0"), "shard 0"),
+            (flip("shards.zarr/image_crc32c/c/0/0"), "shard 0"),
+            (flip("shards.zarr/image_crc32c/zarr.json"), "image_crc32c/zarr.json"),
+            (remove("shards.zarr/shard_nbytes"), "shard_nbytes"),
+            (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json"),
+        )
+    ),
+    Row("verify shards.zarr", "not a store", attributes("shards.zarr", format=None)),
+    Row("verify shards.zarr", "newer", attributes("shards.zarr", format_version=3)),
+    Row("verify bad", "bad", make("bad", link("bad"))),
+    Row("verify --teacher", "another teacher", replace(MAPS, "other/maps.zarr")),
+    Row("export-maps --repair", "another export", replace(MAPS, "other/maps.zarr")),
+    Row("export-maps", "zarr.json", flip(f"{MAPS}/zarr.json")),
+    Row("export-maps --out bad.zarr", "bad.zarr", write("bad.zarr", "a file")),
+    Row("export-maps --out bad.zarr --overwrite", "bad.zarr", write("bad.zarr", "a file")),
+]
+
+PICTURES = "pictures/train"
+DATA = [
+    *(
+        Row(f"{command} pictures.yaml --run-dir new", message, change)
+        for command in ("run", "phase-a")
+        for change, message in (
+            (remove("pictures"), "pictures"),
+            (remove(f"{PICTURES}/cat"), "one class only"),
+            (make(f"{PICTURES}/mouse", os.mkdir), "mouse"),
+            (write(f"{PICTURES}/mouse/notes.txt", "x"), "mouse"),
+            (write(f"{PICTURES}/cat/0.png", "text"), "0.png"),
+            (write(f"{PICTURES}/cat/0.png", b""), "0.png"),
+            (cut(f"{PICTURES}/dog/3.png"), "3.png"),
+            (both(remove(f"{PICTURES}/cat/0.png"), make(f"{PICTURES}/cat/0.png", link("x"))),
+             "0.png"),
+            (write("pictures/val/horse/0.png", b"x"), "horse"),
+        )
+    ),
+    *settings(
+        ("data.image_size=0", "data.image_size"),
+        ("data.image_size=9", "data.image_size"),
+        ("data.train_images=19", "data.train_images"),
+        ("data.train_images=1", "1"),
+        ("data.val_fraction=0.001", "0.001"),
+        ("data.val_fraction=0.999", "0.999"),
+        command="run pictures.yaml --run-dir new",
+    ),
+    *(
+        Row("run tiny.yaml --run-dir new --set data.name=fashion_mnist --set data.root=idx", m, c)
+        for c, m in (
+            (write("idx/train-images-idx3-ubyte.gz", b""), "train-images"),
+            (write("idx/train-images-idx3-ubyte.gz", b"x" * 100), "train-images"),
+        )
+    ),
+]
+
+SWEEPS = [
+    Row(f"{COMPARE} --sweep bad.yaml", message, write("bad.yaml", content))
+    for content, message in (
+        ("", "a sweep is a list"),
+        ("[]", "a sweep is a list"),
+        ("x", "a sweep is a list"),
+        ("- 1", "a sweep is a list"),
+        ("- [a]", "a sweep is a list"),
+        ("- {phase_b.nonsense: 1}", "phase_b.nonsense"),
+        ("- {phase_b.gamma: x}", "phase_b.gamma"),
+        ("- {phase_b.gamma: .nan}", "finite"),
+        ("- {phase_b: 1}", "phase_b"),
+        ("- {phase_b.gamma.x: 1}", "phase_b"),
+        ("- {1: 2}", "1"),
+        ("- {null: 2}", "None"),
+        ("- {name: 1, phase_b.gamma: 0.5}", "name"),
+        ("- {name: a, phase_b.gamma: 0.5}\n- {name: a, phase_b.gamma: 0.6}", "two cells"),
+        ("- {name: distilled, phase_b.gamma: 0.5}", "two cells"),
+        ("- {name: a, like: b}", "no such cell"),
+        ("- {name: a, like: 1}", "like"),
+        ("- {name: a, plain: maybe}", "plain"),
+        ("- {name: a, kind: x}", "kind"),
+        ("- {name: a, encoding: x}", "encoding"),
+        ("- {name: a, kind: dense, encoding: uint8}", "uint8"),
+        ("- {name: a, kind: embedding}", "embedding"),
+        ("- {name: a, kind: prior}", "prior"),
+        ("- {name: a, seed: 1}", "seed"),
+        ("- {name: a, trials: 1}", "trials"),
+        ("- {name: a, trials: [1]}", "trials"),
+        ("- {name: a, trials: [{seed: 1}]}", "seed"),
+        ("- {name: a, trials: [{phase_b.nonsense: 1}]}", "phase_b.nonsense"),
+        ("- {name: a, trials: [{}], tries: [{}]}", "tries"),
+        ("- {name: a, phase_b.optim.name: adamx}", "optim.name"),
+        ("- {name: a, phase_b.layer_map: [1]}", "layer_map"),
+        ("- {name: a, phase_b.model_args: {depth: 2}}", "layers"),
+        ("- {name: a, data.name: nonsense}", "data.name"),
+        ("- {name: a, data.train_images: 100000}", "train_images"),
+        ("- {name: a, model.name: resnet18}", "model.name"),
+        ("- {name: a, device: foo}", "device"),
+        ("- {name: a\n", "YAML"),
+        ("- {name: a, name: b}", "twice"),
+    )
+]
+
+ROWS = [*COMMAND_LINE, *SETTINGS, *YAML, *RUNS, *STORES, *DATA, *SWEEPS]
+
+ASCII_ROWS = [
+    Row(f"{INSPECT} --image 0 --head ²", "--head"),
+    Row("phase-b --run-dir runs/tiny --name né", "--name"),
+]

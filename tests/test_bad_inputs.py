@@ -1,0 +1,130 @@
+"""Bad inputs, a table of them: each is refused in one line, and the folder stays as it was.
+
+The table is tests/bad_inputs.py. Its commands run in this process.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bad_inputs import ASCII_ROWS, ROWS, Row
+from PIL import Image
+
+from gaupipe.cli import main
+
+TINY = """
+threads: 1
+data: {train_images: 40, batch_size: 20}
+model: {args: {depth: 1, embed_dim: 16, num_heads: 2}}
+phase_a: {max_epochs: 1}
+phase_b: {epochs: 1}
+"""
+PICTURES = """
+threads: 1
+data: {name: folder, root: pictures, image_size: 8, batch_size: 20}
+model: {args: {depth: 1, embed_dim: 16, num_heads: 2}}
+phase_a: {max_epochs: 1}
+phase_b: {epochs: 1}
+"""
+COMMANDS = (
+    "run tiny.yaml",
+    "run tiny.yaml --run-dir other --set seed=1",
+    "phase-a tiny.yaml --run-dir compressed --set phase_a.compression={embedding:3,hidden:4}",
+    "export-maps --run-dir compressed --kind embedding",
+    "export-maps --run-dir runs/tiny --out shards.zarr --shard-mb 0.005",
+    "export-maps --run-dir runs/tiny --out dense.zarr --kind dense",
+)
+SECONDS = 60
+"""What a row may take before it counts as a hang; the slowest takes a few."""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with finished runs and their stores, which rows that change no file share."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "tiny.yaml").write_text(TINY)
+    (folder / "pictures.yaml").write_text(PICTURES)
+    draw = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / "pictures" / "train" / name).mkdir(parents=True)
+        for number in range(10):
+            pixels = draw.integers(256, size=(8, 8, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "pictures" / "train" / name / f"{number}.png")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for command in COMMANDS:
+            patch.setattr(sys, "argv", ["gaupipe", *shlex.split(command)])
+            with pytest.raises(SystemExit) as exit_:
+                main()
+            assert not exit_.value.code, command
+    return folder
+
+
+def contents(folder: Path) -> dict[str, tuple]:
+    """What is in a folder: names, kinds, sizes, bytes, and of locks the time."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        content = path.read_bytes() if path.is_file() else None
+        size = status.st_size if content is not None else None
+        time = status.st_mtime_ns if path.name == "lock" else None
+        found[str(path.relative_to(folder))] = (status.st_mode, size, content, time)
+    return found
+
+
+@pytest.fixture
+def no_hang():
+    """Fails a row that does not come back."""
+    def stop(*_):
+        pytest.fail(f"no answer after {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check(row: Row, code: int, out: str, err: str) -> None:
+    lines = [line for line in err.splitlines() if "(the run used last; " not in line]
+    assert "Traceback" not in out + err
+    assert code == row.code, err
+    assert len(lines) == 1, err
+    assert lines[0].startswith("gaupipe: ")
+    assert row.message in (out + err if code == 1 else err)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command[:60])
+def test_bad_input(row, finished, tmp_path, in_process, no_hang):
+    folder = finished
+    if row.change is not None:
+        folder = tmp_path / "copy"
+        shutil.copytree(finished, folder)
+        row.change(folder)
+    before = contents(folder)
+    code, out, err = in_process(*shlex.split(row.command), cwd=folder)
+    assert contents(folder) == before
+    check(row, code, out, err)
+
+
+@pytest.mark.parametrize("row", ASCII_ROWS, ids=lambda row: row.command[:60])
+def test_bad_input_on_a_terminal_of_ascii(row, finished):
+    before = contents(finished)
+    command = [sys.executable, "-m", "gaupipe", *shlex.split(row.command)]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    result = subprocess.run(command, cwd=finished, env=environment, capture_output=True, timeout=300)
+    assert contents(finished) == before
+    check(row, result.returncode, result.stdout.decode("ascii"), result.stderr.decode("ascii"))
+
+
+def test_the_table_is_large_and_without_repetition():
+    inputs = [(row.command, row.change) for row in ROWS]
+    assert len(set(inputs)) == len(inputs) >= 300
+    assert json.dumps([row.message for row in ROWS])
