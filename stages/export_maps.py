@@ -57,7 +57,8 @@ def _run(run: RunDirectory, kind: str | None, url: str, overwrite: bool, repair:
     kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
     schema, how = make_schema(job, kind, encoding), {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
     if not force and "://" not in url:
-        check_resources(make_plan(job.settings, sizes_of(job.teacher, job.data)), Path(url).parent, store_kind=kind)
+        plan = make_plan(job.settings, sizes_of(job.teacher, job.data))
+        check_resources(plan, Path(url).parent, store_kind=kind)
     if repair:
         writer = store.repair(url, schema, **how)
     else:

@@ -246,7 +246,8 @@ def train(job: PhaseB, batches: Batches, state: TrainingState, folder: Path) -> 
                         **{name: losses.get(name) for name in ("loss_soft", "loss_hard", "loss_feat")},
                         "gamma": gamma if job.maps else 0.0})
             state.finished = epoch + 1 == phase.epochs
-            save_snapshot(folder, epoch + 1, job.settings, job.data, student_attention(state.kept, job.device))
+            attention = student_attention(state.kept, job.device)
+            save_snapshot(folder, epoch + 1, job.settings, job.data, attention)
             state.save(folder / "checkpoint")
             progress.line(f"{label} epoch {epoch + 1}/{phase.epochs}: loss {losses['loss']:.4f}, "
                           f"validation acc {scores['acc']:.4f}, {seconds:.1f} s")

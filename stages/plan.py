@@ -41,7 +41,8 @@ JSON_NAMES = {
     "per_image_in": "rows_in",
     "per_image_disk_bytes": "rows_disk_bytes",
 }
-"""Fields of :class:`~stages.resources.Plan` whose names in the JSON, which scripts read, are older."""
+"""Names in the JSON, which scripts read, of fields of :class:`~stages.resources.Plan` that are called
+differently there."""
 
 
 def run(
@@ -102,7 +103,10 @@ def load(settings: Settings) -> ImageData:
 
 
 def model_image_size(name: str) -> int:
-    """The image size, in pixels, that a model is made for. Raises UserError for an unknown model."""
+    """The image size, in pixels, that a model is made for.
+
+    Raises UserError for an unknown model.
+    """
     config = get_pretrained_cfg(name, allow_unregistered=False) if is_model(name) else None
     if config is None:
         known = ", ".join(list_models("gauvit_*"))

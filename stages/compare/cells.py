@@ -83,7 +83,9 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     starts = _starts(base)
     rates = _rates(reference_optim["lr"])
     weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
-    distilled_starts = [{**start, "phase_b.gamma": gamma} for start in starts[2:] for gamma in weights]
+    distilled_starts = [
+        {**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights
+    ]
     first, *further = students
     distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
     cells = [
@@ -156,7 +158,9 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
         "no soft labels": {"phase_b.alpha": 0.0, "phase_b.beta": labels},
         "shuffled maps": {"phase_b.shuffle_maps": True},
     }
-    return [Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()]
+    return [
+        Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
+    ]
 
 
 def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
@@ -205,7 +209,7 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     if any("seed" in changes for changes in (settings, *cell.trials)):
         raise UserError(f"{here}: seed: every cell is run with each of --seeds")
     if cell.name in by_name:
-        raise UserError(f"{where}: two cells are called {cell.name!r}: give one of them another name")
+        raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
     return cell
 
 
@@ -225,7 +229,8 @@ def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     selected = {BASELINE, *names}
     for name in names:
         if name not in by_name:
-            raise UserError(f"--row {name!r}: no such row; there are {', '.join(map(repr, by_name))}")
+            known = ", ".join(map(repr, by_name))
+            raise UserError(f"--row {name!r}: no such row; there are {known}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 
