@@ -41,8 +41,7 @@ JSON_NAMES = {
     "per_image_in": "rows_in",
     "per_image_disk_bytes": "rows_disk_bytes",
 }
-"""Names in the JSON, which scripts read, of fields of :class:`~stages.resources.Plan` that are called
-differently there."""
+"""Fields of :class:`~stages.resources.Plan`, and their older names in the JSON: scripts read it."""
 
 
 def run(

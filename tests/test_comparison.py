@@ -14,20 +14,11 @@ import pytest
 
 from gaupipe import config
 from gaupipe.errors import UserError
-from stages.compare.cells import (
-    BASELINE,
-    apply,
-    as_run,
-    as_teacher,
-    default_cells,
-    digest,
-    resolve,
-    sweep_cells,
-)
+from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
 from stages.compare.figures import curves, save
 from stages.compare.run import best_trial, check_folder, run_cells, run_trials
 from stages.compare.speed import Run, Spread, compare_at, epochs_to
-from stages.compare.trainings import Comparison, Training
+from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
 from stages.run_directory import locked
 
 TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
@@ -92,8 +83,8 @@ def cells_of(base, *students, tune=True):
 def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     cells = cells_of(base, "standard", "belief2")
-    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
-                           "prior alone", "no soft labels", "shuffled maps"]
+    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2",
+                           "distilled standard", "distilled belief2", "prior alone", "no soft labels", "shuffled maps"]
     assert len(cells[BASELINE].trials) >= len(cells["distilled standard"].trials) > 1
     chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
     settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
@@ -326,8 +317,8 @@ def test_a_tiny_comparison(compared):
     assert process.returncode == 0, process.stderr
     results = json.loads((folder / "mine.json").read_text())
     names = [cell["cell"] for cell in results["cells"]]
-    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
-                     "plain longer", "gamma 0.5, encoding uint8", "tuned"]
+    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels",
+                     "shuffled maps", "plain longer", "gamma 0.5, encoding uint8", "tuned"]
     assert all(name in process.stdout for name in names)
     assert max(map(len, process.stdout.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in results["cells"]}

@@ -1,19 +1,17 @@
-"""What a comparison consists of: its cells, the settings of each, and the name of each run.
+"""What a comparison consists of: its cells, and the settings of each.
 
 A cell is one way to train. It is run with every seed and is one line of every table.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
 from gaupipe import config
-from gaupipe.config import IRRELEVANT, BaselineSettings, PhaseASettings, PhaseBSettings, Settings
+from gaupipe.config import Settings
 from gaupipe.errors import UserError
 from gaupipe.sections import Section
 
@@ -21,24 +19,6 @@ BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
 REZERO = "plain ViT, ReZero"
 DISTILLED = "distilled"
-
-DISTILLATION = (
-    "alpha",
-    "beta",
-    "gamma",
-    "gamma_schedule",
-    "gamma_epochs",
-    "layer_map",
-    "layer_weights",
-    "mean_heads",
-    "shuffle_maps",
-    "match_grid",
-    "warm_start",
-    "temperature",
-    "direction",
-    "preload_gb",
-)
-"""Settings of phase B that mean nothing without a teacher."""
 
 
 class Cell(Section):
@@ -270,48 +250,3 @@ def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
     for name, value in changes.items():
         config.place(tree, name, value, where)
     return config.parse(tree, where)
-
-
-def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
-    """The settings of one run. Settings that mean nothing to it go back to their defaults."""
-    phase_b = settings.phase_b
-    if baseline and settings.baseline.optim:
-        phase_b = phase_b.model_copy(update={"optim": settings.baseline.optim})
-    if not settings.phase_a.residual:  # the maps of all images are the same
-        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
-    phase_a = settings.phase_a
-    if baseline:
-        defaults = PhaseBSettings()
-        unused = {name: getattr(defaults, name) for name in DISTILLATION}
-        phase_b = phase_b.model_copy(update=unused)
-        phase_a = PhaseASettings()
-    return settings.model_copy(
-        update={
-            "seed": seed,
-            "phase_a": phase_a,
-            "phase_b": phase_b,
-            "baseline": BaselineSettings(),
-        }
-    )
-
-
-def as_teacher(settings: Settings) -> Settings:
-    """The settings of the phase A of a run."""
-    return settings.model_copy(
-        update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
-    )
-
-
-def digest(settings: Settings, *more: Any) -> str:
-    """A run's name: the same for the same settings, whatever settings a later version adds.
-
-    ``more`` is what counts besides: the sha256 of the data set first of all.
-    """
-    defaults = config.flatten(Settings())
-    changed = {
-        name: value
-        for name, value in config.flatten(settings).items()
-        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
-    }
-    text = json.dumps([changed, *more], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
