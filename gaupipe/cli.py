@@ -201,8 +201,18 @@ def compare(config: ConfigArgument = None,
     numbers = _listed("--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2")
     goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
     from stages import compare as stage
-    results = stage.run(settings, folder, students=keys, seeds=numbers, targets=goals, sweep=sweep, only=rows or [],
-                        tune=tune, jobs=jobs, test=test)
+    results = stage.run(
+        settings,
+        folder,
+        students=keys,
+        seeds=numbers,
+        targets=goals,
+        sweep=sweep,
+        only=rows or [],
+        tune=tune,
+        jobs=jobs,
+        test=test,
+    )
     if as_json:
         print(json.dumps(results))
         return

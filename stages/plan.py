@@ -42,7 +42,7 @@ JSON_NAMES = {
     "per_image_in": "rows_in",
     "per_image_disk_bytes": "rows_disk_bytes",
 }
-"""Fields of :class:`~stages.resources.Plan` whose names in the JSON, which scripts read, are older."""
+"""Fields of :class:`~stages.resources.Plan`, and their older names in the JSON: scripts read it."""
 
 
 def run(
@@ -103,7 +103,10 @@ def load_or_say_how(settings: Settings) -> ImageData:
 
 
 def model_image_size(name: str) -> int:
-    """The image size, in pixels, that a model is made for. Raises UserError for an unknown model."""
+    """The image size, in pixels, that a model is made for.
+
+    Raises UserError for an unknown model.
+    """
     config = get_pretrained_cfg(name, allow_unregistered=False) if is_model(name) else None
     if config is None:
         known = ", ".join(list_models("gauvit_*"))

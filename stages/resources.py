@@ -83,7 +83,8 @@ class Plan:
     per_image_in: str
     """Where the per-image parameters are kept: ``memory``, ``files`` or ``none``."""
     memory_bytes: int
-    """What phase A keeps resident on the CPU. The page cache of files comes on top and gives way."""
+    """What phase A keeps resident on the CPU. The page cache of files comes on top, and gives way
+    to other needs."""
     per_image_disk_bytes: int
     """Both copies of every record, for per-image parameters in files."""
     checkpoint_bytes: int

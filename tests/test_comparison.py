@@ -14,18 +14,12 @@ import pytest
 
 from gaupipe import config
 from gaupipe.errors import UserError
-from stages.compare.cells import (
-    BASELINE,
-    apply,
-    as_run,
-    as_teacher,
-    default_cells,
-    digest,
-    resolve,
-    sweep_cells,
-)
+from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
+from stages.compare.figures import curves, save
+from stages.compare.run import best_trial, check_folder, run_cells, run_trials
 from stages.compare.speed import Run, Spread, compare_at, epochs_to
-from stages.compare.trainings import Training
+from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
+from stages.run_directory import locked
 
 TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
         "phase_a.max_epochs=1", "phase_b.epochs=2"]
@@ -89,8 +83,8 @@ def cells_of(base, *students, tune=True):
 def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     cells = cells_of(base, "standard", "belief2")
-    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2", "distilled standard", "distilled belief2",
-                           "prior alone", "no soft labels", "shuffled maps"]
+    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2",
+                           "distilled standard", "distilled belief2", "prior alone", "no soft labels", "shuffled maps"]
     assert len(cells[BASELINE].trials) >= len(cells["distilled standard"].trials) > 1
     chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
     settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
@@ -106,7 +100,9 @@ def test_every_try_of_the_default_cells_is_another_run():
         base = config.load(name)
         cells = cells_of(base, "standard")
         for cell in cells.values():
-            runs = {digest(as_run(apply(resolve(cell, cells, {}, base), changes, ""), 0, baseline=cell.plain)) for changes in cell.trials}
+            start = resolve(cell, cells, {}, base)
+            trials = [apply(start, changes, "") for changes in cell.trials]
+            runs = {digest(as_run(trial, 0, baseline=cell.plain)) for trial in trials}
             assert len(runs) == len(cell.trials)
         assert len(cells[BASELINE].trials) == len(cells["distilled"].trials) == 8
 
@@ -115,8 +111,13 @@ def test_the_plain_vit_is_plain_whatever_the_student_is():
     base = config.load("digits", ["phase_b.student=belief2", "phase_b.attention_options={zz: false}", "phase_b.rezero=true",
                                   "phase_b.match_params=true"])
     cells = cells_of(base, "belief2", "attentionx")
-    settings = {name: as_run(resolve(cell, cells, {}, base), 0, baseline=cell.plain).phase_b for name, cell in cells.items()}
-    assert not settings[BASELINE].rezero and not settings[BASELINE].match_params and not settings[BASELINE].attention_options
+    settings = {
+        name: as_run(resolve(cell, cells, {}, base), 0, baseline=cell.plain).phase_b
+        for name, cell in cells.items()
+    }
+    reference = settings[BASELINE]
+    assert not reference.rezero and not reference.match_params
+    assert not reference.attention_options
     assert settings["plain ViT, ReZero"].rezero and settings["plain ViT, belief2"].attention_options == {"zz": False}
     assert settings["distilled belief2"].attention_options == {"zz": False} and settings["distilled belief2"].rezero
     assert settings["distilled attentionx"].attention_options == {} == settings["plain ViT, attentionx"].attention_options
@@ -180,6 +181,7 @@ def swept(entries):
     ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"), ([{1: 2}], "valid string"),
     ([{"kind": "tall"}], "'gaussian', 'embedding', 'dense' or 'prior'"), ([{"plain": "perhaps"}], "plain"), ([{"name": 5}], "name"),
     ([{"tries": {"phase_b.epochs": 3}}], "tries"), ([{"tries": None}], "tries"), ([{"like": ["a"]}], "like"),
+    ([{"trials": 3}], "trials"), ([{"trials": [], "tries": []}], "tries"),
     ([{"like": "b"}], "no such cell"), ([{"seed": 4}], "--seeds"), ([{"name": "distilled"}], "two cells are called")])
 def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
     with pytest.raises(UserError, match=message) as refused:
@@ -187,16 +189,107 @@ def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
     assert "\n" not in str(refused.value)
 
 
-def test_an_entry_is_plain_if_what_it_is_like_is():
+def test_the_older_name_of_trials_is_read():
+    changes = [{"phase_b.optim.lr": 0.1}, {"phase_b.optim.lr": 0.2}]
+    newer, older = (swept([{"name": "a", key: changes}])[-1] for key in ("trials", "tries"))
+    assert newer == older and older.trials == tuple(changes)
+
+
+def test_an_entry_inherits_plain_from_the_cell_named_in_like():
     cells = {cell.name: cell for cell in swept([{"name": "longer", "plain": True, "phase_b.epochs": 3},
                                                 {"like": "longer", "phase_b.optim.lr": 0.1}, {"encoding": "uint8"},
                                                 {"like": None, "phase_b.gamma": 2}])}
     assert cells["longer"].like == BASELINE and cells["lr 0.1"].plain
     assert cells["encoding uint8"].like == "distilled" and not cells["encoding uint8"].plain
     base = config.load("digits")
-    assert resolve(cells["gamma 2"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim == base.phase_b.optim
-    assert resolve(cells["encoding uint8"], cells, {"distilled": {"phase_b.optim.lr": 9}}, base).phase_b.optim.lr == 9
-    assert resolve(cells["lr 0.1"], cells, {BASELINE: {"model.init": "mimetic"}}, base).model.init == "mimetic"
+    best = {"distilled": {"phase_b.optim.lr": 9}, BASELINE: {"model.init": "mimetic"}}
+    assert resolve(cells["gamma 2"], cells, best, base).phase_b.optim == base.phase_b.optim
+    assert resolve(cells["encoding uint8"], cells, best, base).phase_b.optim.lr == 9
+    assert resolve(cells["lr 0.1"], cells, best, base).model.init == "mimetic"
+
+
+class MadeUpWorkers:
+    """Returns for each training a run that is as accurate as its rate is high."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def train(self, trainings, failures):
+        trainings = list(trainings)
+        self.rounds.append(trainings)
+        return {
+            training.folder: made_up(training.settings.seed, [training.settings.phase_b.optim.lr])
+            for training in trainings
+            if training.folder not in failures
+        }
+
+
+def test_trials_build_on_the_best_trial_of_the_cell_named_in_like(tmp_path):
+    rates = [{"phase_b.optim.lr": rate} for rate in (0.1, 0.3, 0.2)]
+    gammas = [{"phase_b.gamma": gamma} for gamma in (0.4, 0.6)]
+    base = config.load("digits")
+    cells = sweep_cells(
+        [{"name": "a", "trials": rates}, {"name": "b", "like": "a", "trials": gammas}],
+        "mine.yaml",
+        default_cells(base, ["standard"], tune=False),
+    )
+    comparison = Comparison(settings=base, cells=cells, seeds=[5, 6], run_dir=tmp_path, test=False)
+    workers = MadeUpWorkers()
+    run_trials(comparison, workers)
+    first, second = workers.rounds
+    assert [training.settings.phase_b.optim.lr for training in first] == [0.1, 0.3, 0.2]
+    assert {training.settings.seed for training in first + second} == {5}
+    assert [training.settings.phase_b.gamma for training in second] == [0.4, 0.6]
+    assert [training.settings.phase_b.optim.lr for training in second] == [0.3, 0.3]
+    assert comparison.best_trials == {"a": rates[1], "b": gammas[0]}  # equal ones: the first
+
+    run_cells(comparison, workers)
+    trainings = {name: entries[1].settings for name, entries in comparison.trainings.items()}
+    assert trainings["a"].phase_b.optim.lr == trainings["b"].phase_b.optim.lr == 0.3
+    assert trainings["b"].phase_b.gamma == 0.4 and trainings["b"].seed == 6
+    assert trainings["distilled"].phase_b.optim.lr == base.phase_b.optim.lr
+
+
+def test_a_trial_that_failed_is_worse_than_any():
+    trials = [({"x": 1}, None), ({"x": 2}, 0.0), ({"x": 3}, None)]
+    assert best_trial(trials) == {"x": 2}
+
+
+@pytest.mark.parametrize("names, is_comparison", [
+    ([], True),
+    (["lock"], True),                                        # killed at once
+    (["lock", "students", "compare.json"], True),
+    (["lock", "teachers"], True),
+    (["comparison.lock", "students", "compare.json"], True),  # of an earlier version
+    (["students"], False),
+    (["lock", "config.yaml", "phase_a"], False),             # a run
+    (["lock", "zarr.json"], False),
+])
+def test_the_folder_of_a_comparison_is_known_by_its_lock(names, is_comparison, tmp_path):
+    for name in names:
+        (tmp_path / name).touch()
+    if is_comparison:
+        check_folder(tmp_path)
+    else:
+        with pytest.raises(UserError, match="holds no comparison"):
+            check_folder(tmp_path)
+
+
+def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
+    with locked(tmp_path / "c", "comparison"):
+        code, _, err = in_process("compare", "digits", "--no-tune", "--run-dir", tmp_path / "c")
+        assert (code, err.count("\n")) == (2, 1) and "is using this comparison" in err, err
+        assert [path.name for path in (tmp_path / "c").iterdir()] == ["lock"]
+
+
+def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
+    run = {"folder": "a", "val_loss": [2.0, 1.0], "val_acc": [0.1, 0.4]}
+    cells = [{"cell": "plain ViT", "plain": True, "runs": [run]}]
+    results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "cells": cells}
+    for name in ("a", "b"):
+        save(curves(results), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +297,11 @@ def compared(tmp_path_factory):
     """The folder of a finished comparison and what its command printed."""
     folder = tmp_path_factory.mktemp("compare") / "c"
     sweep = folder.parent / "mine.yaml"
-    sweep.write_text("- {name: plain longer, plain: true, phase_b.epochs: 3}\n- {phase_b.gamma: 0.5, encoding: uint8}\n")
+    sweep.write_text(
+        "- {name: plain longer, plain: true, phase_b.epochs: 3}\n"
+        "- {phase_b.gamma: 0.5, encoding: uint8}\n"
+        "- {name: tuned, tries: [{phase_b.optim.lr: 5.0e-4}, {phase_b.optim.lr: 3.0e-3}]}\n"
+    )
     return folder, sweep, command(folder, "--sweep", sweep, "--jobs", 2)
 
 
@@ -216,16 +313,17 @@ def command(folder, *arguments):
 
 
 def test_a_tiny_comparison(compared):
-    folder, _, done = compared
-    assert done.returncode == 0, done.stderr
-    found = json.loads((folder / "mine.json").read_text())
-    names = [cell["cell"] for cell in found["cells"]]
-    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels", "shuffled maps",
-                     "plain longer", "gamma 0.5, encoding uint8"]
-    assert all(name in done.stdout for name in names) and max(map(len, done.stdout.splitlines())) <= 80
-    by_name = {cell["cell"]: cell for cell in found["cells"]}
+    folder, _, process = compared
+    assert process.returncode == 0, process.stderr
+    results = json.loads((folder / "mine.json").read_text())
+    names = [cell["cell"] for cell in results["cells"]]
+    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels",
+                     "shuffled maps", "plain longer", "gamma 0.5, encoding uint8", "tuned"]
+    assert all(name in process.stdout for name in names)
+    assert max(map(len, process.stdout.splitlines())) <= 80
+    by_name = {cell["cell"]: cell for cell in results["cells"]}
     assert [len(run["val_acc"]) for run in by_name["plain longer"]["runs"]] == [3, 3]
-    for cell in found["cells"]:
+    for cell in results["cells"]:
         runs, last = cell["runs"], cell["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
         assert cell["final"]["val_acc"]["mean"] == pytest.approx(sum(run["val_acc"][-1] for run in runs) / 2)
@@ -238,16 +336,24 @@ def test_a_tiny_comparison(compared):
     curves = {name: [run["val_loss"] for run in cell["runs"]] for name, cell in by_name.items()}
     assert curves["distilled"] == curves["no soft labels"]  # the digits' settings have none: one run stands for both
     assert curves["distilled"] != curves["shuffled maps"] != curves["prior alone"]
+    trials = by_name["tuned"]["tries"]
+    assert [trial["settings"]["phase_b.optim.lr"] for trial in trials] == [5e-4, 3e-3]
+    (taken,) = (trial for trial in trials if trial["taken"])
+    assert taken["val_acc"] == max(trial["val_acc"] for trial in trials)
+    assert taken["val_acc"] == by_name["tuned"]["runs"][0]["val_acc"][-1]
+    assert "Trials of tuned" in process.stdout
     with (folder / "mine.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * len(names)
-    assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(by_name[BASELINE]["final"]["val_acc"]["mean"])
+    final = by_name[BASELINE]["final"]
+    assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(final["val_acc"]["mean"])
     for name in ("mine", "key_selection"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (folder / f"{name}.svg").read_text()
 
 
 def test_finished_cells_are_not_run_again(compared):
     folder, sweep, _ = compared
+    (folder / "lock").rename(folder / "comparison.lock")  # as an earlier version left the folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
     again = command(folder, "--sweep", sweep, "--targets", "0.05,0.99")
     assert again.returncode == 0 and "seed" not in again.stderr
@@ -258,8 +364,10 @@ def test_finished_cells_are_not_run_again(compared):
     other = shutil.copy(sweep, folder.parent / "few.yaml")  # its tables leave those of the other tests alone
     few = command(folder, "--sweep", other, "--row", "plain longer", "--row", "shuffled maps", "--json")
     assert few.returncode == 0 and "seed" not in few.stderr
-    assert [cell["cell"] for cell in json.loads(few.stdout)["cells"]] == [BASELINE, "distilled", "shuffled maps", "plain longer"]
-    assert len(before) == 4 + 14  # teachers: two a seed; students: one cell of eight is another's
+    names = [cell["cell"] for cell in json.loads(few.stdout)["cells"]]
+    assert names == [BASELINE, "distilled", "shuffled maps", "plain longer"]
+    teachers, students, tuned = 4, 14, 3  # one of eight cells is the same runs as another
+    assert len(before) == teachers + students + tuned
 
 
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
@@ -291,8 +399,9 @@ def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, tmp_p
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "c" / "mine.json").exists()
-    done = subprocess.run(list(map(str, call)), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found, unbroken = (json.loads((where / "mine.json").read_text()) for where in (tmp_path / "c", folder))
-    for cell, other in zip(found["cells"], unbroken["cells"], strict=True):
+    process = subprocess.run(list(map(str, call)), capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    resumed = json.loads((tmp_path / "c" / "mine.json").read_text())
+    unbroken = json.loads((folder / "mine.json").read_text())
+    for cell, other in zip(resumed["cells"], unbroken["cells"], strict=True):
         assert [run["val_loss"] for run in cell["runs"]] == [run["val_loss"] for run in other["runs"]]

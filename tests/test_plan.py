@@ -80,7 +80,8 @@ def test_cifar10_atto_keeps_a_billion_numbers_in_files():
 
 def test_the_prior_alone_needs_no_per_image_parameters():
     plan = make_plan(settings(residual=False), ATTO)
-    assert plan.per_image_parameters == plan.per_image_disk_bytes == 0 and plan.per_image_in == "none"
+    assert plan.per_image_parameters == plan.per_image_disk_bytes == 0
+    assert plan.per_image_in == "none"
     schema = store.Schema(kind="prior", num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
                           dataset_sha256="", teacher_sha256="")
     assert plan.store_bytes["prior"] == schema.total_bytes + 4 * ATTO.prior_parameters

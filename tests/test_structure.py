@@ -25,7 +25,7 @@ INSIDE_COMPARE = {
     "cells": set(),
     "speed": set(),
     "trainings": {"cells", "speed"},
-    "workers": {"cells", "speed", "trainings"},
+    "workers": {"speed", "trainings"},
     "report": {"cells", "speed", "trainings"},
     "figures": {"cells", "trainings"},
     "run": {"cells", "trainings", "workers", "report", "figures"},

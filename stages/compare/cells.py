@@ -1,19 +1,17 @@
-"""What a comparison consists of: its cells, the settings of each, and the name of each run.
+"""What a comparison consists of: its cells, and the settings of each.
 
 A cell is one way to train. It is run with every seed and is one line of every table.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
 from gaupipe import config
-from gaupipe.config import IRRELEVANT, BaselineSettings, PhaseASettings, PhaseBSettings, Settings
+from gaupipe.config import Settings
 from gaupipe.errors import UserError
 from gaupipe.sections import Section
 
@@ -21,24 +19,6 @@ BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
 REZERO = "plain ViT, ReZero"
 DISTILLED = "distilled"
-
-DISTILLATION = (
-    "alpha",
-    "beta",
-    "gamma",
-    "gamma_schedule",
-    "gamma_epochs",
-    "layer_map",
-    "layer_weights",
-    "mean_heads",
-    "shuffle_maps",
-    "match_grid",
-    "warm_start",
-    "temperature",
-    "direction",
-    "preload_gb",
-)
-"""Settings of phase B that mean nothing without a teacher."""
 
 
 class Cell(Section):
@@ -83,7 +63,9 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     starts = _starts(base)
     rates = _rates(reference_optim["lr"])
     weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
-    distilled_starts = [{**start, "phase_b.gamma": gamma} for start in starts[2:] for gamma in weights]
+    distilled_starts = [
+        {**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights
+    ]
     first, *further = students
     distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
     cells = [
@@ -156,7 +138,9 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
         "no soft labels": {"phase_b.alpha": 0.0, "phase_b.beta": labels},
         "shuffled maps": {"phase_b.shuffle_maps": True},
     }
-    return [Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()]
+    return [
+        Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
+    ]
 
 
 def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
@@ -205,7 +189,7 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     if any("seed" in changes for changes in (settings, *cell.trials)):
         raise UserError(f"{here}: seed: every cell is run with each of --seeds")
     if cell.name in by_name:
-        raise UserError(f"{where}: two cells are called {cell.name!r}: give one of them another name")
+        raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
     return cell
 
 
@@ -225,7 +209,8 @@ def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     selected = {BASELINE, *names}
     for name in names:
         if name not in by_name:
-            raise UserError(f"--row {name!r}: no such row; there are {', '.join(map(repr, by_name))}")
+            known = ", ".join(map(repr, by_name))
+            raise UserError(f"--row {name!r}: no such row; there are {known}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 
@@ -265,48 +250,3 @@ def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
     for name, value in changes.items():
         config.place(tree, name, value, where)
     return config.parse(tree, where)
-
-
-def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
-    """The settings of one run. Settings that mean nothing to it go back to their defaults."""
-    phase_b = settings.phase_b
-    if baseline and settings.baseline.optim:
-        phase_b = phase_b.model_copy(update={"optim": settings.baseline.optim})
-    if not settings.phase_a.residual:  # the maps of all images are the same
-        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
-    phase_a = settings.phase_a
-    if baseline:
-        defaults = PhaseBSettings()
-        unused = {name: getattr(defaults, name) for name in DISTILLATION}
-        phase_b = phase_b.model_copy(update=unused)
-        phase_a = PhaseASettings()
-    return settings.model_copy(
-        update={
-            "seed": seed,
-            "phase_a": phase_a,
-            "phase_b": phase_b,
-            "baseline": BaselineSettings(),
-        }
-    )
-
-
-def as_teacher(settings: Settings) -> Settings:
-    """The settings of the phase A of a run."""
-    return settings.model_copy(
-        update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
-    )
-
-
-def digest(settings: Settings, *more: Any) -> str:
-    """A run's name: the same for the same settings, whatever settings a later version adds.
-
-    ``more`` is what counts besides: the sha256 of the data set first of all.
-    """
-    defaults = config.flatten(Settings())
-    changed = {
-        name: value
-        for name, value in config.flatten(settings).items()
-        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
-    }
-    text = json.dumps([changed, *more], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -19,14 +19,13 @@ from stages.compare.cells import (
     BASELINE,
     Cell,
     ancestors,
-    as_run,
     default_cells,
     select_cells,
     sweep_cells,
 )
 from stages.compare.figures import draw
 from stages.compare.report import report, write
-from stages.compare.trainings import Comparison
+from stages.compare.trainings import Comparison, as_run
 from stages.compare.workers import Workers
 from stages.run_directory import locked
 

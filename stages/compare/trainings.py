@@ -1,18 +1,90 @@
-"""The trainings of a comparison: where each lies, and what is known of them so far."""
+"""The trainings of a comparison: the settings of each, where it lies, and what is known so far."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe.config import DataSettings, Settings
+from gaupipe import config
+from gaupipe.config import (
+    IRRELEVANT,
+    BaselineSettings,
+    DataSettings,
+    PhaseASettings,
+    PhaseBSettings,
+    Settings,
+)
 from gaupipe.data import ImageData, load_data
 from stages import export_maps
-from stages.compare.cells import Cell, apply, as_run, as_teacher, digest, resolve
+from stages.compare.cells import Cell, apply, resolve
 from stages.compare.speed import Run
 from stages.run_directory import RunDirectory
+
+DISTILLATION = (
+    "alpha",
+    "beta",
+    "gamma",
+    "gamma_schedule",
+    "gamma_epochs",
+    "layer_map",
+    "layer_weights",
+    "mean_heads",
+    "shuffle_maps",
+    "match_grid",
+    "warm_start",
+    "temperature",
+    "direction",
+    "preload_gb",
+)
+"""Settings of phase B that mean nothing without a teacher."""
+
+
+def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
+    """The settings of one run. Settings that mean nothing to it go back to their defaults."""
+    phase_b = settings.phase_b
+    if baseline and settings.baseline.optim:
+        phase_b = phase_b.model_copy(update={"optim": settings.baseline.optim})
+    if not settings.phase_a.residual:  # the maps of all images are the same
+        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
+    phase_a = settings.phase_a
+    if baseline:
+        defaults = PhaseBSettings()
+        unused = {name: getattr(defaults, name) for name in DISTILLATION}
+        phase_b = phase_b.model_copy(update=unused)
+        phase_a = PhaseASettings()
+    return settings.model_copy(
+        update={
+            "seed": seed,
+            "phase_a": phase_a,
+            "phase_b": phase_b,
+            "baseline": BaselineSettings(),
+        }
+    )
+
+
+def as_teacher(settings: Settings) -> Settings:
+    """The settings of the phase A of a run."""
+    return settings.model_copy(
+        update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
+    )
+
+
+def digest(settings: Settings, *more: Any) -> str:
+    """A run's name: the same for the same settings, whatever settings a later version adds.
+
+    ``more`` is what counts besides: the sha256 of the data set first of all.
+    """
+    defaults = config.flatten(Settings())
+    changed = {
+        name: value
+        for name, value in config.flatten(settings).items()
+        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
+    }
+    text = json.dumps([changed, *more], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,8 @@ from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import total_seconds
 from stages import evaluate, export_maps, phase_a, phase_b
-from stages.compare.cells import as_teacher
 from stages.compare.speed import Run
-from stages.compare.trainings import Training
+from stages.compare.trainings import Training, as_teacher
 from stages.run_directory import write_whole
 
 Job = Callable[[list[Training]], tuple[str, str]]
