@@ -8,7 +8,7 @@ device. Axis letters: B images, C channels, H heads, T tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.augment_settings import AugmentSettings
+from gaupipe.augment_settings import AugmentSettings, RandAugmentSettings, ResizedCropSettings
 from gaupipe.gaussians import Geometry
 
 # Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws of the others alone.
@@ -42,7 +42,7 @@ def uniforms(seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stre
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-def philox(counter: list[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
+def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
     """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four such arrays."""
     a, b, c, d = counter
     for number in range(10):
@@ -71,10 +71,11 @@ class Augment:
         settings ignore geometry; else it is on the images' device. Erasing fills in uint8, so before normalisation; it
         and the colour operations leave attention where it is.
         """
-        settings, size = self.settings, tuple(images.shape[-2:])
+        settings, (height, width) = self.settings, images.shape[-2:]
+        size = (height, width)
         place = _Place(len(images), size)
         if settings.resized_crop:
-            boxes = self._resized_crops(image_ids, epoch, size)
+            boxes = self._resized_crops(settings.resized_crop, image_ids, epoch, size)
             images = torch.stack([F.resized_crop(image, *box, list(size), antialias=True)
                                   for image, box in zip(images, boxes.tolist(), strict=True)])
             place.crop(boxes)
@@ -84,7 +85,7 @@ class Augment:
             place.shift(shifts)
             place.flip(flips)
         if settings.randaugment:
-            images = self._randaugment(images, image_ids, epoch)
+            images = self._randaugment(settings.randaugment, images, image_ids, epoch)
         if settings.erasing:
             images = self._erase(images, image_ids, epoch)
         follows = settings.geometry == "follow" and (settings.resized_crop or settings.crop_padding or settings.flip)
@@ -102,9 +103,15 @@ class Augment:
         """Which images are mirrored: bool [B]."""
         return self.settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
 
-    def _resized_crops(self, image_ids: Tensor, epoch: int, size: tuple[int, int]) -> np.ndarray:
-        """(top, left, height, width) in pixels, int64 [B, 4], drawn as torchvision's RandomResizedCrop draws it."""
-        settings, (height, width) = self.settings.resized_crop, size
+    def _resized_crops(
+        self,
+        settings: ResizedCropSettings,
+        image_ids: Tensor,
+        epoch: int,
+        size: tuple[int, int],
+    ) -> np.ndarray:
+        """(top, left, height, width) in pixels, int64 [B, 4], as torchvision's RandomResizedCrop draws it."""
+        height, width = size
         boxes, found = _boxes(self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP), size, settings.scale,
                               settings.ratio)
         low, high = settings.ratio  # the largest box in the middle of the image, when no attempt fits
@@ -113,8 +120,9 @@ class Augment:
         boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
         return boxes
 
-    def _randaugment(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
-        settings = self.settings.randaugment
+    def _randaugment(
+        self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
+    ) -> Tensor:
         draws = self._draw(image_ids, epoch, 2 * settings.ops, RANDAUGMENT)
         choices = np.floor(draws[:, ::2] * len(settings.operations)).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
@@ -122,15 +130,16 @@ class Augment:
         for choice, sign in zip(choices.T, signs.T, strict=True):
             for number, name in enumerate(settings.operations):
                 for direction in (-1, 1):
-                    where = np.flatnonzero((choice == number) & (sign == direction))
-                    if len(where) and name != "Identity":
-                        where = torch.from_numpy(where).to(images.device)
+                    chosen = np.flatnonzero((choice == number) & (sign == direction))
+                    if len(chosen) and name != "Identity":
+                        where = torch.from_numpy(chosen).to(images.device)
                         images[where] = OPERATIONS[name](images[where], settings.magnitude / 30, direction)
         return images
 
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
         draws = self._draw(image_ids, epoch, 4 + 4 * ATTEMPTS, ERASING)
-        boxes, found = _boxes(draws[:, 4:], tuple(images.shape[-2:]), (0.02, 1 / 3), (0.3, 10 / 3))
+        size = (images.shape[-2], images.shape[-1])
+        boxes, found = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
         colours = torch.from_numpy(np.floor(draws[:, 1:4] * 256).astype(np.uint8)).to(images.device)
         images = images.clone()
         for place in np.flatnonzero(found & (draws[:, 0] < self.settings.erasing)):
@@ -195,8 +204,9 @@ def _boxes(draws: np.ndarray, size: tuple[int, int], area: tuple[float, float],
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
     top, left = np.floor(draws[..., 2] * (height - h + 1)), np.floor(draws[..., 3] * (width - w + 1))
     first = fits.argmax(axis=1)
-    boxes = np.stack([top, left, h, w], axis=-1)[np.arange(len(draws)), first]
-    return boxes.astype(np.int64), fits.any(axis=1)
+    image = np.arange(len(draws))
+    boxes = np.stack([top, left, h, w], axis=-1)[image, first]
+    return boxes.astype(np.int64), fits[image, first]
 
 
 def _affine(images: Tensor, angle: float = 0.0, translate: tuple[float, float] = (0, 0),
@@ -280,9 +290,14 @@ def mix(images: Tensor, image_ids: Tensor, seed: int, epoch: int,
     draws = uniforms(seed, epoch, image_ids, 4, MIXING)
     cut = draws[:, 0] < (0.5 if settings.mixup and settings.cutmix else bool(settings.cutmix))
     share = np.where(cut, _beta(draws[:, 1], settings.cutmix), _beta(draws[:, 1], settings.mixup))
-    mixed = Mix(torch.from_numpy(partner), torch.from_numpy(np.where(cut, 1.0, share)),
-                torch.from_numpy(np.where(cut[:, None], _cutmix_boxes(share, draws[:, 2:], images.shape[-2:]), 0.0)))
-    own = mixed.own_share(tuple(images.shape[-2:])).to(images).view(-1, 1, *images.shape[-2:])
+    height, width = images.shape[-2:]
+    boxes = _cutmix_boxes(share, draws[:, 2:], (height, width))
+    mixed = Mix(
+        torch.from_numpy(partner),
+        torch.from_numpy(np.where(cut, 1.0, share)),
+        torch.from_numpy(np.where(cut[:, None], boxes, 0.0)),
+    )
+    own = mixed.own_share((height, width)).to(images).view(-1, 1, height, width)
     return torch.lerp(images[mixed.partner.to(images.device)], images, own), mixed
 
 

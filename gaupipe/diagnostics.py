@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +44,8 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
     ``model.eval()`` first unless dropout is wanted."""
     x = embed(model, images)
     blocks = []
-    for block in model.blocks:
+    modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"
+    for block in modules:
         attention, tokens = block.attn, block.norm1(x)
         q, k, v = attention.project(tokens)
         mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from timm.layers import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer
@@ -26,6 +28,7 @@ def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
     if model.init == "mimetic":
         start_mimetic(vit)
     if model.pos_embed_std is not None:
+        assert vit.pos_embed is not None
         _trunc_normal(vit.pos_embed, model.pos_embed_std)
 
 
@@ -40,10 +43,11 @@ def start_mimetic(vit: VisionTransformer) -> None:
     dim = vit.embed_dim
     if dim % 4:
         raise UserError(f"model.init: a mimetic start needs an embed_dim that is a multiple of 4, got {dim}")
+    assert vit.pos_embed is not None, "a ViT without a position embedding has no mimetic start"
     patches = build_sincos2d_pos_embed(vit.patch_embed.grid_size, dim=dim)
     vit.pos_embed[:, -len(patches):] = patches  # others may lie in front of them
     for block in vit.blocks:
-        attention = block.attn
+        attention: Any = block.attn  # torch knows its parts as "Tensor | Module"
         v, proj = factors(dim, *VALUE_PROJECTION)
         attention.proj.weight.copy_(proj.mT)
         if hasattr(attention, "qkv"):

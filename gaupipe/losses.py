@@ -54,8 +54,11 @@ def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float =
 def feature_losses(student_rows: Iterable[Tensor], teacher_maps: Iterable[Tensor], temperature: float = 1.0,
                    direction: str = "teacher_student") -> Tensor:
     """Sum over blocks of :func:`feature_loss`; both arguments hold one tensor per block."""
-    return sum(feature_loss(student, teacher, temperature, direction)
-               for student, teacher in zip(student_rows, teacher_maps, strict=True))
+    losses = [
+        feature_loss(student, teacher, temperature, direction)
+        for student, teacher in zip(student_rows, teacher_maps, strict=True)
+    ]
+    return sum(losses, start=torch.zeros(()))
 
 
 def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
