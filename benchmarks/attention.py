@@ -46,17 +46,34 @@ LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens a
 MODELS = {  # name: (entrypoint, arguments, image size)
     "atto": ("gauvit_atto_patch4_32", {}, 32),
     "tiny": ("gauvit_tiny_patch16_224", {}, 224),
-    "deit_s": ("gauvit_tiny_patch16_224", dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4, class_token=True,
-                                               global_pool="token", fc_norm=False), 224),
+    "deit_s": (
+        "gauvit_tiny_patch16_224",
+        dict(
+            embed_dim=384,
+            depth=12,
+            num_heads=6,
+            mlp_ratio=4,
+            class_token=True,
+            global_pool="token",
+            fc_norm=False,
+        ),
+        224,
+    ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["layer", "model"])
     parser.add_argument("--shapes", default="atto,tiny,deit_s", help="of " + ", ".join(LAYERS))
     parser.add_argument("--only", default="", help="contenders, of " + ", ".join(STUDENTS))
-    parser.add_argument("--match-params", action="store_true", help="models only: the FFN shrinks to equal parameters")
+    parser.add_argument(
+        "--match-params",
+        action="store_true",
+        help="models only: the FFN shrinks to equal parameters",
+    )
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch")
     parser.add_argument("--lengths", default="64,196,197", help="layers only: tokens in an image")
     parser.add_argument("--rounds", type=int, default=30)
@@ -65,7 +82,9 @@ def main() -> None:
     parser.add_argument("--json", help="write the ratios to this file as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    torch._dynamo.config.recompile_limit = 100  # the contenders share their forward method, and with it one cache
+    torch._dynamo.config.recompile_limit = (
+        100  # the contenders share their forward method, and with it one cache
+    )
     torch.set_float32_matmul_precision("high")
     names = arguments.only.split(",") if arguments.only else list(STUDENTS)
     measure = layer_ratios if arguments.what == "layer" else model_ratios
@@ -91,8 +110,14 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         x = torch.randn(max(1, arguments.tokens // tokens), tokens, width, device=arguments.device)
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
         for i, kind in enumerate(("forward", "forward + backward")):
-            yield f"{shape} {width}/{heads}, T={tokens}, {kind}", interleaved(
-                {name: pair[i] for name, pair in steps.items()}, arguments.rounds, arguments.device)
+            yield (
+                f"{shape} {width}/{heads}, T={tokens}, {kind}",
+                interleaved(
+                    {name: pair[i] for name, pair in steps.items()},
+                    arguments.rounds,
+                    arguments.device,
+                ),
+            )
 
 
 def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
@@ -103,20 +128,34 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         block.attn = Attention(block.attn.qkv.in_features, block.attn.num_heads, qkv_bias=True)
     for name in names:
         key, options = STUDENTS[name]
-        models[name] = timm.create_model(entrypoint, attention=key, attention_options=options,
-                                         match_params=arguments.match_params, **sizes)
+        models[name] = timm.create_model(
+            entrypoint,
+            attention=key,
+            attention_options=options,
+            match_params=arguments.match_params,
+            **sizes,
+        )
     tokens = models[BASELINE].patch_embed.num_patches
-    x = torch.randn(max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device)
+    x = torch.randn(
+        max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device
+    )
     steps = {name: steps_of(model, x, arguments)[1] for name, model in models.items()}
-    yield f"{shape}, T={models[BASELINE].pos_embed.shape[1]}", interleaved(steps, arguments.rounds, arguments.device)
+    yield (
+        f"{shape}, T={models[BASELINE].pos_embed.shape[1]}",
+        interleaved(steps, arguments.rounds, arguments.device),
+    )
 
 
-def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) -> tuple[Callable, Callable]:
+def steps_of(
+    module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace
+) -> tuple[Callable, Callable]:
     """(forward, forward + backward) of a module as functions that take no argument."""
     module = module.to(x.device)
     run = torch.compile(module, dynamic=False) if arguments.compile else module
     half = torch.autocast(x.device.type, torch.bfloat16, enabled=x.device.type == "cuda")
-    needs_grad = x.clone().requires_grad_(x.ndim == 3)  # a layer hands a gradient on, a model does not
+    needs_grad = x.clone().requires_grad_(
+        x.ndim == 3
+    )  # a layer hands a gradient on, a model does not
     gradient = None
 
     def forward() -> None:
@@ -136,7 +175,9 @@ def steps_of(module: nn.Module, x: torch.Tensor, arguments: argparse.Namespace) 
     return forward, forward_backward
 
 
-def interleaved(steps: dict[str, Callable], rounds: int, device: str) -> dict[str, dict[str, float]]:
+def interleaved(
+    steps: dict[str, Callable], rounds: int, device: str
+) -> dict[str, dict[str, float]]:
     """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, the ratio of
     their best times, and its median time in milliseconds."""
     order = list(steps)
@@ -152,8 +193,13 @@ def interleaved(steps: dict[str, Callable], rounds: int, device: str) -> dict[st
     for name in steps:
         ratios = [mine / base for mine, base in zip(times[name], times[BASELINE], strict=True)]
         low, median, high = statistics.quantiles(ratios, n=4)
-        summary[name] = dict(median=median, low=low, high=high, best=min(times[name]) / min(times[BASELINE]),
-                             ms=1e3 * statistics.median(times[name]))
+        summary[name] = dict(
+            median=median,
+            low=low,
+            high=high,
+            best=min(times[name]) / min(times[BASELINE]),
+            ms=1e3 * statistics.median(times[name]),
+        )
     return summary
 
 

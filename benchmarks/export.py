@@ -24,7 +24,9 @@ from stages import export_maps, phase_a
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C")
     parser.add_argument("--kind", default="gaussian", choices=("gaussian", "dense"))
     parser.add_argument("--repeats", type=int, default=5)
@@ -42,15 +44,23 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     ratios = []
     for repeat in range(arguments.repeats + 1):  # the first one warms up
         forward = len(job.data.train) / bare_forward(job)
-        writer = store.create(folder / "maps.zarr", export_maps.make_schema(job, arguments.kind), overwrite=True,
-                              shard_bytes=int(arguments.shard_mb * 1e6))
+        writer = store.create(
+            folder / "maps.zarr",
+            export_maps.make_schema(job, arguments.kind),
+            overwrite=True,
+            shard_bytes=int(arguments.shard_mb * 1e6),
+        )
         started = time.perf_counter()
         export_maps.write(job, writer)
         export = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             ratios.append(export / forward)
-            print(f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   ratio {ratios[-1]:.3f}")
-    print(f"ratio: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}, max {max(ratios):.3f}")
+            print(
+                f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   ratio {ratios[-1]:.3f}"
+            )
+    print(
+        f"ratio: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}, max {max(ratios):.3f}"
+    )
 
 
 def bare_forward(job: phase_a.PhaseA) -> float:

@@ -43,14 +43,22 @@ def by_factors(v: Tensor, gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
 def by_grid_sample(v: Tensor, points: Tensor, grid: tuple[int, int]) -> Tensor:
     B, H, T, d = v.shape
     planes = v.transpose(2, 3).reshape(B * H, d, *grid)
-    read = F.grid_sample(planes, points.view(B * H, T, 1, 2), mode="bilinear", padding_mode="border", align_corners=True)
+    read = F.grid_sample(
+        planes,
+        points.view(B * H, T, 1, 2),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=True,
+    )
     return read.view(B, H, d, T).transpose(2, 3)
 
 
 def by_gather(v: Tensor, points: Tensor, grid: tuple[int, int]) -> Tensor:
     """The four tokens around each point, read and weighted."""
     h, w = grid
-    u = ((points + 1) / 2 * points.new_tensor([w - 1, h - 1])).clamp(points.new_zeros(2), points.new_tensor([w - 1, h - 1]))
+    u = ((points + 1) / 2 * points.new_tensor([w - 1, h - 1])).clamp(
+        points.new_zeros(2), points.new_tensor([w - 1, h - 1])
+    )
     low = u.detach().floor().minimum(points.new_tensor([w - 2, h - 2]))
     x, y = low.long().unbind(-1)
     fraction_x, fraction_y = (u - low).unsqueeze(-2).unbind(-1)  # [B, H, T, 1] each
@@ -72,7 +80,9 @@ READERS: dict[str, tuple[str, Read]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", default="64,196")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
@@ -90,14 +100,18 @@ def main() -> None:
                 if number:  # the first round warms up
                     times[name].append(took)
         for name in READERS:
-            ratios = [ours / base for ours, base in zip(times[name], times["standard"], strict=True)]
+            ratios = [
+                ours / base for ours, base in zip(times[name], times["standard"], strict=True)
+            ]
             print(f"T={tokens:<4} {name:<24} {spread(ratios)}", flush=True)
 
 
 def contenders(tokens: int, batch: int, device: torch.device) -> dict[str, Callable[[], None]]:
     torch.manual_seed(0)
     student = timm.create_model("gauvit_atto_patch4_32", **SIZES[tokens]).to(device)
-    teacher = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", **SIZES[tokens]).to(device)
+    teacher = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", **SIZES[tokens]).to(
+        device
+    )
     images = torch.randn(batch, 3, *student.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     raw = (torch.randn(batch, 7, 12, tokens, 4, device=device) * 0.5).requires_grad_()
@@ -121,8 +135,11 @@ def contenders(tokens: int, batch: int, device: torch.device) -> dict[str, Calla
 
 def agree(tokens: int, device: torch.device) -> None:
     """All ways give the same numbers."""
-    side = int(tokens ** 0.5)
-    v, gaussians = torch.randn(2, 3, tokens, 8, device=device), torch.randn(2, 3, tokens, 4, device=device).exp() - 1
+    side = int(tokens**0.5)
+    v, gaussians = (
+        torch.randn(2, 3, tokens, 8, device=device),
+        torch.randn(2, 3, tokens, 4, device=device).exp() - 1,
+    )
     gaussians = torch.cat([gaussians[..., :2], gaussians[..., 2:].abs() + 0.1], dim=-1)
     for mode in ("stochastic", "expected"):
         where = gaussians[..., :2].contiguous() if mode == "stochastic" else gaussians

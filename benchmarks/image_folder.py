@@ -26,8 +26,9 @@ from gaupipe.image_files import SETTLED_NS
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=60_000)
     parser.add_argument("--size", type=int, default=32, help="height and width in pixels")
     parser.add_argument("--rounds", type=int, default=5)

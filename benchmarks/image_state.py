@@ -38,12 +38,16 @@ BATCH = 128
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=["rows", "overlap", "one"], default="rows")
     parser.add_argument("--images", default="10000,100000,1000000")
     parser.add_argument("--row", type=int, default=1024, help="numbers in a row")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--memory", action="store_true", help="keep the rows in memory instead of files")
+    parser.add_argument(
+        "--memory", action="store_true", help="keep the rows in memory instead of files"
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
@@ -59,24 +63,44 @@ def main() -> None:
 def rows(arguments: argparse.Namespace) -> None:
     """A process of its own for each N, so that peak memory is that N's."""
     words = record_words(arguments.row, getattr(torch, arguments.moments))
-    print(f"rows of {arguments.row} numbers, {arguments.moments} moments, {words * 4 / arguments.row:.0f} bytes a number and "
-          f"place, records of {words * 4:,} bytes, batches of {BATCH}, {'memory' if arguments.memory else 'files'}\n")
-    print("| N | bytes | rows gathered /s | rows updated /s | gather / memcpy | update / memcpy | gather / disk read | "
-          "update / disk write | mapped gather | mapped update | first epoch, rows/s | end_epoch, s | anonymous MB, "
-          "before and after | peak resident MB | memcpy MB/s | disk read MB/s | disk write MB/s |")
+    print(
+        f"rows of {arguments.row} numbers, {arguments.moments} moments, {words * 4 / arguments.row:.0f} bytes a number and "
+        f"place, records of {words * 4:,} bytes, batches of {BATCH}, {'memory' if arguments.memory else 'files'}\n"
+    )
+    print(
+        "| N | bytes | rows gathered /s | rows updated /s | gather / memcpy | update / memcpy | gather / disk read | "
+        "update / disk write | mapped gather | mapped update | first epoch, rows/s | end_epoch, s | anonymous MB, "
+        "before and after | peak resident MB | memcpy MB/s | disk read MB/s | disk write MB/s |"
+    )
     print("|---" * 17 + "|")
     for images in map(int, arguments.images.split(",")):
-        command = [sys.executable, __file__, "one", "--images", str(images), "--row", str(arguments.row), "--moments",
-                   arguments.moments, "--rounds", str(arguments.rounds), "--folder", str(arguments.folder),
-                   *(["--memory"] if arguments.memory else [])]
+        command = [
+            sys.executable,
+            __file__,
+            "one",
+            "--images",
+            str(images),
+            "--row",
+            str(arguments.row),
+            "--moments",
+            arguments.moments,
+            "--rounds",
+            str(arguments.rounds),
+            "--folder",
+            str(arguments.folder),
+            *(["--memory"] if arguments.memory else []),
+        ]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
             sys.exit(result.returncode)
         r = json.loads(result.stdout.strip().splitlines()[-1])
-        print(f"| {images:,} | {r['bytes'] / 1e9:.2f} GB | {r['gather']} | {r['update']} | {r['gather/memcpy']} | "
-              f"{r['update/memcpy']} | {r['gather/read']} | {r['update/write']} | {r['mapped gather/gather']} | "
-              f"{r['mapped update/update']} | {r['fill']:,.0f} | {r['end_epoch']:.2f} | {r['before_mb']:,.0f}, {r['anonymous_mb']:,.0f} | "
-              f"{r['peak_mb']:,.0f} | {r['memcpy_mb_s']} | {r['read_mb_s']} | {r['write_mb_s']} |", flush=True)
+        print(
+            f"| {images:,} | {r['bytes'] / 1e9:.2f} GB | {r['gather']} | {r['update']} | {r['gather/memcpy']} | "
+            f"{r['update/memcpy']} | {r['gather/read']} | {r['update/write']} | {r['mapped gather/gather']} | "
+            f"{r['mapped update/update']} | {r['fill']:,.0f} | {r['end_epoch']:.2f} | {r['before_mb']:,.0f}, {r['anonymous_mb']:,.0f} | "
+            f"{r['peak_mb']:,.0f} | {r['memcpy_mb_s']} | {r['read_mb_s']} | {r['write_mb_s']} |",
+            flush=True,
+        )
 
 
 def measure(arguments: argparse.Namespace, images: int) -> dict:
@@ -89,13 +113,18 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
     if shutil.disk_usage(arguments.folder).free - needed < 20e9:
         sys.exit(f"{arguments.folder}: {needed / 1e9:.1f} GB are needed and 20 GB should stay free")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        state = ImageState(images, torch.zeros(arguments.row), lr=0.1, moments_dtype=dtype,
-                           folder=None if arguments.memory else Path(folder) / "rows")
+        state = ImageState(
+            images,
+            torch.zeros(arguments.row),
+            lr=0.1,
+            moments_dtype=dtype,
+            folder=None if arguments.memory else Path(folder) / "rows",
+        )
         gradient = torch.randn(BATCH, arguments.row)
         before = dict(status())
         started = time.perf_counter()
         for image_ids in torch.randperm(images).split(BATCH):
-            state.update(image_ids, gradient[:len(image_ids)])
+            state.update(image_ids, gradient[: len(image_ids)])
         fill = images / (time.perf_counter() - started)
         started = time.perf_counter()
         state.end_epoch()
@@ -105,7 +134,9 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
         after = dict(status())
 
         block = BATCH * words * 4
-        source = torch.randint(0, 100, (64 * 2**20,), dtype=torch.int32)  # larger than the processor's caches
+        source = torch.randint(
+            0, 100, (64 * 2**20,), dtype=torch.int32
+        )  # larger than the processor's caches
         target = torch.empty_like(source)
         disk = os.open(Path(folder) / "disk", os.O_RDWR | os.O_CREAT)
         sequential = np.random.default_rng(0).bytes(64 * 2**20)
@@ -117,7 +148,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
 
         def memcpy() -> None:
             start = position[0] = (position[0] + block // 4) % (len(source) - block // 4)
-            target[start:start + block // 4].copy_(source[start:start + block // 4])
+            target[start : start + block // 4].copy_(source[start : start + block // 4])
 
         def read() -> None:
             start = position[1] = (position[1] + block) % (16 * len(sequential) - block)
@@ -131,12 +162,20 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             os.posix_fadvise(disk, start, block, os.POSIX_FADV_DONTNEED)
 
         batch = {}
-        work = {"memcpy": memcpy, "read": read, "write": write, "gather": lambda: state.gather(batch["ids"]),
-                "update": lambda: state.update(batch["update"], gradient)}
+        work = {
+            "memcpy": memcpy,
+            "read": read,
+            "write": write,
+            "gather": lambda: state.gather(batch["ids"]),
+            "update": lambda: state.update(batch["update"], gradient),
+        }
         if mapped_too:
             paths = [Path(folder) / "rows" / f"records.{place}" for place in (1, 0)]
             os.truncate(paths[1], size)
-            current, other = (torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words))) for path in paths)
+            current, other = (
+                torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words)))
+                for path in paths
+            )
 
             def mapped_update() -> None:
                 """What an update adds to reading and writing is the same for both: its arithmetic is left out there
@@ -146,13 +185,17 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
                 other[batch["mapped update"]] = records
 
             scratch = ImageState(BATCH, torch.zeros(arguments.row), lr=0.1, moments_dtype=dtype)
-            work["mapped gather"] = lambda: current[batch["mapped"], :arguments.row]
+            work["mapped gather"] = lambda: current[batch["mapped"], : arguments.row]
             work["mapped update"] = mapped_update
         times: dict[str, list[float]] = {name: [] for name in work}
         names = list(work)
         for number in range(arguments.rounds + 2):
-            batch = {"ids": torch.randint(images, (BATCH,)), "update": torch.randperm(images)[:BATCH],
-                     "mapped": torch.randint(images, (BATCH,)), "mapped update": torch.randperm(images)[:BATCH]}
+            batch = {
+                "ids": torch.randint(images, (BATCH,)),
+                "update": torch.randperm(images)[:BATCH],
+                "mapped": torch.randint(images, (BATCH,)),
+                "mapped update": torch.randperm(images)[:BATCH],
+            }
             random.shuffle(names)
             for name in names:
                 started = time.perf_counter()
@@ -160,17 +203,31 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
                 if number > 1:
                     times[name].append(time.perf_counter() - started)
         os.close(disk)
-    result = {"bytes": size, "fill": fill, "end_epoch": end_epoch, "before_mb": before["RssAnon"] / 1e3,
-              "anonymous_mb": after["RssAnon"] / 1e3, "peak_mb": after["VmHWM"] / 1e3}
+    result = {
+        "bytes": size,
+        "fill": fill,
+        "end_epoch": end_epoch,
+        "before_mb": before["RssAnon"] / 1e3,
+        "anonymous_mb": after["RssAnon"] / 1e3,
+        "peak_mb": after["VmHWM"] / 1e3,
+    }
     for name in ("gather", "update"):
         result[name] = spread([BATCH / t for t in times[name]], ",.0f")
     for name in ("memcpy", "read", "write"):
         result[f"{name}_mb_s"] = spread([block / t / 1e6 for t in times[name]], ",.0f")
-    for name, base in (("gather", "memcpy"), ("update", "memcpy"), ("gather", "read"), ("update", "write"),
-                       ("mapped gather", "gather"), ("mapped update", "update")):
+    for name, base in (
+        ("gather", "memcpy"),
+        ("update", "memcpy"),
+        ("gather", "read"),
+        ("update", "write"),
+        ("mapped gather", "gather"),
+        ("mapped update", "update"),
+    ):
         per_byte = words / arguments.row if name == "gather" else 1
         pairs = zip(times[name], times[base], strict=True) if name in times else []
-        result[f"{name}/{base}"] = spread([per_byte * mine / theirs for mine, theirs in pairs], ".2f")
+        result[f"{name}/{base}"] = spread(
+            [per_byte * mine / theirs for mine, theirs in pairs], ".2f"
+        )
     return result
 
 
@@ -180,6 +237,7 @@ def overlap(arguments: argparse.Namespace) -> None:
 
     import gaupipe.models  # noqa: F401
     from gaupipe.teacher import Teacher
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vit = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", depth=2)
     teacher = Teacher(vit).to(device)
@@ -221,18 +279,27 @@ def overlap(arguments: argparse.Namespace) -> None:
             started = time.perf_counter()
             state.update(image_ids, gradient)
             update.append(time.perf_counter() - started)
-    print(f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes {1e3 * statistics.median(update):.1f} ms\n")
+    print(
+        f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes {1e3 * statistics.median(update):.1f} ms\n"
+    )
     print("| threads | update in | ms a step | ratio to 2 threads, in line |\n|---|---|---|---|")
     for threads, worker in ways:
-        ratios = [mine / base for mine, base in zip(times[threads, worker], times[2, False], strict=True)]
-        print(f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
-              f"{spread(ratios, '.2f')} |")
+        ratios = [
+            mine / base for mine, base in zip(times[threads, worker], times[2, False], strict=True)
+        ]
+        print(
+            f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
+            f"{spread(ratios, '.2f')} |"
+        )
 
 
 def status() -> list[tuple[str, int]]:
     """Memory of this process in kB: VmHWM is the most it ever had resident, RssAnon its own, RssFile mapped files."""
-    return [(line.split(":")[0], int(line.split()[1])) for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith(("VmHWM", "Rss"))]
+    return [
+        (line.split(":")[0], int(line.split()[1]))
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(("VmHWM", "Rss"))
+    ]
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--students", default=",".join(STUDENTS))
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--rounds", type=int, default=15)
@@ -51,13 +53,22 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             maps = write_store(f"{folder}/maps.zarr", tokens)
             for key in arguments.students.split(","):
-                times, memory, wait = measure(key, tokens, maps, arguments.tokens_per_batch // tokens, arguments.rounds,
-                                              device)
-                print(f"{key:<12} {tokens:>6}  {spread(times)}  {memory:<7.2f} {wait:.1%}", flush=True)
+                times, memory, wait = measure(
+                    key,
+                    tokens,
+                    maps,
+                    arguments.tokens_per_batch // tokens,
+                    arguments.rounds,
+                    device,
+                )
+                print(
+                    f"{key:<12} {tokens:>6}  {spread(times)}  {memory:<7.2f} {wait:.1%}", flush=True
+                )
 
 
-def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, device: torch.device
-            ) -> tuple[list[float], float, float]:
+def measure(
+    key: str, tokens: int, maps: store.Store, batch: int, rounds: int, device: torch.device
+) -> tuple[list[float], float, float]:
     """(ratios of step time, ratio of memory, share of the distilled step spent waiting for maps)."""
     torch.manual_seed(0)
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
@@ -78,8 +89,11 @@ def measure(key: str, tokens: int, maps: store.Store, batch: int, rounds: int, d
         started = time.perf_counter()
         stored = next(targets)
         waited = time.perf_counter() - started
-        teacher = TeacherMaps(torch.from_numpy(stored["gaussians"]).to(device), maps.schema.grid,
-                              list(range(maps.schema.layers)))
+        teacher = TeacherMaps(
+            torch.from_numpy(stored["gaussians"]).to(device),
+            maps.schema.grid,
+            list(range(maps.schema.layers)),
+        )
         logits, feature = forward_with_feature_loss(model, images, teacher)
         soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device).float().softmax(-1))
         update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
@@ -112,7 +126,9 @@ def peak_memory(step, device: torch.device) -> float:
         return torch.cuda.max_memory_allocated() - before
     peaks = []
     for _ in range(3):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier steps freed goes back to the system first
+        ctypes.CDLL("libc.so.6").malloc_trim(
+            0
+        )  # what earlier steps freed goes back to the system first
         Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
         before = resident("VmRSS")
         step()
@@ -121,23 +137,41 @@ def peak_memory(step, device: torch.device) -> float:
 
 
 def resident(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
 def write_store(url: str, tokens: int) -> store.Store:
     """A store of random Gaussians for the Atto model."""
-    side = int(tokens ** 0.5)
-    schema = store.Schema(kind="gaussian", num_images=IMAGES, grid=(side, side), layers=7, heads=12, num_classes=10,
-                          dataset="random", dataset_sha256="0" * 64, teacher_sha256="0" * 64, parametrisation="loc_scale")
+    side = int(tokens**0.5)
+    schema = store.Schema(
+        kind="gaussian",
+        num_images=IMAGES,
+        grid=(side, side),
+        layers=7,
+        heads=12,
+        num_classes=10,
+        dataset="random",
+        dataset_sha256="0" * 64,
+        teacher_sha256="0" * 64,
+        parametrisation="loc_scale",
+    )
     random_numbers = np.random.default_rng(0)
     writer = store.create(url, schema)
     for shard in writer.pending():
         n = shard.stop - shard.start
         gaussians = random_numbers.normal(size=(n, 7, 12, tokens, 4)).astype(np.float32)
         gaussians[..., 2:] = np.abs(gaussians[..., 2:]) + 0.1
-        writer.write(shard, {"gaussians": gaussians, "logits": random_numbers.normal(size=(n, 10)).astype(np.float32),
-                             "labels": random_numbers.integers(0, 10, n)})
+        writer.write(
+            shard,
+            {
+                "gaussians": gaussians,
+                "logits": random_numbers.normal(size=(n, 10)).astype(np.float32),
+                "labels": random_numbers.integers(0, 10, n),
+            },
+        )
     writer.finish()
     return store.open(url)
 

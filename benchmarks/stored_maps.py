@@ -30,15 +30,23 @@ from timing import spread
 import store
 
 BATCH, BATCHES = 256, 4
-KINDS = {"gaussian": dict(kind="gaussian"), "uint8": dict(kind="gaussian", encoding="uint8"),
-         "embedding": dict(kind="embedding", embedding_dim=256), "dense": dict(kind="dense")}
+KINDS = {
+    "gaussian": dict(kind="gaussian"),
+    "uint8": dict(kind="gaussian", encoding="uint8"),
+    "embedding": dict(kind="embedding", embedding_dim=256),
+    "dense": dict(kind="dense"),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--megabytes", type=int, default=400, help="numbers in each store before compression")
+    parser.add_argument(
+        "--megabytes", type=int, default=400, help="numbers in each store before compression"
+    )
     parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
     parser.add_argument("--checksums", action="store_true", help="only the cost of the checksums")
     arguments = parser.parse_args()
@@ -50,8 +58,10 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 print_checksums(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
         return
-    print(f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} {'/ zarr-python':<18} {'/ memmap':<20} "
-          "preloaded / memmap")
+    print(
+        f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} {'/ zarr-python':<18} {'/ memmap':<20} "
+        "preloaded / memmap"
+    )
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             bench(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
@@ -74,7 +84,11 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
     rng = np.random.default_rng(0)
     for cache in ("warm", "cold"):
         speeds: dict[str, list[float]] = {reader: [] for reader in readers}
-        warm = {reader: opening() for reader, (opening, _) in readers.items()} if cache == "warm" else {}
+        warm = (
+            {reader: opening() for reader, (opening, _) in readers.items()}
+            if cache == "warm"
+            else {}
+        )
         for round_ in range(rounds + (cache == "warm")):
             for reader, (opening, batches) in readers.items():
                 if cache == "cold" and reader == "preloaded":
@@ -82,18 +96,28 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
                 if cache == "cold":
                     drop_from_cache(folder)
                 gather = warm.get(reader) or opening()
-                ids = rng.permutation(schema.num_images)[:batches * BATCH]
+                ids = rng.permutation(schema.num_images)[: batches * BATCH]
                 started = time.perf_counter()
                 for start in range(0, len(ids), BATCH):
-                    gather(ids[start:start + BATCH])
+                    gather(ids[start : start + BATCH])
                 if round_ or cache == "cold":  # the first round warms the cache
                     speeds[reader].append(len(ids) / (time.perf_counter() - started))
-        against = {reader: [ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader], strict=True)]
-                   for reader in ("zarr", "memmap")}
-        preloaded = [ours / theirs for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=True)]
-        print(f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
-              f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
-              f"{spread(preloaded, '.2f')}", flush=True)
+        against = {
+            reader: [
+                ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader], strict=True)
+            ]
+            for reader in ("zarr", "memmap")
+        }
+        preloaded = [
+            ours / theirs
+            for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=True)
+        ]
+        print(
+            f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
+            f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
+            f"{spread(preloaded, '.2f')}",
+            flush=True,
+        )
 
 
 def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
@@ -107,19 +131,21 @@ def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> Non
     rng = np.random.default_rng(0)
     ratios, seconds = [], []
     for round_ in range(rounds + 1):
-        ids, times = rng.permutation(schema.num_images)[:BATCH * BATCHES], {}
+        ids, times = rng.permutation(schema.num_images)[: BATCH * BATCHES], {}
         for compares in rng.permutation([True, False]).tolist():
             readers[compares]._checked[:] = not compares
             started = time.process_time()
             for start in range(0, len(ids), BATCH):
-                readers[compares].gather(ids[start:start + BATCH])
+                readers[compares].gather(ids[start : start + BATCH])
             times[compares] = time.process_time() - started
         if round_:  # the first round warms the cache and reads what is held in memory
             ratios.append(times[True] / times[False])
             seconds.append(1e6 * times[False] / len(ids))
-    print(f"{name:<10} {schema.bytes_per_image:>7,} bytes an image, "
-          f"{spread(seconds, '.1f')} us an image without, with / without {spread(ratios, '.3f')}",
-          flush=True)
+    print(
+        f"{name:<10} {schema.bytes_per_image:>7,} bytes an image, "
+        f"{spread(seconds, '.1f')} us an image without, with / without {spread(ratios, '.3f')}",
+        flush=True,
+    )
 
 
 def drop_from_cache(folder: Path) -> None:
@@ -132,8 +158,20 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def make_schema(**changes) -> store.Schema:
-    return store.Schema(**{**dict(grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="benchmark", dataset_sha256="",
-                                  teacher_sha256=""), **changes})
+    return store.Schema(
+        **{
+            **dict(
+                grid=(8, 8),
+                layers=7,
+                heads=12,
+                num_classes=10,
+                dataset="benchmark",
+                dataset_sha256="",
+                teacher_sha256="",
+            ),
+            **changes,
+        }
+    )
 
 
 def write(url: Path, raw: Path, schema: store.Schema, main_array: str) -> None:
@@ -144,9 +182,15 @@ def write(url: Path, raw: Path, schema: store.Schema, main_array: str) -> None:
     for shard in writer.pending():
         n = shard.stop - shard.start
         values = make_numbers(schema, n, shard.index)
-        writer.write(shard, {main_array: values, "labels": np.arange(n) % 10,
-                             "logits": np.random.default_rng(shard.index).normal(size=(n, 10))})
-        uncompressed[shard.start:shard.stop] = values
+        writer.write(
+            shard,
+            {
+                main_array: values,
+                "labels": np.arange(n) % 10,
+                "logits": np.random.default_rng(shard.index).normal(size=(n, 10)),
+            },
+        )
+        uncompressed[shard.start : shard.stop] = values
     writer.finish()
     uncompressed.flush()
 
@@ -164,15 +208,27 @@ def make_numbers(schema: store.Schema, n: int, seed: int) -> np.ndarray:
     return maps
 
 
-def make_gaussians(rng: np.random.Generator, n: int, layers: int, heads: int, size: int) -> np.ndarray:
+def make_gaussians(
+    rng: np.random.Generator, n: int, layers: int, heads: int, size: int
+) -> np.ndarray:
     """[n, layers, heads, size * size, 4] float32: a prior that varies smoothly over the grid and noise of each image."""
     x, y = np.meshgrid(np.linspace(-1, 1, size), np.linspace(-1, 1, size))
     own_place = np.stack([x, y], axis=-1).reshape(-1, 2)
     head_rng = np.random.default_rng(0)
-    reach, offset = head_rng.uniform(0.2, 1, (layers, heads, 1, 1)), head_rng.normal(0, 0.4, (layers, heads, 1, 2))
-    prior = np.concatenate([reach * own_place + offset,
-                            head_rng.normal(-1, 0.5, (layers, heads, 1, 2)) + 0.3 * own_place], axis=-1)
-    coarse = rng.normal(0, 0.3, (n, layers, heads, 2, 2, 4)).repeat(size // 2, 3).repeat(size // 2, 4)
+    reach, offset = (
+        head_rng.uniform(0.2, 1, (layers, heads, 1, 1)),
+        head_rng.normal(0, 0.4, (layers, heads, 1, 2)),
+    )
+    prior = np.concatenate(
+        [
+            reach * own_place + offset,
+            head_rng.normal(-1, 0.5, (layers, heads, 1, 2)) + 0.3 * own_place,
+        ],
+        axis=-1,
+    )
+    coarse = (
+        rng.normal(0, 0.3, (n, layers, heads, 2, 2, 4)).repeat(size // 2, 3).repeat(size // 2, 4)
+    )
     smooth = coarse.reshape(n, layers, heads, size * size, 4)
     raw = prior + smooth + rng.normal(0, 0.2, (n, layers, heads, size * size, 4))
     return np.concatenate([raw[..., :2], np.exp(raw[..., 2:])], axis=-1).astype(np.float32)
@@ -182,12 +238,25 @@ def expected_maps(gaussians: np.ndarray, size: int) -> np.ndarray:
     """The expected attention maps [..., size * size] of Gaussians [..., 4] on a square grid, in their precision."""
     axes = []
     for axis in (0, 1):
-        m, s = (gaussians[..., axis, None] + 1) / 2 * (size - 1), gaussians[..., axis + 2, None] * ((size - 1) / 2)
+        m, s = (
+            (gaussians[..., axis, None] + 1) / 2 * (size - 1),
+            gaussians[..., axis + 2, None] * ((size - 1) / 2),
+        )
         z = (m - np.arange(size, dtype=gaussians.dtype)) / s
         r = s * np.exp(-z * z / 2) / np.sqrt(2 * np.pi) + s * z * normal_cdf(z)
-        axes.append(np.concatenate([1 - r[..., :1] + r[..., 1:2], r[..., :-2] - 2 * r[..., 1:-1] + r[..., 2:],
-                                    r[..., -2:-1] - r[..., -1:]], axis=-1))
-    return (axes[1][..., :, None] * axes[0][..., None, :]).reshape(*gaussians.shape[:-1], size * size)
+        axes.append(
+            np.concatenate(
+                [
+                    1 - r[..., :1] + r[..., 1:2],
+                    r[..., :-2] - 2 * r[..., 1:-1] + r[..., 2:],
+                    r[..., -2:-1] - r[..., -1:],
+                ],
+                axis=-1,
+            )
+        )
+    return (axes[1][..., :, None] * axes[0][..., None, :]).reshape(
+        *gaussians.shape[:-1], size * size
+    )
 
 
 def normal_cdf(z: np.ndarray) -> np.ndarray:
@@ -199,25 +268,43 @@ def normal_cdf(z: np.ndarray) -> np.ndarray:
 
 
 def print_encodings() -> None:
-    print(f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} {'99th percentile':>16} {'largest':>8}")
+    print(
+        f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} {'99th percentile':>16} {'largest':>8}"
+    )
     for size in (8, 14):
         for stds, log_std in (("wide", 0.0), ("teacher", None), ("narrow", -3.0)):
             gaussians = make_gaussians(np.random.default_rng(1), 4, 4, 6, size).astype(np.float64)
             if log_std is not None:
-                gaussians[..., 2:] = np.exp(log_std + 0.5 * np.random.default_rng(2).normal(size=gaussians[..., 2:].shape))
+                gaussians[..., 2:] = np.exp(
+                    log_std + 0.5 * np.random.default_rng(2).normal(size=gaussians[..., 2:].shape)
+                )
             for encoding in ("float16", "uint8"):
                 stored = round_trip(gaussians, size, encoding).astype(np.float64)
-                distance = np.abs(expected_maps(stored, size) - expected_maps(gaussians, size)).sum(-1) / 2
-                print(f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} {np.quantile(distance, 0.99):>16.5f} "
-                      f"{distance.max():>8.4f}")
+                distance = (
+                    np.abs(expected_maps(stored, size) - expected_maps(gaussians, size)).sum(-1) / 2
+                )
+                print(
+                    f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} {np.quantile(distance, 0.99):>16.5f} "
+                    f"{distance.max():>8.4f}"
+                )
 
 
 def round_trip(gaussians: np.ndarray, size: int, encoding: str) -> np.ndarray:
     n, layers, heads = gaussians.shape[:3]
-    schema = make_schema(kind="gaussian", num_images=n, grid=(size, size), layers=layers, heads=heads, encoding=encoding)
+    schema = make_schema(
+        kind="gaussian",
+        num_images=n,
+        grid=(size, size),
+        layers=layers,
+        heads=heads,
+        encoding=encoding,
+    )
     with tempfile.TemporaryDirectory() as folder:
         writer = store.create(folder, schema)
-        writer.write(writer.shards[0], {"gaussians": gaussians, "logits": np.zeros((n, 10)), "labels": np.zeros(n, int)})
+        writer.write(
+            writer.shards[0],
+            {"gaussians": gaussians, "logits": np.zeros((n, 10)), "labels": np.zeros(n, int)},
+        )
         writer.finish()
         return store.open(folder).gather(np.arange(n))["gaussians"]
 

@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 
-def seconds(step: Callable[[], object], device: torch.device, cpu_clock: Callable[[], float] = time.process_time) -> float:
+def seconds(
+    step: Callable[[], object],
+    device: torch.device,
+    cpu_clock: Callable[[], float] = time.process_time,
+) -> float:
     """Seconds of one call: the GPU's work included on a GPU, by ``cpu_clock`` on a CPU (there time.process_time leaves out
     what else runs on the machine, and time.perf_counter counts waiting)."""
     if device.type != "cuda":

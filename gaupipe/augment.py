@@ -26,7 +26,9 @@ ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
 
 
-def uniforms(seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stream: int = 0) -> np.ndarray:
+def uniforms(
+    seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
+) -> np.ndarray:
     """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and of nothing else.
 
     Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as its key and (image id,
@@ -34,9 +36,11 @@ def uniforms(seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stre
     """
     ids = np.asarray(image_ids, dtype=np.uint64)[:, None]
     blocks = np.arange(-(-k // 4), dtype=np.uint64)[None]
-    counter = np.broadcast_arrays(ids & _WORD, ids >> _HALF, np.uint64(epoch), np.uint64(stream << 16) | blocks)
+    counter = np.broadcast_arrays(
+        ids & _WORD, ids >> _HALF, np.uint64(epoch), np.uint64(stream << 16) | blocks
+    )
     words = np.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), axis=-1)
-    return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0 ** -32
+    return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
 
 
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -46,10 +50,17 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarr
     """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four such arrays."""
     a, b, c, d = counter
     for number in range(10):
-        key_a, key_b = (np.uint64(word + number * step & 0xFFFFFFFF)
-                        for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True))
+        key_a, key_b = (
+            np.uint64(word + number * step & 0xFFFFFFFF)
+            for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+        )
         from_a, from_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
-        a, b, c, d = from_c >> _HALF ^ b ^ key_a, from_c & _WORD, from_a >> _HALF ^ d ^ key_b, from_a & _WORD
+        a, b, c, d = (
+            from_c >> _HALF ^ b ^ key_a,
+            from_c & _WORD,
+            from_a >> _HALF ^ d ^ key_b,
+            from_a & _WORD,
+        )
     return [a, b, c, d]
 
 
@@ -60,7 +71,9 @@ class Augment:
         self.settings = settings
         self.seed = seed
 
-    def __call__(self, images: Tensor, image_ids: Tensor, epoch: int) -> tuple[Tensor, Geometry | None]:
+    def __call__(
+        self, images: Tensor, image_ids: Tensor, epoch: int
+    ) -> tuple[Tensor, Geometry | None]:
         """(views, where they lie) of a batch.
 
         images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
@@ -76,8 +89,12 @@ class Augment:
         place = _Place(len(images), size)
         if settings.resized_crop:
             boxes = self._resized_crops(settings.resized_crop, image_ids, epoch, size)
-            images = torch.stack([F.resized_crop(image, *box, list(size), antialias=True)
-                                  for image, box in zip(images, boxes.tolist(), strict=True)])
+            images = torch.stack(
+                [
+                    F.resized_crop(image, *box, list(size), antialias=True)
+                    for image, box in zip(images, boxes.tolist(), strict=True)
+                ]
+            )
             place.crop(boxes)
         if settings.crop_padding or settings.flip:
             shifts, flips = self._shifts(image_ids, epoch), self._flips(image_ids, epoch)
@@ -88,7 +105,9 @@ class Augment:
             images = self._randaugment(settings.randaugment, images, image_ids, epoch)
         if settings.erasing:
             images = self._erase(images, image_ids, epoch)
-        follows = settings.geometry == "follow" and (settings.resized_crop or settings.crop_padding or settings.flip)
+        follows = settings.geometry == "follow" and (
+            settings.resized_crop or settings.crop_padding or settings.flip
+        )
         return images, place.geometry(images.device) if follows else None
 
     def _draw(self, image_ids: Tensor, epoch: int, k: int, stream: int) -> np.ndarray:
@@ -97,7 +116,10 @@ class Augment:
     def _shifts(self, image_ids: Tensor, epoch: int) -> np.ndarray:
         """Where in the image a view's first pixel lies, (x, y), from -padding to +padding: int64 [B, 2]."""
         padding = self.settings.crop_padding
-        return np.floor(self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)).astype(np.int64) - padding
+        return (
+            np.floor(self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)).astype(np.int64)
+            - padding
+        )
 
     def _flips(self, image_ids: Tensor, epoch: int) -> np.ndarray:
         """Which images are mirrored: bool [B]."""
@@ -112,9 +134,15 @@ class Augment:
     ) -> np.ndarray:
         """(top, left, height, width) in pixels, int64 [B, 4], as torchvision's RandomResizedCrop draws it."""
         height, width = size
-        boxes, found = _boxes(self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP), size, settings.scale,
-                              settings.ratio)
-        low, high = settings.ratio  # the largest box in the middle of the image, when no attempt fits
+        boxes, found = _boxes(
+            self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP),
+            size,
+            settings.scale,
+            settings.ratio,
+        )
+        low, high = (
+            settings.ratio
+        )  # the largest box in the middle of the image, when no attempt fits
         h = height if width / height >= low else round(width / low)
         w = width if width / height <= high else round(height * high)
         boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
@@ -133,7 +161,9 @@ class Augment:
                     chosen = np.flatnonzero((choice == number) & (sign == direction))
                     if len(chosen) and name != "Identity":
                         where = torch.from_numpy(chosen).to(images.device)
-                        images[where] = OPERATIONS[name](images[where], settings.magnitude / 30, direction)
+                        images[where] = OPERATIONS[name](
+                            images[where], settings.magnitude / 30, direction
+                        )
         return images
 
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
@@ -144,7 +174,9 @@ class Augment:
         images = images.clone()
         for place in np.flatnonzero(found & (draws[:, 0] < self.settings.erasing)):
             top, left, height, width = boxes[place]
-            images[place, :, top:top + height, left:left + width] = colours[place, :images.shape[1], None, None]
+            images[place, :, top : top + height, left : left + width] = colours[
+                place, : images.shape[1], None, None
+            ]
         return images
 
 
@@ -153,12 +185,14 @@ def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Ten
     from left to right where ``flips`` [B] says so."""
     height, width = images.shape[-2:]
     views = torch.zeros_like(images)
-    for image, view, (x, y), flip in zip(images, views, shifts.tolist(), flips.tolist(), strict=True):
-        seen = image[:, max(y, 0):max(height + y, 0), max(x, 0):max(width + x, 0)]
+    for image, view, (x, y), flip in zip(
+        images, views, shifts.tolist(), flips.tolist(), strict=True
+    ):
+        seen = image[:, max(y, 0) : max(height + y, 0), max(x, 0) : max(width + x, 0)]
         top, left = max(-y, 0), max(-x, 0)
         if flip:
             seen, left = seen.flip(-1), width - left - seen.shape[-1]
-        view[:, top:top + seen.shape[-2], left:left + seen.shape[-1]] = seen
+        view[:, top : top + seen.shape[-2], left : left + seen.shape[-1]] = seen
     return views
 
 
@@ -183,14 +217,19 @@ class _Place:
         self._then(2 * shifts / self.pixels, np.ones(2))
 
     def flip(self, flips: np.ndarray) -> None:
-        self._then(np.zeros(2), np.stack([np.where(flips, -1.0, 1.0), np.ones(len(flips))], axis=-1))
+        self._then(
+            np.zeros(2), np.stack([np.where(flips, -1.0, 1.0), np.ones(len(flips))], axis=-1)
+        )
 
     def geometry(self, device: torch.device) -> Geometry:
-        return Geometry(*(torch.from_numpy(values).float().to(device) for values in (self.offset, self.scale)))
+        return Geometry(
+            *(torch.from_numpy(values).float().to(device) for values in (self.offset, self.scale))
+        )
 
 
-def _boxes(draws: np.ndarray, size: tuple[int, int], area: tuple[float, float],
-           ratio: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+def _boxes(
+    draws: np.ndarray, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
     """The first box of each image that fits: (top, left, height, width) int64 [B, 4], and whether there is one, bool [B].
 
     ``draws`` [B, 4 * attempts] are uniform; ``area`` bounds the share of the image, ``ratio`` bounds width / height,
@@ -202,37 +241,55 @@ def _boxes(draws: np.ndarray, size: tuple[int, int], area: tuple[float, float],
     ratios = np.exp(math.log(ratio[0]) + draws[..., 1] * math.log(ratio[1] / ratio[0]))
     w, h = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
     fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
-    top, left = np.floor(draws[..., 2] * (height - h + 1)), np.floor(draws[..., 3] * (width - w + 1))
+    top, left = (
+        np.floor(draws[..., 2] * (height - h + 1)),
+        np.floor(draws[..., 3] * (width - w + 1)),
+    )
     first = fits.argmax(axis=1)
     image = np.arange(len(draws))
     boxes = np.stack([top, left, h, w], axis=-1)[image, first]
     return boxes.astype(np.int64), fits[image, first]
 
 
-def _affine(images: Tensor, angle: float = 0.0, translate: tuple[float, float] = (0, 0),
-            shear: tuple[float, float] = (0.0, 0.0), centre: list[float] | None = None) -> Tensor:
-    return F.affine(images, angle=angle, translate=list(translate), scale=1.0, shear=list(shear), center=centre)
+def _affine(
+    images: Tensor,
+    angle: float = 0.0,
+    translate: tuple[float, float] = (0, 0),
+    shear: tuple[float, float] = (0.0, 0.0),
+    centre: list[float] | None = None,
+) -> Tensor:
+    return F.affine(
+        images, angle=angle, translate=list(translate), scale=1.0, shear=list(shear), center=centre
+    )
 
 
 OPERATIONS: dict[str, Callable[[Tensor, float, int], Tensor]] = {
     "Identity": lambda images, strength, sign: images,
-    "Brightness": lambda images, strength, sign: F.adjust_brightness(images, 1 + sign * 0.9 * strength),
+    "Brightness": lambda images, strength, sign: F.adjust_brightness(
+        images, 1 + sign * 0.9 * strength
+    ),
     "Color": lambda images, strength, sign: F.adjust_saturation(images, 1 + sign * 0.9 * strength),
     "Contrast": lambda images, strength, sign: F.adjust_contrast(images, 1 + sign * 0.9 * strength),
-    "Sharpness": lambda images, strength, sign: F.adjust_sharpness(images, 1 + sign * 0.9 * strength),
+    "Sharpness": lambda images, strength, sign: F.adjust_sharpness(
+        images, 1 + sign * 0.9 * strength
+    ),
     "Posterize": lambda images, strength, sign: F.posterize(images, round(8 - 4 * strength)),
     "Solarize": lambda images, strength, sign: F.solarize(images, 255 * (1 - strength)),
     "AutoContrast": lambda images, strength, sign: F.autocontrast(images),
     "Equalize": lambda images, strength, sign: F.equalize(images),
     "Rotate": lambda images, strength, sign: F.rotate(images, sign * 30 * strength),
     "ShearX": lambda images, strength, sign: _affine(
-        images, shear=(math.degrees(math.atan(sign * 0.3 * strength)), 0.0), centre=[0, 0]),
+        images, shear=(math.degrees(math.atan(sign * 0.3 * strength)), 0.0), centre=[0, 0]
+    ),
     "ShearY": lambda images, strength, sign: _affine(
-        images, shear=(0.0, math.degrees(math.atan(sign * 0.3 * strength))), centre=[0, 0]),
+        images, shear=(0.0, math.degrees(math.atan(sign * 0.3 * strength))), centre=[0, 0]
+    ),
     "TranslateX": lambda images, strength, sign: _affine(
-        images, translate=(int(sign * 150 / 331 * images.shape[-1] * strength), 0)),
+        images, translate=(int(sign * 150 / 331 * images.shape[-1] * strength), 0)
+    ),
     "TranslateY": lambda images, strength, sign: _affine(
-        images, translate=(0, int(sign * 150 / 331 * images.shape[-2] * strength))),
+        images, translate=(0, int(sign * 150 / 331 * images.shape[-2] * strength))
+    ),
 }
 """Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign, which the last four colour
 operations have no use for. Strengths as in torchvision's RandAugment, whose magnitude is 30 times ours."""
@@ -271,8 +328,9 @@ class Mix:
         return (torch.minimum(last, cells + 1) - torch.maximum(first, cells)).clamp(0, 1)
 
 
-def mix(images: Tensor, image_ids: Tensor, seed: int, epoch: int,
-        settings: AugmentSettings) -> tuple[Tensor, Mix | None]:
+def mix(
+    images: Tensor, image_ids: Tensor, seed: int, epoch: int, settings: AugmentSettings
+) -> tuple[Tensor, Mix | None]:
     """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both are off.
 
     images      floating point [B, C, height, width], normalised or not: mixing is linear
@@ -304,6 +362,7 @@ def mix(images: Tensor, image_ids: Tensor, seed: int, epoch: int,
 def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
     """Uniform draws turned into draws from Beta(alpha, alpha)."""
     from scipy.special import betaincinv
+
     return betaincinv(alpha, alpha, draws) if alpha else draws
 
 
@@ -334,5 +393,8 @@ def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
     """Probabilities of classes [B, C] for a mixed batch: one-hot labels, or the teacher's softmax (never its logits)."""
     if mixed is None:
         return probabilities
-    return torch.lerp(probabilities[mixed.partner.to(probabilities.device)], probabilities,
-                      mixed.weight.to(probabilities)[:, None])
+    return torch.lerp(
+        probabilities[mixed.partner.to(probabilities.device)],
+        probabilities,
+        mixed.weight.to(probabilities)[:, None],
+    )

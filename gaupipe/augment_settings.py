@@ -8,8 +8,17 @@ from pydantic import Field, model_validator
 
 from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight
 
-COLOUR_OPERATIONS = ("Identity", "Brightness", "Color", "Contrast", "Sharpness", "Posterize", "Solarize",
-                     "AutoContrast", "Equalize")
+COLOUR_OPERATIONS = (
+    "Identity",
+    "Brightness",
+    "Color",
+    "Contrast",
+    "Sharpness",
+    "Posterize",
+    "Solarize",
+    "AutoContrast",
+    "Equalize",
+)
 """RandAugment's operations that leave every pixel where it is."""
 GEOMETRIC_OPERATIONS = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
 """RandAugment's operations that stored Gaussians are not moved along with."""
@@ -28,7 +37,9 @@ class ResizedCropSettings(Section):
     @model_validator(mode="after")
     def _consistent(self) -> ResizedCropSettings:
         if not self.scale[0] <= self.scale[1] <= 1:
-            raise ValueError("scale should be two shares of the area, the smaller first, none above 1")
+            raise ValueError(
+                "scale should be two shares of the area, the smaller first, none above 1"
+            )
         if self.ratio[0] > self.ratio[1]:
             raise ValueError("ratio should be two numbers, the smaller first")
         return self
@@ -46,11 +57,18 @@ class RandAugmentSettings(Section):
 
     @model_validator(mode="after")
     def _known(self) -> RandAugmentSettings:
-        unknown = [name for name in self.operations if name not in (*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)]
+        unknown = [
+            name
+            for name in self.operations
+            if name not in (*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
+        ]
         if unknown or not self.operations:
-            raise ValueError(f"unknown operation {unknown[0]!r}; known: "
-                             f"{', '.join((*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS))}" if unknown
-                             else "operations is empty; null switches RandAugment off")
+            raise ValueError(
+                f"unknown operation {unknown[0]!r}; known: "
+                f"{', '.join((*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS))}"
+                if unknown
+                else "operations is empty; null switches RandAugment off"
+            )
         return self
 
 
@@ -75,10 +93,15 @@ class AugmentSettings(Section):
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> AugmentSettings:
-        named = [name for name in self.randaugment.operations if name in GEOMETRIC_OPERATIONS] \
-            if self.randaugment else []
+        named = (
+            [name for name in self.randaugment.operations if name in GEOMETRIC_OPERATIONS]
+            if self.randaugment
+            else []
+        )
         if named and self.geometry == "follow":
-            raise ValueError(f"Gaussians cannot follow RandAugment's {', '.join(named)}: take "
-                             f"{'it' if len(named) == 1 else 'them'} out of randaugment.operations, or set geometry to "
-                             "ignore to use stored maps that do not match the image")
+            raise ValueError(
+                f"Gaussians cannot follow RandAugment's {', '.join(named)}: take "
+                f"{'it' if len(named) == 1 else 'them'} out of randaugment.operations, or set geometry to "
+                "ignore to use stored maps that do not match the image"
+            )
         return self

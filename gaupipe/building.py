@@ -37,8 +37,13 @@ def select_device(settings: Settings) -> torch.device:
     return device
 
 
-def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard", device: str | None = None,
-              **options: Any) -> nn.Module:
+def build_vit(
+    model: ModelSettings,
+    data: ImageData,
+    attention: str = "standard",
+    device: str | None = None,
+    **options: Any,
+) -> nn.Module:
     """The timm model that the settings name, sized for the data, its weights started as the settings say.
 
     ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot, and for images that
@@ -50,14 +55,18 @@ def build_vit(model: ModelSettings, data: ImageData, attention: str = "standard"
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
         placed = {"device": device} if device else {}
-        vit = timm.create_model(model.name, attention=attention, **{**sizes, **model.args}, **options, **placed)
+        vit = timm.create_model(
+            model.name, attention=attention, **{**sizes, **model.args}, **options, **placed
+        )
         _check_patches(vit.patch_embed.patch_size, data.image_size)
         start_weights(vit, model)
     except UserError:
         raise
     except Exception as error:  # whatever timm's classes make of keywords they were not written for
-        raise UserError(f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
-                        f"{model.args}: {_reason(error)}") from None
+        raise UserError(
+            f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
+            f"{model.args}: {_reason(error)}"
+        ) from None
     return vit
 
 
@@ -76,34 +85,60 @@ def _check_patches(patch: tuple[int, int], image_size: int) -> None:
 def _reason(error: Exception) -> str:
     """The first line of an error, with its type where that says more."""
     text = (str(error).splitlines() or [""])[0]
-    return text if isinstance(error, ValueError | RuntimeError) and text else f"{type(error).__name__} {text}".strip()
+    return (
+        text
+        if isinstance(error, ValueError | RuntimeError) and text
+        else f"{type(error).__name__} {text}".strip()
+    )
 
 
-def build_optimizer(vit: nn.Module, optim: OptimSettings, epochs: int, steps_per_epoch: int,
-                    extra_groups: list[dict[str, Any]] = ()) -> tuple[torch.optim.Optimizer, Any]:
+def build_optimizer(
+    vit: nn.Module,
+    optim: OptimSettings,
+    epochs: int,
+    steps_per_epoch: int,
+    extra_groups: list[dict[str, Any]] = (),
+) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update number.
 
     ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule. Raises UserError for
     what timm cannot make.
     """
+
     def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return [*param_groups_weight_decay(model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()),
-                *extra_groups]
+        return [
+            *param_groups_weight_decay(
+                model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()
+            ),
+            *extra_groups,
+        ]
 
     try:
         takes = inspect.signature(get_optimizer_class(optim.name, bind_defaults=False)).parameters
         options = {"betas": optim.betas} if "betas" in takes else {}
-        optimizer = create_optimizer_v2(vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options)
+        optimizer = create_optimizer_v2(
+            vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options
+        )
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
     warmup = min(optim.warmup_epochs, epochs)
     try:
         schedule, _ = create_scheduler_v2(
-            optimizer, optim.schedule, min_lr=optim.min_lr, warmup_lr=optim.min_lr, warmup_epochs=warmup, warmup_prefix=True,
-            step_on_epochs=False, updates_per_epoch=steps_per_epoch, **{"num_epochs": epochs - warmup or 1} | optim.schedule_args)
+            optimizer,
+            optim.schedule,
+            min_lr=optim.min_lr,
+            warmup_lr=optim.min_lr,
+            warmup_epochs=warmup,
+            warmup_prefix=True,
+            step_on_epochs=False,
+            updates_per_epoch=steps_per_epoch,
+            **{"num_epochs": epochs - warmup or 1} | optim.schedule_args,
+        )
         if schedule is None:
             raise ValueError("'constant' holds the rate")
     except (AssertionError, ValueError, TypeError) as error:
-        raise UserError(f"optim.schedule: timm cannot make {optim.schedule!r} of {epochs} epochs with "
-                        f"{optim.schedule_args}: {error}") from None
+        raise UserError(
+            f"optim.schedule: timm cannot make {optim.schedule!r} of {epochs} epochs with "
+            f"{optim.schedule_args}: {error}"
+        ) from None
     return optimizer, schedule

@@ -17,11 +17,17 @@ from gaupipe import __version__
 from gaupipe.attention import STUDENTS
 from gaupipe.errors import UserError
 
-UsageError = typer.BadParameter.__base__  # typer brings its own copy of click or uses the installed one
+UsageError = (
+    typer.BadParameter.__base__
+)  # typer brings its own copy of click or uses the installed one
 
-app = typer.Typer(name="gaupipe", pretty_exceptions_enable=False, add_completion=False,
-                  context_settings={"help_option_names": ["-h", "--help"]},
-                  help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.")
+app = typer.Typer(
+    name="gaupipe",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.",
+)
 
 Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
 
@@ -38,28 +44,62 @@ class Encoding(StrEnum):
     uint8 = "uint8"
 
 
-ConfigArgument = Annotated[str | None, typer.Argument(
-    metavar="[CONFIG]", help="A YAML file, or the name of a shipped configuration.", show_default="digits")]
-RunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run.",
-                                                show_default="the run in runs/ that was used last")]
-StudentName = Annotated[str | None, typer.Option("--student", metavar="NAME", help="The student: its attention, or "
-                                                    "the --name it was trained under.",
-                                                    show_default="the one trained last")]
+ConfigArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[CONFIG]",
+        help="A YAML file, or the name of a shipped configuration.",
+        show_default="digits",
+    ),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", help="Folder of the run.", show_default="the run in runs/ that was used last"
+    ),
+]
+StudentName = Annotated[
+    str | None,
+    typer.Option(
+        "--student",
+        metavar="NAME",
+        help="The student: its attention, or the --name it was trained under.",
+        show_default="the one trained last",
+    ),
+]
 Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
-NewRunDir = Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run.",
-                                                   show_default="runs/NAME of the configuration")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one setting; repeatable.",
-                                                        show_default="none")]
+NewRunDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--run-dir", help="Folder of the run.", show_default="runs/NAME of the configuration"
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="A.B=C", help="Change one setting; repeatable.", show_default="none"
+    ),
+]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
-Force = Annotated[bool, typer.Option("--force", help="Start even if memory or disk look too small.")]
-Store = Annotated[str | None, typer.Argument(metavar="[STORE]", help="Path or URL of an attention-map store.",
-                                                show_default="that of the run")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start even if memory or disk look too small.")
+]
+Store = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[STORE]",
+        help="Path or URL of an attention-map store.",
+        show_default="that of the run",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
-def root(context: typer.Context,
-         version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
     if version:
         print(f"gaupipe {__version__}")
     elif context.invoked_subcommand is None:
@@ -67,51 +107,96 @@ def root(context: typer.Context,
 
 
 @app.command()
-def run(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
-        student: Annotated[Student | None, typer.Option(help="Attention of the student.",
-                                                           show_default="phase_b.student of the settings")] = None
-        ) -> None:
+def run(
+    config: ConfigArgument = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    student: Annotated[
+        Student | None,
+        typer.Option(
+            help="Attention of the student.", show_default="phase_b.student of the settings"
+        ),
+    ] = None,
+) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import run as stage
+
     rows = stage.run(settings, folder, student and student.value)
     table = Table(title=f"{settings.data.name}: {folder}", title_justify="left")
     for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
     for row in rows:
-        table.add_row(row["model"], str(row["epochs"]), _percent(row["train_acc"]), _percent(row["val_acc"]),
-                      f"{row['seconds']:.1f}")
+        table.add_row(
+            row["model"],
+            str(row["epochs"]),
+            _percent(row["train_acc"]),
+            _percent(row["val_acc"]),
+            f"{row['seconds']:.1f}",
+        )
     Console().print(table)
 
 
 @app.command("phase-a")
-def phase_a(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
-            resume: Resume = False, force: Force = False) -> None:
+def phase_a(
+    config: ConfigArgument = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    force: Force = False,
+) -> None:
     """Train the teacher: find, for each training image, where every token looks."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import phase_a as stage
+
     stage.run(settings, folder, resume=resume, force=force)
     print(folder)
 
 
 @app.command("export-maps")
-def export_maps(run_dir: RunDir = None, kind: Annotated[Kind | None, typer.Option(
-                    help="What is stored per image.", show_default="gaussian; prior where images have no Gaussians of their "
-                                                                   "own")] = None,
-                out: Annotated[str | None, typer.Option(metavar="PATH-OR-URL", help="Where the store goes.",
-                                                           show_default="maps.zarr in the run directory")] = None,
-                overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a store that is there.")] = False,
-                repair: Annotated[bool, typer.Option("--repair", help="Rewrite what 'gaupipe verify' finds damaged, and "
-                                                                      "nothing else.")] = False,
-                shard_mb: Annotated[float, typer.Option("--shard-mb", min=0.001, help="Size of a file of the store before "
-                                                                                      "compression.")] = 32,
-                encoding: Annotated[Encoding, typer.Option(help="How Gaussians are stored.")] = Encoding.float16,
-                force: Force = False) -> None:
+def export_maps(
+    run_dir: RunDir = None,
+    kind: Annotated[
+        Kind | None,
+        typer.Option(
+            help="What is stored per image.",
+            show_default="gaussian; prior where images have no Gaussians of their own",
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH-OR-URL",
+            help="Where the store goes.",
+            show_default="maps.zarr in the run directory",
+        ),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a store that is there.")
+    ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair", help="Rewrite what 'gaupipe verify' finds damaged, and nothing else."
+        ),
+    ] = False,
+    shard_mb: Annotated[
+        float,
+        typer.Option(
+            "--shard-mb", min=0.001, help="Size of a file of the store before compression."
+        ),
+    ] = 32,
+    encoding: Annotated[
+        Encoding, typer.Option(help="How Gaussians are stored.")
+    ] = Encoding.float16,
+    force: Force = False,
+) -> None:
     """Write the teacher's attention maps, predictions and the labels to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
     """
     from stages import export_maps as stage
+
     url = stage.run(
         _run(run_dir),
         kind and kind.value,
@@ -126,81 +211,182 @@ def export_maps(run_dir: RunDir = None, kind: Annotated[Kind | None, typer.Optio
 
 
 @app.command("phase-b")
-def phase_b(run_dir: RunDir = None,
-            student: Annotated[Student | None, typer.Option(
-                help="Attention of the student.", show_default="phase_b.student of the settings")] = None,
-            name: Annotated[str | None, typer.Option(
-                "--name", metavar="NAME", help="Name of the student's folder, to train several from the same maps.",
-                show_default="the attention")] = None,
-            overrides: Annotated[list[str] | None, typer.Option(
-                "--set", metavar="PHASE_B.X=Y", help="Change a setting for this student; repeatable.",
-                show_default="none")] = None,
-            maps: Annotated[str | None, typer.Option(metavar="PATH-OR-URL", help="The attention-map store.",
-                                                        show_default="maps.zarr in the run directory")] = None,
-            distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
-            resume: Resume = False) -> None:
+def phase_b(
+    run_dir: RunDir = None,
+    student: Annotated[
+        Student | None,
+        typer.Option(
+            help="Attention of the student.", show_default="phase_b.student of the settings"
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="Name of the student's folder, to train several from the same maps.",
+            show_default="the attention",
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PHASE_B.X=Y",
+            help="Change a setting for this student; repeatable.",
+            show_default="none",
+        ),
+    ] = None,
+    maps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH-OR-URL",
+            help="The attention-map store.",
+            show_default="maps.zarr in the run directory",
+        ),
+    ] = None,
+    distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
+    resume: Resume = False,
+) -> None:
     """Distil the stored maps into an ordinary ViT, saved as a folder that timm loads."""
     run_dir = _run(run_dir)
     from stages import phase_b as stage
     from stages.run_directory import RunDirectory
+
     key = student and student.value
-    stage.run(run_dir, key, name=name, overrides=overrides or [], maps_url=maps, resume=resume, distilled=distill)
+    stage.run(
+        run_dir,
+        key,
+        name=name,
+        overrides=overrides or [],
+        maps_url=maps,
+        resume=resume,
+        distilled=distill,
+    )
     run = RunDirectory(run_dir)
     print(run.student(name or key or run.settings().phase_b.student, distill) / "student")
 
 
 @app.command()
-def evaluate(run_dir: RunDir = None, student: StudentName = None,
-             test: Annotated[bool, typer.Option("--test", help="The test split in place of the validation split.")] = False,
-             plain: Plain = False, as_json: AsJson = False) -> None:
+def evaluate(
+    run_dir: RunDir = None,
+    student: StudentName = None,
+    test: Annotated[
+        bool, typer.Option("--test", help="The test split in place of the validation split.")
+    ] = False,
+    plain: Plain = False,
+    as_json: AsJson = False,
+) -> None:
     """Accuracy and loss of a trained student."""
     run_dir = _run(run_dir)
     from stages import evaluate as stage
+
     split = "test" if test else "val"
     _report(stage.run(run_dir, student, split=split, distilled=not plain), as_json)
 
 
 @app.command("export-student")
-def export_student(run_dir: RunDir = None, student: StudentName = None,
-                   out: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the model goes.",
-                                                               show_default="student.onnx beside the student")] = None,
-                   plain: Plain = False) -> None:
+def export_student(
+    run_dir: RunDir = None,
+    student: StudentName = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where the model goes.",
+            show_default="student.onnx beside the student",
+        ),
+    ] = None,
+    plain: Plain = False,
+) -> None:
     """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe\\[onnx]')."""
     run_dir = _run(run_dir)
     from stages import export_student as stage
+
     path, difference = stage.run(run_dir, student, out=out, distilled=not plain)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
 @app.command()
-def compare(config: ConfigArgument = None,
-            run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the comparison.",
-                                                            show_default="runs/compare-NAME of the configuration")] = None,
-            overrides: Overrides = None,
-            students: Annotated[str | None, typer.Option(metavar="A,B", help="Attentions of the students.",
-                                                            show_default="phase_b.student of the settings")] = None,
-            seeds: Annotated[str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")] = "0,1,2",
-            sweep: Annotated[str | None, typer.Option(metavar="SWEEP", help="Further cells: a YAML list of settings, or "
-                                                         "the name of a shipped sweep.", show_default="none")] = None,
-            rows: Annotated[list[str] | None, typer.Option("--row", metavar="NAME", help="Only this row, the plain ViT, and "
-                                                              "the rows it is like; may be repeated.",
-                                                              show_default="all rows")] = None,
-            targets: Annotated[str | None, typer.Option(metavar="0.8,0.84", help="Validation accuracies to compare at.",
-                                                           show_default="95, 98, 100 % of the plain ViT's last")] = None,
-            tune: Annotated[bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")] = True,
-            jobs: Annotated[int, typer.Option(min=1, help="Trainings at once, each in a process.")] = 1,
-            test: Annotated[bool, typer.Option("--test", help="Also score the finished runs on the test split.")] = False,
-            as_json: AsJson = False) -> None:
+def compare(
+    config: ConfigArgument = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            help="Folder of the comparison.",
+            show_default="runs/compare-NAME of the configuration",
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    students: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A,B",
+            help="Attentions of the students.",
+            show_default="phase_b.student of the settings",
+        ),
+    ] = None,
+    seeds: Annotated[
+        str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")
+    ] = "0,1,2",
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SWEEP",
+            help="Further cells: a YAML list of settings, or the name of a shipped sweep.",
+            show_default="none",
+        ),
+    ] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--row",
+            metavar="NAME",
+            help="Only this row, the plain ViT, and the rows it is like; may be repeated.",
+            show_default="all rows",
+        ),
+    ] = None,
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            metavar="0.8,0.84",
+            help="Validation accuracies to compare at.",
+            show_default="95, 98, 100 % of the plain ViT's last",
+        ),
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")
+    ] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at once, each in a process.")] = 1,
+    test: Annotated[
+        bool, typer.Option("--test", help="Also score the finished runs on the test split.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Plain ViT, distilled students and controls over several seeds: epochs to accuracy, side by side.
 
     Runs that have finished are not made again. Tables go to the terminal, CSV and JSON, curves to PNG and SVG.
     """
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
-    keys = _listed("--students", students or settings.phase_b.student, str, lambda key: key in STUDENTS, ", ".join(STUDENTS))
-    numbers = _listed("--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2")
-    goals = _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1") if targets else []
+    keys = _listed(
+        "--students",
+        students or settings.phase_b.student,
+        str,
+        lambda key: key in STUDENTS,
+        ", ".join(STUDENTS),
+    )
+    numbers = _listed(
+        "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
+    )
+    goals = (
+        _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1")
+        if targets
+        else []
+    )
     from stages import compare as stage
+
     results = stage.run(
         settings,
         folder,
@@ -222,28 +408,61 @@ def compare(config: ConfigArgument = None,
 
 
 @app.command()
-def inspect(maps: Store = None, run_dir: RunDir = None,
-            student: Annotated[str | None, typer.Option(
-                "--student", metavar="NAME", help="This student's own maps in place of the stored ones.",
-                show_default="the store")] = None,
-            image: Annotated[int | None, typer.Option(help="Image id; without it a summary.", show_default="none")] = None,
-            layer: Annotated[int | None, typer.Option(help="Encoder block, from 0.", show_default="0")] = None,
-            head: Annotated[str | None, typer.Option(metavar="H|mean", help="Head, from 0, or their mean.",
-                                                        show_default="mean")] = None,
-            query: Annotated[str | None, typer.Option(metavar="Q|mean", help="Query token, from 0 in row-major order, "
-                                                         "or their mean.", show_default="mean")] = None,
-            png: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the image with the map over it.",
-                                                       show_default="none")] = None,
-            as_json: AsJson = False) -> None:
+def inspect(
+    maps: Store = None,
+    run_dir: RunDir = None,
+    student: Annotated[
+        str | None,
+        typer.Option(
+            "--student",
+            metavar="NAME",
+            help="This student's own maps in place of the stored ones.",
+            show_default="the store",
+        ),
+    ] = None,
+    image: Annotated[
+        int | None, typer.Option(help="Image id; without it a summary.", show_default="none")
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option(help="Encoder block, from 0.", show_default="0")
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(metavar="H|mean", help="Head, from 0, or their mean.", show_default="mean"),
+    ] = None,
+    query: Annotated[
+        str | None,
+        typer.Option(
+            metavar="Q|mean",
+            help="Query token, from 0 in row-major order, or their mean.",
+            show_default="mean",
+        ),
+    ] = None,
+    png: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Draw the image with the map over it.", show_default="none"
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """What a store holds: a summary, or where one image's queries look. With --student, what a student attends to."""
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
+
     if image is None:
-        for option, value in (("--layer", layer), ("--head", head), ("--query", query), ("--png", png)):
+        for option, value in (
+            ("--layer", layer),
+            ("--head", head),
+            ("--query", query),
+            ("--png", png),
+        ):
             if value is not None:
-                raise UserError(f"{option} {value}: shows one image's map: name the image with --image ID")
+                raise UserError(
+                    f"{option} {value}: shows one image's map: name the image with --image ID"
+                )
         _report(stage.summary(maps, run_dir, student), as_json)
         return
     seen = stage.attention(
@@ -263,40 +482,71 @@ def inspect(maps: Store = None, run_dir: RunDir = None,
 
 
 @app.command()
-def verify(maps: Store = None,
-           teacher: Annotated[bool, typer.Option("--teacher", help="Also run the teacher again on a sample of the images "
-                                                                   "and compare.")] = False,
-           run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the teacher's run.",
-                                                           show_default="the folder the store is in")] = None,
-           sample: Annotated[int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole "
-                                                           "batches.")] = 256) -> None:
+def verify(
+    maps: Store = None,
+    teacher: Annotated[
+        bool,
+        typer.Option(
+            "--teacher", help="Also run the teacher again on a sample of the images and compare."
+        ),
+    ] = False,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            help="Folder of the teacher's run.",
+            show_default="the folder the store is in",
+        ),
+    ] = None,
+    sample: Annotated[
+        int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole batches.")
+    ] = 256,
+) -> None:
     """Check that every chunk of a store is present and intact; exit code 0 only then."""
     if maps is None:
         run_dir = _run(run_dir)
         maps = str(run_dir / "maps.zarr")
     from stages import verify as stage
+
     problems = stage.run(maps)
     if teacher and not problems:
         problems = stage.against_teacher(maps, run_dir, sample)
     for problem in problems:
         print(problem)
     if problems:
-        print(f"gaupipe: {maps}: {len(problems)} problem{'s' if len(problems) > 1 else ''}", file=sys.stderr)
+        print(
+            f"gaupipe: {maps}: {len(problems)} problem{'s' if len(problems) > 1 else ''}",
+            file=sys.stderr,
+        )
         raise typer.Exit(1)
     print(f"{maps}: complete and intact" + (", as the teacher says" if teacher else ""))
 
 
 @app.command()
-def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Overrides = None,
-         steps: Annotated[int, typer.Option(min=0, help="Training steps to measure; 0 leaves the times out.")] = 4,
-         images: Annotated[int | None, typer.Option(min=1, help="Training images of a data set that is not here.",
-                                                       show_default="read from the data set")] = None,
-         classes: Annotated[int | None, typer.Option(min=2, help="Its classes.",
-                                                        show_default="read from the data set")] = None,
-         as_json: AsJson = False) -> None:
+def plan(
+    config: ConfigArgument = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Training steps to measure; 0 leaves the times out.")
+    ] = 4,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Training images of a data set that is not here.",
+            show_default="read from the data set",
+        ),
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=2, help="Its classes.", show_default="read from the data set")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import plan as stage
+
     planned = stage.run(settings, folder, steps=steps, images=images, classes=classes)
     if as_json:
         print(json.dumps(planned))
@@ -308,18 +558,25 @@ def plan(config: ConfigArgument = None, run_dir: NewRunDir = None, overrides: Ov
 
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything else."""
-    for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
-            print("gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues",
-                  file=sys.stderr)
+            print(
+                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues",
+                file=sys.stderr,
+            )
         sys.exit(code)
     except UsageError as error:
-        _fail(f"{error.format_message().replace('Value error, ', '')} "
-              f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)")
+        _fail(
+            f"{error.format_message().replace('Value error, ', '')} "
+            f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)"
+        )
     except UserError as error:
         _fail(error)
     except ValueError as error:
@@ -345,6 +602,7 @@ def _run(run_dir: Path | None) -> Path:
     """The folder of the run that a command continues: the one named, else the one used last, which is then said."""
     if run_dir is None:
         from stages.run_directory import last_used
+
         run_dir = last_used().path
         print(f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr)
     return run_dir
@@ -359,8 +617,11 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _settings(config: str | None, overrides: list[str] | None, run_dir: Path | None) -> tuple[Any, Path]:
+def _settings(
+    config: str | None, overrides: list[str] | None, run_dir: Path | None
+) -> tuple[Any, Path]:
     from gaupipe.config import load
+
     config = config or "digits"
     return load(config, overrides or []), run_dir or Path("runs") / Path(config).stem
 

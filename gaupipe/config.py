@@ -20,24 +20,49 @@ from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight
 
 StudentKey = Literal[STUDENTS]
 
-IRRELEVANT = ("device", "threads", "key_snapshots", "data.workers", "data.eval_batch_size", "data.root", "data.download")
+IRRELEVANT = (
+    "device",
+    "threads",
+    "key_snapshots",
+    "data.workers",
+    "data.eval_batch_size",
+    "data.root",
+    "data.download",
+)
 """Settings that do not make another run of it: they may differ when one is continued."""
 
 
-IN_PHASE_B = ("phase_b.", "baseline.", "seed", "precision", "compile", "data.batch_size", "model.init",
-              "model.init_std", "model.pos_embed_std", *IRRELEVANT)
+IN_PHASE_B = (
+    "phase_b.",
+    "baseline.",
+    "seed",
+    "precision",
+    "compile",
+    "data.batch_size",
+    "model.init",
+    "model.init_std",
+    "model.pos_embed_std",
+    *IRRELEVANT,
+)
 """Settings that students of one teacher may differ in; a name that ends in a dot stands for its section."""
 
 
 MODEL_ARGS_ELSEWHERE = {
-    **dict.fromkeys(("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"),
-    **dict.fromkeys(("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
-                    "no setting loads trained weights"),
+    **dict.fromkeys(
+        ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
+    ),
+    **dict.fromkeys(
+        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
+        "no setting loads trained weights",
+    ),
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
-    "attention": "see phase_b.student", "attn_layer": "see phase_b.student",
+    "attention": "see phase_b.student",
+    "attn_layer": "see phase_b.student",
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
-    **dict.fromkeys(("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
-                    "gaupipe needs the whole model at one image size"),
+    **dict.fromkeys(
+        ("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
+        "gaupipe needs the whole model at one image size",
+    ),
     "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
@@ -196,10 +221,14 @@ class PhaseASettings(Section):
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
         if self.augment.mixup or self.augment.cutmix:
-            raise ValueError("augment: phase A learns where to look in single images: set mixup and cutmix in "
-                             "phase_b.augment instead")
+            raise ValueError(
+                "augment: phase A learns where to look in single images: set mixup and cutmix in "
+                "phase_b.augment instead"
+            )
         if not (self.prior or self.residual):
-            raise ValueError("prior and residual are both off: nothing is left to learn where to look")
+            raise ValueError(
+                "prior and residual are both off: nothing is left to learn where to look"
+            )
         return self
 
 
@@ -304,7 +333,9 @@ def load(source: str | Path, overrides: list[str] = ()) -> Settings:
     """
     tree = read_yaml(source) or {}
     if not isinstance(tree, dict):
-        raise UserError(f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}")
+        raise UserError(
+            f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
+        )
     for override in overrides:
         _apply(tree, override)
     return parse(tree, str(source))
@@ -338,8 +369,11 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def shipped(kind: str = "") -> list[str]:
     """Names of the configurations inside the package, or of what lies in a folder beside them: ``sweeps``."""
-    return sorted(path.name.removesuffix(".yaml") for path in (resources.files("gaupipe.configs") / kind).iterdir()
-                  if path.name.endswith(".yaml"))
+    return sorted(
+        path.name.removesuffix(".yaml")
+        for path in (resources.files("gaupipe.configs") / kind).iterdir()
+        if path.name.endswith(".yaml")
+    )
 
 
 def read_yaml(source: str | Path, kind: str = "") -> Any:
@@ -347,8 +381,10 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
     path: Any = Path(source)
     if not path.is_file():
         if str(source) not in shipped(kind):
-            raise UserError(f"no file {str(source)!r}: give the path of a YAML file or one of "
-                            f"{', '.join(shipped(kind))} (shipped with gaupipe)")
+            raise UserError(
+                f"no file {str(source)!r}: give the path of a YAML file or one of "
+                f"{', '.join(shipped(kind))} (shipped with gaupipe)"
+            )
         path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
     try:
         return _parse_yaml(path.read_text(encoding="utf-8"))
@@ -362,15 +398,19 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             alias = self.peek_event()
-            raise yaml.MarkedYAMLError(problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for number, key in enumerate(keys):
             if key in keys[:number]:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice",
-                                           problem_mark=node.value[number][0].start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is given twice",
+                    problem_mark=node.value[number][0].start_mark,
+                )
         return super().construct_mapping(node, deep)
 
 
@@ -432,7 +472,11 @@ def _first_problem(error: ValidationError) -> str:
         *parents, unknown = problem["loc"]
         section = _section(parents)
         near = difflib.get_close_matches(str(unknown), section, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?" if near else f"known: {', '.join(section)}"
+        hint = (
+            f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?"
+            if near
+            else f"known: {', '.join(section)}"
+        )
         return f"unknown setting {location!r}; {hint}"
     message = problem["msg"].removeprefix("Value error, ")
     given = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
@@ -444,6 +488,9 @@ def _section(parents: list) -> list[str]:
     model: Any = Settings
     for parent in parents:
         annotation = model.model_fields[parent].annotation
-        model = next(kind for kind in (annotation, *get_args(annotation))
-                     if isinstance(kind, type) and issubclass(kind, Section))
+        model = next(
+            kind
+            for kind in (annotation, *get_args(annotation))
+            if isinstance(kind, type) and issubclass(kind, Section)
+        )
     return list(model.model_fields)

@@ -37,9 +37,13 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     attention_type = attention_class(attention)
     check_options(attention_type, options)
     if not issubclass(attention_type, StudentAttention):
-        raise UserError(f"cannot convert to {attention!r}: it has no queries and keys that could take over the weights")
+        raise UserError(
+            f"cannot convert to {attention!r}: it has no queries and keys that could take over the weights"
+        )
     if not isinstance(model, VisionTransformer):
-        raise UserError(f"cannot convert a {type(model).__name__}: only timm's VisionTransformer and its subclasses")
+        raise UserError(
+            f"cannot convert a {type(model).__name__}: only timm's VisionTransformer and its subclasses"
+        )
     options = {**attention_type.conversion_options, **options}
     converted = copy.deepcopy(model)
     for layer, block in enumerate(converted.blocks):
@@ -53,14 +57,25 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     return converted
 
 
-def swap(old: nn.Module, attention_type: type[StudentAttention], options: dict, where: str) -> StudentAttention:
+def swap(
+    old: nn.Module, attention_type: type[StudentAttention], options: dict, where: str
+) -> StudentAttention:
     """An attention of another class that shares the modules, and so the weights, of ``old``. Raises UserError, naming
     ``where``, if ``old`` is neither timm's ``Attention`` nor one of gaupipe's."""
     if type(old) is not Attention and not isinstance(old, StudentAttention):
-        raise UserError(f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's Attention and "
-                        "gaupipe's own have the same queries, keys and values")
+        raise UserError(
+            f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's Attention and "
+            "gaupipe's own have the same queries, keys and values"
+        )
     weight = old.qkv.weight
-    new = attention_type(weight.shape[1], old.num_heads, attn_head_dim=old.head_dim, dim_out=old.proj.out_features,
-                         device=weight.device, dtype=weight.dtype, **options)
+    new = attention_type(
+        weight.shape[1],
+        old.num_heads,
+        attn_head_dim=old.head_dim,
+        dim_out=old.proj.out_features,
+        device=weight.device,
+        dtype=weight.dtype,
+        **options,
+    )
     new.take_over(old)
     return new.train(old.training)

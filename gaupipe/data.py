@@ -88,7 +88,7 @@ class _Order:
     def batches(self) -> list[np.ndarray]:
         """The image ids of each batch."""
         starts = range(0, len(self.image_ids), self.batch_size)
-        return [self.image_ids[start:start + self.batch_size] for start in starts]
+        return [self.image_ids[start : start + self.batch_size] for start in starts]
 
 
 @dataclass
@@ -211,8 +211,13 @@ class ImageData:
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split."""
         splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
-        path.write_text(json.dumps({"dataset": self.name, "sha256": self.sha256} |
-                                   {name: split.positions.tolist() for name, split in splits.items()}) + "\n")
+        path.write_text(
+            json.dumps(
+                {"dataset": self.name, "sha256": self.sha256}
+                | {name: split.positions.tolist() for name, split in splits.items()}
+            )
+            + "\n"
+        )
 
 
 def load_data(settings: DataSettings) -> ImageData:
@@ -220,14 +225,18 @@ def load_data(settings: DataSettings) -> ImageData:
     train, test = open_sources(settings)
     labels = train.labels
     if len(np.unique(labels)) < 2:
-        raise UserError(f"data set {settings.name}: its training images are all of one class; "
-                        "two or more are needed")
+        raise UserError(
+            f"data set {settings.name}: its training images are all of one class; "
+            "two or more are needed"
+        )
     val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
     kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
     if settings.train_images is not None:
         if settings.train_images > len(kept):
-            raise UserError(f"data.train_images: {settings.train_images} asked, {settings.name} has {len(kept)} "
-                            "training images")
+            raise UserError(
+                f"data.train_images: {settings.train_images} asked, {settings.name} has {len(kept)} "
+                "training images"
+            )
         if settings.train_images < len(kept):
             _, kept = _stratified(kept, labels[kept], settings.train_images)
     split = Split(train, kept)
@@ -236,15 +245,24 @@ def load_data(settings: DataSettings) -> ImageData:
     else:
         from timm.data import IMAGENET_DEFAULT_MEAN as mean
         from timm.data import IMAGENET_DEFAULT_STD as std
-    image_size = settings.image_size or (train.images.shape[-1] if isinstance(train, ArrayImages) else 224)
+    image_size = settings.image_size or (
+        train.images.shape[-1] if isinstance(train, ArrayImages) else 224
+    )
     digest = hashlib.sha256(train.fingerprint())
     for array in (kept, split.labels):
         digest.update(np.asarray(array, dtype="<i8").tobytes())
     return ImageData(
-        name=settings.name, train=split, val=Split(train, held_out),
+        name=settings.name,
+        train=split,
+        val=Split(train, held_out),
         test=Split(test, np.arange(len(test))) if test is not None else None,
-        num_classes=int(labels.max()) + 1, channels=len(mean), image_size=image_size, mean=tuple(mean), std=tuple(std),
-        sha256=digest.hexdigest())
+        num_classes=int(labels.max()) + 1,
+        channels=len(mean),
+        image_size=image_size,
+        mean=tuple(mean),
+        std=tuple(std),
+        sha256=digest.hexdigest(),
+    )
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -255,17 +273,20 @@ def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]
         counts = torch.bincount(channel.flatten(), minlength=256).double()
         mean = (counts * values).sum() / counts.sum()
         means.append(mean.item())
-        stds.append(((counts * (values - mean)**2).sum() / (counts.sum() - 1)).sqrt().item())
+        stds.append(((counts * (values - mean) ** 2).sum() / (counts.sum() - 1)).sqrt().item())
     return tuple(means), tuple(stds)
 
 
-def _stratified(positions: np.ndarray, labels: np.ndarray, share: float | int) -> tuple[np.ndarray, np.ndarray]:
+def _stratified(
+    positions: np.ndarray, labels: np.ndarray, share: float | int
+) -> tuple[np.ndarray, np.ndarray]:
     """Splits positions class by class into (rest, share), each sorted; always the same way."""
     from sklearn.model_selection import train_test_split
+
     try:
         rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
     except ValueError as error:
-        raise UserError(f"cannot take {share} of {len(positions)} images class by class: {error}") from None
+        raise UserError(
+            f"cannot take {share} of {len(positions)} images class by class: {error}"
+        ) from None
     return np.sort(rest), np.sort(taken)
-
-

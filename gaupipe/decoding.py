@@ -29,8 +29,11 @@ def suffixes() -> dict[str, str]:
         suffix: "JPEG" if name == "MPO" else name  # an MPO is several JPEGs in a file
         for suffix, name in Image.registered_extensions().items()
     }
-    return {suffix: name for suffix, name in formats.items()
-            if name in Image.OPEN and name not in NOT_DECODED}
+    return {
+        suffix: name
+        for suffix, name in formats.items()
+        if name in Image.OPEN and name not in NOT_DECODED
+    }
 
 
 def suffix_of(name: str) -> str:
@@ -63,8 +66,10 @@ def read_rgb(file: BinaryIO, name: str) -> Image.Image:
 def _eight_bits(values: np.ndarray) -> np.ndarray:
     top = 65535 if np.issubdtype(values.dtype, np.integer) else 1
     if not ((values >= 0) & (values <= top)).all():  # NaN is not in the range either
-        raise ValueError(f"its values go from {values.min()} to {values.max()}; "
-                         f"0 to {top} can be scaled to 8 bits")
+        raise ValueError(
+            f"its values go from {values.min()} to {values.max()}; "
+            f"0 to {top} can be scaled to 8 bits"
+        )
     return np.rint(values * (255 / top)).astype(np.uint8)
 
 
@@ -74,8 +79,9 @@ def refusing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Pillow's decoders raise whatever their input makes them raise
-        raise UserError(f"{name}: not readable as an image ({_reason(error)}); "
-                        "replace it or take it out") from None
+        raise UserError(
+            f"{name}: not readable as an image ({_reason(error)}); replace it or take it out"
+        ) from None
 
 
 @contextlib.contextmanager

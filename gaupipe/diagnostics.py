@@ -51,8 +51,16 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
         mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)
         d = attention.perpendicular(mh, v)
         mh_update, d_update = (F.linear(signal, attention.proj.weight) for signal in (mh, d))
-        blocks.append(BlockGeometry(norm(mh), norm(d), norm(mh_update), norm(d_update),
-                                    angle(mh_update, x), angle(d_update, x)))
+        blocks.append(
+            BlockGeometry(
+                norm(mh),
+                norm(d),
+                norm(mh_update),
+                norm(d_update),
+                angle(mh_update, x),
+                angle(d_update, x),
+            )
+        )
         x = x + block.drop_path1(block.ls1(attention.proj_drop(attention.combine(mh, v))))
         x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
     return blocks

@@ -50,7 +50,9 @@ class TeacherMaps:
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
-        rows = self.stored[:, self.layers[layer]].float() if self.dense else outer(*self._axes(layer))
+        rows = (
+            self.stored[:, self.layers[layer]].float() if self.dense else outer(*self._axes(layer))
+        )
         rows = mixed_map(rows, self.mixed, self.match_grid or self.grid)
         return rows.mean(1, keepdim=True) if self.mean_heads else rows
 
@@ -61,9 +63,14 @@ class TeacherMaps:
         return expected_axes(gaussians, self.match_grid or self.grid)
 
 
-def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: TeacherMaps,
-                              layer_weights: list[float] | None = None, temperature: float = 1.0,
-                              direction: str = "teacher_student") -> tuple[Tensor, Tensor]:
+def forward_with_feature_loss(
+    student: nn.Module,
+    images: Tensor,
+    teacher: TeacherMaps,
+    layer_weights: list[float] | None = None,
+    temperature: float = 1.0,
+    direction: str = "teacher_student",
+) -> tuple[Tensor, Tensor]:
     """(logits [B, C], L_feat): the pass of ``student(images)`` with the divergence of each block's rows from the teacher's.
 
     The update comes from the same fused kernel as in plain training, and no T x T map is kept for the backward pass, so
@@ -86,20 +93,32 @@ def forward_with_feature_loss(student: nn.Module, images: Tensor, teacher: Teach
         if getattr(attention, "mask_diagonal", False):
             hidden = torch.eye(patch_q.shape[-2], dtype=torch.bool, device=q.device)
         axes = teacher.axes(layer)
-        if axes and temperature == 1.0 and direction == "teacher_student" and q.device.type == "cpu" \
-                and q.shape[-2] > 1 and not prefix and not (attention.training and attention.attn_drop.p):
+        if (
+            axes
+            and temperature == 1.0
+            and direction == "teacher_student"
+            and q.device.type == "cpu"
+            and q.shape[-2] > 1
+            and not prefix
+            and not (attention.training and attention.attn_drop.p)
+        ):
             heads, log_normaliser = _AttentionWithNormaliser.apply(q, k, v, hidden, attention.scale)
             divergence = separable_divergence(q, k, log_normaliser, axes, attention.scale, hidden)
         else:
+
             def compare(q: Tensor, k: Tensor) -> Tensor:
                 # softmax over the scores of patches is the whole row's, renormalised over patches
                 rows = attention.log_rows(q, k, None, False)
                 return feature_loss(rows, teacher.map(layer), temperature, direction, hidden)
 
-            divergence = checkpoint(compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False)
+            divergence = checkpoint(
+                compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+            )
             heads = attention.attend(q, k, v, None, False)
         divergences.append(weight * divergence)
-        return attention.proj_drop(attention.combine(attention.merge(heads, tokens), merge_heads(v)))
+        return attention.proj_drop(
+            attention.combine(attention.merge(heads, tokens), merge_heads(v))
+        )
 
     logits = run_blocks(student, images, attend)
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
@@ -111,8 +130,14 @@ def patch_rows(rows: Tensor, prefix: int) -> Tensor:
     return rows[..., prefix:, prefix:].log_softmax(-1) if prefix else rows
 
 
-def separable_divergence(q: Tensor, k: Tensor, log_normaliser: Tensor, axes: tuple[Tensor, Tensor], scale: float,
-                         hidden: Tensor | None = None) -> Tensor:
+def separable_divergence(
+    q: Tensor,
+    k: Tensor,
+    log_normaliser: Tensor,
+    axes: tuple[Tensor, Tensor],
+    scale: float,
+    hidden: Tensor | None = None,
+) -> Tensor:
     """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map with two factors.
 
     With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k) - H(P): the student's
@@ -136,7 +161,9 @@ class _MapTimesKeys(torch.autograd.Function):
     """P k [B, H, T, d_m] for keys k and the map P of two factors, which is made again for the gradient; and H(P) [B, H, T]."""
 
     @staticmethod
-    def forward(ctx, rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None, k: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows_y, rows_x, hidden)
         rows = _rows(rows_y, rows_x, hidden)
         if hidden is None:
@@ -160,22 +187,43 @@ class _AttentionWithNormaliser(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         ctx.width = v.shape[-1]
         v = F.pad(v, (0, q.shape[-1] - ctx.width))
-        mask = None if hidden is None else torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        mask = (
+            None
+            if hidden is None
+            else torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        )
         heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=scale)
+            q, k, v, attn_mask=mask, scale=scale
+        )
         ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
         ctx.scale = scale
-        return heads[..., :ctx.width], log_normaliser
+        return heads[..., : ctx.width], log_normaliser
 
     @staticmethod
-    def backward(ctx, grad_heads: Tensor, grad_normaliser: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(
+        ctx, grad_heads: Tensor, grad_normaliser: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
         width, dtype = q.shape[-1], q.dtype
-        grad = torch.cat([F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)], dim=-1)
+        grad = torch.cat(
+            [F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)],
+            dim=-1,
+        )
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, F.pad(q, (0, 1)), F.pad(k, (0, 1)), F.pad(v, (0, 1), value=1.0), F.pad(heads, (0, 1)), log_normaliser,
-            0.0, False, attn_mask=mask, scale=ctx.scale)
-        return dq[..., :width], dk[..., :width], dv[..., :ctx.width], None, None
+            grad,
+            F.pad(q, (0, 1)),
+            F.pad(k, (0, 1)),
+            F.pad(v, (0, 1), value=1.0),
+            F.pad(heads, (0, 1)),
+            log_normaliser,
+            0.0,
+            False,
+            attn_mask=mask,
+            scale=ctx.scale,
+        )
+        return dq[..., :width], dk[..., :width], dv[..., : ctx.width], None, None

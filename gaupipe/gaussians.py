@@ -72,8 +72,10 @@ def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Ten
     """
     h, w = grid
     gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
-    return (_expected_hat(gaussians[..., 1], gaussians[..., 3], h),
-            _expected_hat(gaussians[..., 0], gaussians[..., 2], w))
+    return (
+        _expected_hat(gaussians[..., 1], gaussians[..., 3], h),
+        _expected_hat(gaussians[..., 0], gaussians[..., 2], w),
+    )
 
 
 def outer(rows_y: Tensor, rows_x: Tensor) -> Tensor:
@@ -90,14 +92,19 @@ def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[i
     """Gaussians [..., T, 4] of a grid's queries for the queries of another grid: [..., T', 4], by bilinear interpolation
     between tokens. In normalised coordinates means and stds fit any grid, so only the queries change."""
     shape = gaussians.shape
-    planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)                     # [..., 4, h, w]
-    planes = torch.nn.functional.interpolate(planes, size=new_grid, mode="bilinear", align_corners=True)
+    planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)  # [..., 4, h, w]
+    planes = torch.nn.functional.interpolate(
+        planes, size=new_grid, mode="bilinear", align_corners=True
+    )
     return planes.permute(0, 2, 3, 1).reshape(*shape[:-2], new_grid[0] * new_grid[1], 4)
 
 
 def query_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
     """Normalised (x, y) of every token, [T, 2], row-major. An axis of one token sits at 0."""
-    y, x = (torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device) for n in grid)
+    y, x = (
+        torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device)
+        for n in grid
+    )
     return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
 
 
@@ -192,7 +199,9 @@ class Geometry:
 
     def to(self, device: torch.device) -> Geometry:
         """The same on another device."""
-        return Geometry(self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True))
+        return Geometry(
+            self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True)
+        )
 
 
 def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) -> Tensor:
@@ -211,9 +220,13 @@ def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) ->
         return gaussians
     h, w = grid
     offset, scale = (values.double() for values in geometry.to(gaussians.device).on_grid(grid))
-    rows_x, rows_y = (_query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h)))
+    rows_x, rows_y = (
+        _query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h))
+    )
     # float64 passes untouched through autocast and TF32, which would round coordinates to three digits
-    stored = gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
+    stored = (
+        gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
+    )
     taken = torch.einsum("byi,bmijc->bmyjc", rows_y, stored)
     taken = torch.einsum("bxj,bmyjc->bmyxc", rows_x, taken)
     shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None, None]
@@ -227,7 +240,11 @@ ON_TOKEN = 1e-4
 
 def _query_weights(offset: Tensor, scale: Tensor, n: int) -> Tensor:
     """Weights [B, n, n] of the n stored queries of an axis for each of the view's n, offset and scale [B]."""
-    view = torch.linspace(-1, 1, n, device=offset.device, dtype=offset.dtype) if n > 1 else offset.new_zeros(1)
+    view = (
+        torch.linspace(-1, 1, n, device=offset.device, dtype=offset.dtype)
+        if n > 1
+        else offset.new_zeros(1)
+    )
     u = _pixels(offset.unsqueeze(-1) + scale.unsqueeze(-1) * view, n)
     u = torch.where((u - u.round()).abs() < ON_TOKEN, u.round(), u).clamp(0, n - 1)
     return (1 - (u.unsqueeze(-1) - torch.arange(n, device=u.device)).abs()).clamp_min(0)

@@ -66,8 +66,11 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     if not unknown:
         return digests
     problems = []
-    with (quiet(), ThreadPoolExecutor(READERS) as pool,
-          EpochProgress("reading images", len(unknown), 1) as progress):
+    with (
+        quiet(),
+        ThreadPoolExecutor(READERS) as pool,
+        EpochProgress("reading images", len(unknown), 1) as progress,
+    ):
         try:
             read = pool.map(_examine, [paths[position] for position in unknown])
             for position, found in zip(unknown, read, strict=True):
@@ -77,9 +80,13 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
                     digests[position] = found
                 progress.advance(1)
         finally:  # after an interrupt, too, nothing is read twice
-            cache.save({name: [stamp, digest]
-                        for name, stamp, digest in zip(names, stamps, digests, strict=True)
-                        if stamp and digest and _changed_ns(stamp) < now - SETTLED_NS})
+            cache.save(
+                {
+                    name: [stamp, digest]
+                    for name, stamp, digest in zip(names, stamps, digests, strict=True)
+                    if stamp and digest and _changed_ns(stamp) < now - SETTLED_NS
+                }
+            )
     if problems:
         more = f"; {len(problems)} of {len(names)} files are so" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}")

@@ -45,8 +45,10 @@ def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
             images = _class_images(entry.path, above | {_identity(found)}, left_out)
             classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
     if not classes:
-        raise UserError(f"data.root: {folder} holds no class folder; it should hold one folder of "
-                        f"images for each class, as in {folder / 'cat' / '1.png'}")
+        raise UserError(
+            f"data.root: {folder} holds no class folder; it should hold one folder of "
+            f"images for each class, as in {folder / 'cat' / '1.png'}"
+        )
     return classes
 
 
@@ -56,8 +58,10 @@ def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut)
     images = list(_images(folder, entered, others))
     if not images:
         instead = f", only {_counted(others)}" if others else ""
-        raise UserError(f"data.root: the class folder {folder} holds no image that Pillow reads"
-                        f"{instead}; put images there or remove it")
+        raise UserError(
+            f"data.root: the class folder {folder} holds no image that Pillow reads"
+            f"{instead}; put images there or remove it"
+        )
     left_out += others
     return images
 

@@ -40,6 +40,7 @@ class ArrayImages(Dataset):
         if tuple(self.images.shape[-2:]) == (size, size):
             return self
         from torchvision.transforms.v2.functional import resize
+
         return ArrayImages(resize(self.images, [size, size], antialias=True).numpy(), self.labels)
 
     def __len__(self) -> int:
@@ -83,10 +84,12 @@ class DecodedImages(Dataset):
 
     def __init__(self, files: ImageFiles | HubImages, labels: np.ndarray, size: int) -> None:
         from torchvision.transforms import v2
+
         self.files = files
         self.labels = np.asarray(labels, dtype=np.int64)
         self.to_square = v2.Compose(
-            [v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)])
+            [v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)]
+        )
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -131,6 +134,7 @@ def open_sources(settings: DataSettings) -> tuple[Source, Source | None]:
 
 def _digits() -> ArrayImages:
     from sklearn.datasets import load_digits
+
     digits = load_digits()
     return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
 
@@ -143,8 +147,9 @@ def _idx_images(root: Path, prefix: str) -> ArrayImages:
         raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
     height, width = images.shape[1:]
     if height != width:
-        raise UserError(f"{root}: {prefix} images of {height} x {width} pixels; "
-                        "square ones are needed")
+        raise UserError(
+            f"{root}: {prefix} images of {height} x {width} pixels; square ones are needed"
+        )
     return ArrayImages(images[:, None], labels)
 
 
@@ -152,9 +157,11 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
     """An IDX file of bytes: images [N, height, width] with three ``axes``, labels [N] with one."""
     path = root / f"{name}-idx{axes}-ubyte.gz"
     if not path.is_file():
-        raise UserError(f"data set fashion_mnist: {path} is not there; 'apt-get install "
-                        "dataset-fashion-mnist' provides it on Debian, "
-                        "data.name=torch/fashion_mnist with data.download=true elsewhere")
+        raise UserError(
+            f"data set fashion_mnist: {path} is not there; 'apt-get install "
+            "dataset-fashion-mnist' provides it on Debian, "
+            "data.name=torch/fashion_mnist with data.download=true elsewhere"
+        )
     try:
         with gzip.open(path) as file:
             content = file.read()
@@ -172,12 +179,16 @@ def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImage
     left_out: LeftOut = []
     folder = root / "train"
     if not folder.is_dir():
-        raise UserError(f"data.root: no folder {str(folder)!r}; it should hold train/CLASS/*.png "
-                        "and, for test images, val/CLASS/*.png")
+        raise UserError(
+            f"data.root: no folder {str(folder)!r}; it should hold train/CLASS/*.png "
+            "and, for test images, val/CLASS/*.png"
+        )
     classes = find_classes(folder, left_out)
     if len(classes) < 2:
-        raise UserError(f"data.root: {folder} holds one class only, {next(iter(classes))!r}; "
-                        "two or more are needed")
+        raise UserError(
+            f"data.root: {folder} holds one class only, {next(iter(classes))!r}; "
+            "two or more are needed"
+        )
     places = (root / name for name in ("val", "validation", "test"))
     held_out = next((place for place in places if place.is_dir()), None)
     tested = find_classes(held_out, left_out) if held_out else {}
@@ -190,8 +201,9 @@ def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImage
     return train, test
 
 
-def _class_images(folder: Path, classes: dict[str, list[str]], numbers: dict[str, int],
-                  settings: DataSettings) -> DecodedImages:
+def _class_images(
+    folder: Path, classes: dict[str, list[str]], numbers: dict[str, int], settings: DataSettings
+) -> DecodedImages:
     files = [file for images in classes.values() for file in images]
     labels = [numbers[name] for name, images in classes.items() for _ in images]
     return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings.image_size or 224)
@@ -199,33 +211,40 @@ def _class_images(folder: Path, classes: dict[str, list[str]], numbers: dict[str
 
 def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
     if not settings.name.startswith(("torch/", "hfds/")):
-        raise UserError(f"data.name: unknown data set {settings.name!r}; known: digits, "
-                        "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
-                        "timm's create_dataset names them")
+        raise UserError(
+            f"data.name: unknown data set {settings.name!r}; known: digits, "
+            "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
+            "timm's create_dataset names them"
+        )
     train = _timm_data_set(settings, "train")
     test = _timm_data_set(settings, "validation", "test")
     classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
     if classes != tested:
         apart = min(set(classes) ^ set(tested), default="")
-        raise UserError(f"data set {settings.name}: training and test images do not have the same "
-                        f"classes; {apart!r} is one that only one of them has")
+        raise UserError(
+            f"data set {settings.name}: training and test images do not have the same "
+            f"classes; {apart!r} is one that only one of them has"
+        )
     return _timm_source(train, settings), _timm_source(test, settings)
 
 
 def _timm_data_set(settings: DataSettings, *splits: str) -> Any:
     """timm's data set of the first of ``splits`` that there is."""
     from timm.data import create_dataset
+
     name, root = settings.name, settings.root or Path("data")
     try:
-        return create_dataset(name, root=str(root), split=splits[0], download=settings.download,
-                              is_training=False)
+        return create_dataset(
+            name, root=str(root), split=splits[0], download=settings.download, is_training=False
+        )
     except (RuntimeError, AssertionError, ImportError, ValueError, OSError) as error:
         if len(splits) > 1:
             return _timm_data_set(settings, *splits[1:])
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"data set {name} not found under {str(root)!r} ({reason}); put its files "
-                        "there, name their folder with data.root, or set data.download=true"
-                        ) from None
+        raise UserError(
+            f"data set {name} not found under {str(root)!r} ({reason}); put its files "
+            "there, name their folder with data.root, or set data.download=true"
+        ) from None
 
 
 def _timm_source(data_set: Any, settings: DataSettings) -> Source:

@@ -45,9 +45,19 @@ class ImageState:
     depend on N: nothing is written for a row before its first update.
     """
 
-    def __init__(self, num_images: int, initial_row: Tensor, *, lr: float, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, moments_dtype: torch.dtype = torch.float32, folder: Path | None = None,
-                 initial_std: float = 0.0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_images: int,
+        initial_row: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        moments_dtype: torch.dtype = torch.float32,
+        folder: Path | None = None,
+        initial_std: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial_row`` [*row], plus normal noise of
         ``initial_std`` that (``seed``, image id) alone determine.
 
@@ -63,8 +73,11 @@ class ImageState:
         self.initial_std, self.seed = initial_std, seed
         self.steps = torch.zeros(num_images, dtype=torch.int32)
         words = record_words(self.initial_row.numel(), moments_dtype)
-        self._records = (MemoryRecords(num_images, words) if folder is None
-                         else FileRecords(Path(folder), num_images, words))
+        self._records = (
+            MemoryRecords(num_images, words)
+            if folder is None
+            else FileRecords(Path(folder), num_images, words)
+        )
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -86,14 +99,16 @@ class ImageState:
         image_ids, gradient = image_ids[finite], gradient[finite]
         records = self._read_records(image_ids)
         row, *moments = self._parts(records)
-        first, second = (moment.float() for moment in moments)  # float32 moments are stepped in place
+        first, second = (
+            moment.float() for moment in moments
+        )  # float32 moments are stepped in place
         beta1, beta2 = self.betas
         steps = self.steps[image_ids].add_(1)
         power = steps.double().unsqueeze(1)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = second.div((1 - beta2 ** power).float()).sqrt_().add_(self.eps)
-        denominator.mul_(((1 - beta1 ** power) / self.lr).float())
+        denominator = second.div((1 - beta2**power).float()).sqrt_().add_(self.eps)
+        denominator.mul_(((1 - beta1**power) / self.lr).float())
         row.addcdiv_(first, denominator, value=-1)
         for stored, new in zip(moments, (first, second), strict=True):
             stored.copy_(new)
@@ -132,13 +147,19 @@ class ImageState:
         Raises UserError for a checkpoint of other rows, or one whose files are missing or have moved on.
         """
         if "records" in state and not isinstance(self._records, MemoryRecords):
-            raise UserError("the checkpoint's rows were kept in memory, these settings keep them in files: "
-                            "continue with the phase_a.rows that it was started with")
+            raise UserError(
+                "the checkpoint's rows were kept in memory, these settings keep them in files: "
+                "continue with the phase_a.rows that it was started with"
+            )
         if "records" not in state and isinstance(self._records, MemoryRecords):
-            raise UserError("the checkpoint's rows were kept in files, these settings keep them in memory: "
-                            "continue with the phase_a.rows that it was started with")
+            raise UserError(
+                "the checkpoint's rows were kept in files, these settings keep them in memory: "
+                "continue with the phase_a.rows that it was started with"
+            )
         if len(state["steps"]) != len(self):
-            raise UserError(f"the checkpoint has rows of {len(state['steps'])} images, the data set has {len(self)}")
+            raise UserError(
+                f"the checkpoint has rows of {len(state['steps'])} images, the data set has {len(self)}"
+            )
         self._records.load_state_dict(state)
         self.steps.copy_(state["steps"])
         self.initial_row.copy_(state["start"]["row"])
@@ -153,8 +174,12 @@ class ImageState:
         rows = self.initial_row.flatten().expand(len(image_ids), -1)
         if not self.initial_std:
             return rows
-        noise = [np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id]))
-                 .standard_normal(rows.shape[1], dtype=np.float32) for image_id in image_ids.tolist()]
+        noise = [
+            np.random.Generator(
+                np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id])
+            ).standard_normal(rows.shape[1], dtype=np.float32)
+            for image_id in image_ids.tolist()
+        ]
         return rows + self.initial_std * torch.from_numpy(np.stack(noise))
 
     def _read_rows(self, image_ids: Tensor) -> Tensor:
@@ -186,7 +211,9 @@ class MemoryRecords:
     """N records of W int32 words in memory. Pages that no record was written to take none."""
 
     def __init__(self, num_images: int, words: int) -> None:
-        self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))  # torch.zeros touches every page
+        self.records = torch.from_numpy(
+            np.zeros((num_images, words), dtype=np.int32)
+        )  # torch.zeros touches every page
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
         """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where not ``used`` [B]."""
@@ -206,8 +233,10 @@ class MemoryRecords:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["records"].shape != self.records.shape:
-            raise UserError(f"the checkpoint's rows have {state['records'].shape[1]} words an image, these settings "
-                            f"ask for {self.records.shape[1]}")
+            raise UserError(
+                f"the checkpoint's rows have {state['records'].shape[1]} words an image, these settings "
+                f"ask for {self.records.shape[1]}"
+            )
         self.records.copy_(state["records"])
 
 
@@ -239,7 +268,9 @@ class FileRecords:
 
         Raises UserError for a record that is not what was written.
         """
-        records = torch.zeros(len(image_ids), self.words if words is None else words, dtype=torch.int32)
+        records = torch.zeros(
+            len(image_ids), self.words if words is None else words, dtype=torch.int32
+        )
         if not used.any():
             return records
         self._open()
@@ -258,17 +289,23 @@ class FileRecords:
         for _, descriptor, offset in where:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for start, descriptor, offset in where:
-            if os.preadv(descriptor, [bytes_[start:start + size]], offset) != size:
-                raise UserError(f"{self.folder}: a record at byte {offset} cannot be read whole: the file is damaged")
+            if os.preadv(descriptor, [bytes_[start : start + size]], offset) != size:
+                raise UserError(
+                    f"{self.folder}: a record at byte {offset} cannot be read whole: the file is damaged"
+                )
 
     def _check(self, image_ids: Tensor) -> None:
         """Compares committed records with their checksums."""
         records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
         self._read_into(records, torch.arange(len(image_ids)), image_ids)
-        wrong = checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        wrong = (
+            checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        )
         if wrong.any():
-            raise UserError(f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
-                            "restore the run directory from a copy, or start afresh in another --run-dir")
+            raise UserError(
+                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
+                "restore the run directory from a copy, or start afresh in another --run-dir"
+            )
         self.doubtful[image_ids] = False
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
@@ -279,15 +316,19 @@ class FileRecords:
                 self._mark()
             self.written[image_ids] = True
             self.doubtful[image_ids] = False
-            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(records)
+            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(
+                records
+            )
             size = self.words * 4
             bytes_ = memoryview(records.numpy()).cast("B")
             for start, (descriptor, offset) in enumerate(self._places(image_ids)):
-                if os.pwrite(descriptor, bytes_[start * size:(start + 1) * size], offset) != size:
+                if os.pwrite(descriptor, bytes_[start * size : (start + 1) * size], offset) != size:
                     raise OSError("No space left on device")
         except OSError as error:
-            raise UserError(f"{self.folder}: rows cannot be written: {error.strerror or error}; "
-                            "the checkpoint of the epoch before is kept") from None
+            raise UserError(
+                f"{self.folder}: rows cannot be written: {error.strerror or error}; "
+                "the checkpoint of the epoch before is kept"
+            ) from None
 
     def end_epoch(self) -> None:
         if not self.written.any():
@@ -306,9 +347,15 @@ class FileRecords:
 
     def state_dict(self) -> dict[str, Any]:
         if self.written.any():
-            raise RuntimeError("rows in files have a checkpoint only between epochs: call end_epoch() first")
+            raise RuntimeError(
+                "rows in files have a checkpoint only between epochs: call end_epoch() first"
+            )
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
-        return {"place": self.place, "epoch": self.epoch, "checksums": torch.from_numpy(committed.view(np.int32))}
+        return {
+            "place": self.place,
+            "epoch": self.epoch,
+            "checksums": torch.from_numpy(committed.view(np.int32)),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]
@@ -329,13 +376,19 @@ class FileRecords:
             files = json.loads((self.folder / "files.json").read_bytes())
             there = files["num_images"], files["words"], files["epoch"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
-            raise UserError(f"{self.folder}: the files with the rows are missing or unreadable") from None
+            raise UserError(
+                f"{self.folder}: the files with the rows are missing or unreadable"
+            ) from None
         if there[:2] != (len(self.place), self.words):
-            raise UserError(f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
-                            f"{len(self.place)} of {self.words}")
+            raise UserError(
+                f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
+                f"{len(self.place)} of {self.words}"
+            )
         if there[2] not in (epoch - 1, epoch):
-            raise UserError(f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
-                            f"epoch {epoch}: they do not belong together")
+            raise UserError(
+                f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
+                f"epoch {epoch}: they do not belong together"
+            )
 
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each row's newest record."""
@@ -347,7 +400,9 @@ class FileRecords:
         if not self._descriptors:
             self.folder.mkdir(parents=True, exist_ok=True)
             for place in range(2):
-                descriptor = os.open(self.folder / f"records.{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                descriptor = os.open(
+                    self.folder / f"records.{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
                 self._descriptors.append(descriptor)
                 weakref.finalize(self, os.close, descriptor)
 
@@ -355,7 +410,9 @@ class FileRecords:
         """Notes, before the first write of an epoch, which epoch's records stay intact meanwhile."""
         partial = self.folder / "files.json.partial"
         with partial.open("w") as file:
-            json.dump({"epoch": self.epoch, "num_images": len(self.place), "words": self.words}, file)
+            json.dump(
+                {"epoch": self.epoch, "num_images": len(self.place), "words": self.words}, file
+            )
             file.flush()
             os.fsync(file.fileno())
         partial.replace(self.folder / "files.json")

@@ -20,7 +20,9 @@ VALUE_PROJECTION = (0.4, -0.4)
 def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
     """Gives a freshly built ``vit`` the start that the settings ask for. Raises UserError where it cannot be."""
     if vit.pos_embed is None and (model.init == "mimetic" or model.pos_embed_std is not None):
-        raise UserError("model.args: without a position embedding, model.init should be normal and model.pos_embed_std null")
+        raise UserError(
+            "model.args: without a position embedding, model.init should be normal and model.pos_embed_std null"
+        )
     if model.init_std is not None:
         for name, module in vit.named_modules():
             if isinstance(module, nn.Linear) and name != "head":
@@ -42,17 +44,25 @@ def start_mimetic(vit: VisionTransformer) -> None:
     """
     dim = vit.embed_dim
     if dim % 4:
-        raise UserError(f"model.init: a mimetic start needs an embed_dim that is a multiple of 4, got {dim}")
+        raise UserError(
+            f"model.init: a mimetic start needs an embed_dim that is a multiple of 4, got {dim}"
+        )
     assert vit.pos_embed is not None, "a ViT without a position embedding has no mimetic start"
     patches = build_sincos2d_pos_embed(vit.patch_embed.grid_size, dim=dim)
-    vit.pos_embed[:, -len(patches):] = patches  # others may lie in front of them
+    vit.pos_embed[:, -len(patches) :] = patches  # others may lie in front of them
     for block in vit.blocks:
         attention: Any = block.attn  # torch knows its parts as "Tensor | Module"
         v, proj = factors(dim, *VALUE_PROJECTION)
         attention.proj.weight.copy_(proj.mT)
         if hasattr(attention, "qkv"):
-            heads = [factors(dim, *QUERY_KEY, rank=dim // attention.num_heads) for _ in range(attention.num_heads)]
-            q, k = (torch.cat(parts, dim=1) for parts in zip(*((left, right.mT) for left, right in heads), strict=True))
+            heads = [
+                factors(dim, *QUERY_KEY, rank=dim // attention.num_heads)
+                for _ in range(attention.num_heads)
+            ]
+            q, k = (
+                torch.cat(parts, dim=1)
+                for parts in zip(*((left, right.mT) for left, right in heads), strict=True)
+            )
             attention.qkv.weight.copy_(torch.cat([q, k, v], dim=1).mT)
         else:
             attention.v.weight.copy_(v.mT)
@@ -61,7 +71,9 @@ def start_mimetic(vit: VisionTransformer) -> None:
                 bias.zero_()
 
 
-def factors(dim: int, noise: float, identity: float, rank: int | None = None) -> tuple[Tensor, Tensor]:
+def factors(
+    dim: int, noise: float, identity: float, rank: int | None = None
+) -> tuple[Tensor, Tensor]:
     """(L [dim, rank], R [rank, dim]) with L R as close to noise * Z + identity * I as the rank allows; Z is normal with
     variance 1/dim."""
     wanted = noise * torch.randn(dim, dim) / dim**0.5 + identity * torch.eye(dim)

@@ -23,8 +23,13 @@ def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
     return F.cross_entropy(logits, teacher_probabilities)
 
 
-def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float = 1.0,
-                 direction: str = "teacher_student", hidden: Tensor | None = None) -> Tensor:
+def feature_loss(
+    student_rows: Tensor,
+    teacher_map: Tensor,
+    temperature: float = 1.0,
+    direction: str = "teacher_student",
+    hidden: Tensor | None = None,
+) -> Tensor:
     """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and queries.
 
     student_rows  [B, H, T, T] log-probabilities over keys
@@ -45,14 +50,25 @@ def feature_loss(student_rows: Tensor, teacher_map: Tensor, temperature: float =
     if temperature != 1.0 or hidden is not None:
         teacher_rows = (teacher_rows / temperature).log_softmax(-1)
     if hidden is not None:  # equal on both sides, so that a hidden key adds nothing
-        student_rows, teacher_rows = student_rows.masked_fill(hidden, 0.0), teacher_rows.masked_fill(hidden, 0.0)
-    target, given = (teacher_rows, student_rows) if direction == "teacher_student" else (student_rows, teacher_rows)
+        student_rows, teacher_rows = (
+            student_rows.masked_fill(hidden, 0.0),
+            teacher_rows.masked_fill(hidden, 0.0),
+        )
+    target, given = (
+        (teacher_rows, student_rows)
+        if direction == "teacher_student"
+        else (student_rows, teacher_rows)
+    )
     divergence = F.kl_div(given, target, log_target=True, reduction="sum")
     return divergence / student_rows[..., 0].numel()
 
 
-def feature_losses(student_rows: Iterable[Tensor], teacher_maps: Iterable[Tensor], temperature: float = 1.0,
-                   direction: str = "teacher_student") -> Tensor:
+def feature_losses(
+    student_rows: Iterable[Tensor],
+    teacher_maps: Iterable[Tensor],
+    temperature: float = 1.0,
+    direction: str = "teacher_student",
+) -> Tensor:
     """Sum over blocks of :func:`feature_loss`; both arguments hold one tensor per block."""
     losses = [
         feature_loss(student, teacher, temperature, direction)

@@ -46,7 +46,10 @@ STUDENT_FILES = ("config.json", "model.safetensors")
 STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
 """The timm model whose name a plain student is saved under; every size is overridden by ``model_args``."""
 
-TIMM_ARGUMENTS = {name: parameter.default for name, parameter in inspect.signature(VisionTransformer).parameters.items()}
+TIMM_ARGUMENTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(VisionTransformer).parameters.items()
+}
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
@@ -84,7 +87,12 @@ def without_ffn(block_class: type[Block]) -> type[Block]:
 
     def block_fn(*args, mlp_ratio: float, **kwargs) -> Block:
         block = block_class(*args, mlp_ratio=1, **kwargs)
-        block.norm2, block.mlp, block.ls2, block.drop_path2 = nn.Identity(), NoFFN(), nn.Identity(), nn.Identity()
+        block.norm2, block.mlp, block.ls2, block.drop_path2 = (
+            nn.Identity(),
+            NoFFN(),
+            nn.Identity(),
+            nn.Identity(),
+        )
         return block
 
     return block_fn
@@ -99,13 +107,21 @@ class GauViT(VisionTransformer):
     ``gaupipe_args`` holds the keywords that rebuild the model. Raises UserError for an unknown attention or option.
     """
 
-    def __init__(self, attention: str = "standard", attention_options: dict | None = None, rezero: bool = False,
-                 match_params: bool = False, **kwargs) -> None:
+    def __init__(
+        self,
+        attention: str = "standard",
+        attention_options: dict | None = None,
+        rezero: bool = False,
+        match_params: bool = False,
+        **kwargs,
+    ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
         attn_layer = bind_options(attention_type, options)
         if match_params:
-            kwargs["mlp_ratio"] = matching_mlp_ratio(attention_type, options, {**TIMM_ARGUMENTS, **kwargs})
+            kwargs["mlp_ratio"] = matching_mlp_ratio(
+                attention_type, options, {**TIMM_ARGUMENTS, **kwargs}
+            )
         block_fn = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
@@ -118,17 +134,28 @@ class GauViT(VisionTransformer):
 def matching_mlp_ratio(attention_type: type[nn.Module], options: dict, sizes: dict) -> float:
     """The FFN's width, over d, at which a block of this attention has as many parameters as a standard one."""
     dim = sizes["embed_dim"]
-    arguments = dict(dim=dim, num_heads=sizes["num_heads"], qkv_bias=sizes["qkv_bias"], proj_bias=sizes["proj_bias"])
+    arguments = dict(
+        dim=dim,
+        num_heads=sizes["num_heads"],
+        qkv_bias=sizes["qkv_bias"],
+        proj_bias=sizes["proj_bias"],
+    )
     extra = count_parameters(attention_type(**arguments, **options, device="meta"))
     extra -= count_parameters(ATTENTION["standard"](**arguments, device="meta"))
-    hidden = int(dim * sizes["mlp_ratio"]) - round(extra / (2 * dim + 1))  # a hidden unit: two weight rows, one bias
+    hidden = int(dim * sizes["mlp_ratio"]) - round(
+        extra / (2 * dim + 1)
+    )  # a hidden unit: two weight rows, one bias
     if hidden < 0:
-        raise UserError(f"match_params: the attention adds {extra} parameters to a block, more than an FFN of mlp_ratio "
-                        f"{sizes['mlp_ratio']} has; use a larger mlp_ratio or leave match_params out")
+        raise UserError(
+            f"match_params: the attention adds {extra} parameters to a block, more than an FFN of mlp_ratio "
+            f"{sizes['mlp_ratio']} has; use a larger mlp_ratio or leave match_params out"
+        )
     return (hidden + 0.5) / dim if hidden else 0  # timm takes int(dim * mlp_ratio)
 
 
-def run_blocks(model: VisionTransformer, images: Tensor, attend: Callable[[int, nn.Module, Tensor], Tensor]) -> Tensor:
+def run_blocks(
+    model: VisionTransformer, images: Tensor, attend: Callable[[int, nn.Module, Tensor], Tensor]
+) -> Tensor:
     """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's hands.
 
     ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the normalised tokens
@@ -161,8 +188,12 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
     return run_blocks(model, images, attend), maps
 
 
-def save_student(model: VisionTransformer, folder: str | Path, label_names: list[str] | None = None,
-                 **data_config) -> None:
+def save_student(
+    model: VisionTransformer,
+    folder: str | Path,
+    label_names: list[str] | None = None,
+    **data_config,
+) -> None:
     """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
     model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
     is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
@@ -175,8 +206,10 @@ def save_student(model: VisionTransformer, folder: str | Path, label_names: list
     that holds something else than a student.
     """
     if not hasattr(model, "pretrained_cfg"):
-        raise UserError("save_student: the model was built by its class, which timm cannot name; build it with "
-                        "timm.create_model")
+        raise UserError(
+            "save_student: the model was built by its class, which timm cannot name; build it with "
+            "timm.create_model"
+        )
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     if folder.exists() and not _is_replaceable(folder):
         raise UserError(
@@ -185,9 +218,16 @@ def save_student(model: VisionTransformer, folder: str | Path, label_names: list
         )
     architecture, model_args = architecture_of(model)
     described = copy.copy(model)
-    described._model_args = model_args  # timm would add what create_model was given, gaupipe's keywords among it
-    described.pretrained_cfg = dict(model.pretrained_cfg, architecture=architecture, num_classes=model.num_classes,
-                                    input_size=(model.in_chans, *model.patch_embed.img_size), **data_config)
+    described._model_args = (
+        model_args  # timm would add what create_model was given, gaupipe's keywords among it
+    )
+    described.pretrained_cfg = dict(
+        model.pretrained_cfg,
+        architecture=architecture,
+        num_classes=model.num_classes,
+        input_size=(model.in_chans, *model.patch_embed.img_size),
+        **data_config,
+    )
     with replaced(folder) as fresh:
         save_for_hf(
             described,
@@ -207,65 +247,107 @@ def _is_replaceable(folder: Path) -> bool:
 
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     """(timm architecture, model_args) that rebuild a model; a stock architecture where that is enough."""
-    now = dict(img_size=list(model.patch_embed.img_size), patch_size=list(model.patch_embed.patch_size),
-               num_classes=model.num_classes, global_pool=model.global_pool,
-               fc_norm=not isinstance(model.fc_norm, nn.Identity))  # what timm lets one change after construction
+    now = dict(
+        img_size=list(model.patch_embed.img_size),
+        patch_size=list(model.patch_embed.patch_size),
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        fc_norm=not isinstance(model.fc_norm, nn.Identity),
+    )  # what timm lets one change after construction
     if not hasattr(model, "gaupipe_args"):
         return model.pretrained_cfg["architecture"], {**getattr(model, "_model_args", {}), **now}
     args = {**model.gaupipe_args, **now}
     if "base" in args:
         return "gauvit_converted", args
     if args["attention"] == "standard" and not args["rezero"] and args.get("mlp_ratio") != 0:
-        return STOCK_ARCHITECTURE, {key: value for key, value in args.items() if key in TIMM_ARGUMENTS}
+        return STOCK_ARCHITECTURE, {
+            key: value for key, value in args.items() if key in TIMM_ARGUMENTS
+        }
     return model.pretrained_cfg["architecture"], args
 
 
 def _cfg(size: int, num_classes: int) -> dict:
-    return dict(input_size=(3, size, size), num_classes=num_classes, pool_size=None, crop_pct=1.0, fixed_input_size=True,
-                interpolation="bicubic", mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
-                first_conv="patch_embed.proj", classifier="head")
+    return dict(
+        input_size=(3, size, size),
+        num_classes=num_classes,
+        pool_size=None,
+        crop_pct=1.0,
+        fixed_input_size=True,
+        interpolation="bicubic",
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
+        first_conv="patch_embed.proj",
+        classifier="head",
+    )
 
 
-default_cfgs = generate_default_cfgs({
-    "gauvit_atto_patch4_32": _cfg(32, 10),
-    "gauvit_tiny_patch16_224": _cfg(224, 1000),
-    "gauvit_pico_patch2_8": _cfg(8, 10),
-})
+default_cfgs = generate_default_cfgs(
+    {
+        "gauvit_atto_patch4_32": _cfg(32, 10),
+        "gauvit_tiny_patch16_224": _cfg(224, 1000),
+        "gauvit_pico_patch2_8": _cfg(8, 10),
+    }
+)
 
 
 def _create_gauvit(variant: str, pretrained: bool, preset: dict, given: dict) -> GauViT:
     common = dict(class_token=False, global_pool="avg", qkv_bias=True)
-    return build_model_with_cfg(GauViT, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-                                feature_cfg=dict(out_indices=3, feature_cls="getter"), **{**common, **preset, **given})
+    return build_model_with_cfg(
+        GauViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=3, feature_cls="getter"),
+        **{**common, **preset, **given},
+    )
 
 
 @register_model
 def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
-    preset = dict(img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1, num_classes=10)
+    preset = dict(
+        img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1, num_classes=10
+    )
     return _create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
-    preset = dict(img_size=224, patch_size=16, embed_dim=768, depth=8, num_heads=12, mlp_ratio=1, num_classes=1000)
+    preset = dict(
+        img_size=224,
+        patch_size=16,
+        embed_dim=768,
+        depth=8,
+        num_heads=12,
+        mlp_ratio=1,
+        num_classes=1000,
+    )
     return _create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
-    preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, num_classes=10)
+    preset = dict(
+        img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, num_classes=10
+    )
     return _create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
 
 
 @register_model
-def gauvit_converted(pretrained: bool = False, base: str = "deit_small_patch16_224", attention: str = "standard",
-                     attention_options: dict | None = None, **kwargs) -> VisionTransformer:
+def gauvit_converted(
+    pretrained: bool = False,
+    base: str = "deit_small_patch16_224",
+    attention: str = "standard",
+    attention_options: dict | None = None,
+    **kwargs,
+) -> VisionTransformer:
     """Any of timm's ``VisionTransformer`` entrypoints, ``base``, with another attention and its options. What
     :func:`convert` makes of a timm model is saved under this name."""
     attention_type = bind_options(attention_class(attention), attention_options or {})
     model = model_entrypoint(base)(pretrained=pretrained, attn_layer=attention_type, **kwargs)
-    model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=dict(attention_options or {}))
+    model.gaupipe_args = dict(
+        kwargs, base=base, attention=attention, attention_options=dict(attention_options or {})
+    )
     return model

@@ -23,10 +23,18 @@ class EpochProgress:
 
     def __enter__(self) -> EpochProgress:
         if self.console.is_terminal:
-            self._bar = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.percentage:>3.0f}%"),
-                                 TextColumn("{task.fields[speed]}"), TimeRemainingColumn(), console=self.console,
-                                 transient=True)
-            self._task = self._bar.add_task(self.label, total=self.total, completed=self._done, speed="")
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TextColumn("{task.fields[speed]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._task = self._bar.add_task(
+                self.label, total=self.total, completed=self._done, speed=""
+            )
             self._bar.start()
             self._started, self._first = time.monotonic(), self._done
         return self

@@ -73,9 +73,7 @@ class EmbeddingKind(GaussianKind):
 
     def refusal(self, teacher, per_image) -> str | None:
         if teacher.decoder is None or not per_image:
-            return (
-                "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian or dense"
-            )
+            return "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian or dense"
         return None
 
     def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
@@ -85,7 +83,7 @@ class EmbeddingKind(GaussianKind):
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
     def reader(self, maps, device) -> Callable[[Stored], Tensor]:
-        weights, prior = shared_weights(maps, device)                  # prior [L, H, T, P]
+        weights, prior = shared_weights(maps, device)  # prior [L, H, T, P]
         with teachers_decoder(maps):
             layers, embedding, hidden = weights["weight1"].shape
             if embedding != maps.schema.embedding_dim:
@@ -99,7 +97,7 @@ class EmbeddingKind(GaussianKind):
         @torch.no_grad()
         def decode(stored: Stored) -> Tensor:
             raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
-            raw = raw.view(len(raw), *prior.shape) + prior             # [B, L, H, T, P]
+            raw = raw.view(len(raw), *prior.shape) + prior  # [B, L, H, T, P]
             return from_raw(raw, maps.schema.parametrisation)
 
         return decode
@@ -126,13 +124,11 @@ class PriorKind(GaussianKind):
 
     def reader(self, maps, device) -> Callable[[Stored], Tensor]:
         _, prior = shared_weights(maps, device)
-        shared = from_raw(prior, maps.schema.parametrisation)          # [L, H, T, 4]
+        shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
         return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
 
 
-def shared_weights(
-    maps: store.Store, device: torch.device
-) -> tuple[dict[str, Tensor], Tensor]:
+def shared_weights(maps: store.Store, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
     """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a decoder that
     is not a teacher's."""
     schema = maps.schema

@@ -20,7 +20,9 @@ class Decoder(nn.Module):
         self.embedding = embedding
         self.weight1 = nn.Parameter(torch.randn(layers, embedding, hidden) / math.sqrt(embedding))
         self.bias1 = nn.Parameter(torch.zeros(layers, hidden))
-        self.weight2 = nn.Parameter(torch.randn(layers, hidden, outputs) * (0.1 / math.sqrt(hidden)))
+        self.weight2 = nn.Parameter(
+            torch.randn(layers, hidden, outputs) * (0.1 / math.sqrt(hidden))
+        )
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """Raw numbers [B, L, outputs] of embeddings [B, L, E]. Their bias is the shared prior."""
@@ -38,17 +40,33 @@ class Teacher(nn.Module):
     The prior is learned from every image; without one it stays where it starts, at mean 0 and std 1.
     """
 
-    def __init__(self, vit: nn.Module, parametrisation: str = "loc_scale", prior: bool = True,
-                 compression: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self,
+        vit: nn.Module,
+        parametrisation: str = "loc_scale",
+        prior: bool = True,
+        compression: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__()
         self.vit = vit
         self.parametrisation = parametrisation
         self.has_prior = prior
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
         self.layers, self.heads = len(vit.blocks), vit.blocks[0].attn.num_heads
-        self.raw_shape = (self.layers, self.heads, self.grid[0] * self.grid[1], RAW_SIZE[parametrisation])
-        self.prior = nn.Parameter(initial_raw(parametrisation).expand(self.raw_shape).clone(), requires_grad=prior)
-        self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:])) if compression else None
+        self.raw_shape = (
+            self.layers,
+            self.heads,
+            self.grid[0] * self.grid[1],
+            RAW_SIZE[parametrisation],
+        )
+        self.prior = nn.Parameter(
+            initial_raw(parametrisation).expand(self.raw_shape).clone(), requires_grad=prior
+        )
+        self.decoder = (
+            Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
+            if compression
+            else None
+        )
 
     @property
     def per_image_shape(self) -> tuple[int, ...]:
@@ -63,9 +81,9 @@ class Teacher(nn.Module):
 
     def gaussians(self, parameters: Tensor | None) -> Tensor:
         """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B = 1, for None."""
-        raw = self.prior.unsqueeze(0)                                  # [1, L, H, T, P]
+        raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
         if parameters is not None:
-            raw = raw + self.residual(parameters)                      # [B, L, H, T, P]
+            raw = raw + self.residual(parameters)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
     def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -75,21 +93,32 @@ class Teacher(nn.Module):
         normal, it reads at one sampled point: one pass is one draw, and predictions are the mean of several
         (:func:`predict`).
         """
+
         def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
             if noise is None:
                 return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
-            return attention.at_points(tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid)
+            return attention.at_points(
+                tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid
+            )
 
         return run_blocks(self.vit, images, attend)
 
     def noise(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Standard normal numbers [B, L, H, T, 2] for one sampled pass."""
-        return torch.randn(len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device)
+        return torch.randn(
+            len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device
+        )
 
 
 @torch.no_grad()
-def predict(teacher: Teacher, images: Tensor, gaussians: Tensor, mode: str, passes: int = 1,
-            generator: torch.Generator | None = None) -> Tensor:
+def predict(
+    teacher: Teacher,
+    images: Tensor,
+    gaussians: Tensor,
+    mode: str,
+    passes: int = 1,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Log-probabilities [B, C] of the teacher, which must be in eval mode.
 
     In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single pass at the means is
@@ -97,6 +126,8 @@ def predict(teacher: Teacher, images: Tensor, gaussians: Tensor, mode: str, pass
     """
     if mode == "expected":
         return teacher(images, gaussians).float().log_softmax(-1)
-    draws = [teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
-             for _ in range(passes)]
+    draws = [
+        teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
+        for _ in range(passes)
+    ]
     return torch.stack(draws).logsumexp(0) - math.log(passes)

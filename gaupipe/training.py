@@ -59,10 +59,19 @@ class TrainingState:
         partial = folder / "state.pt.partial"
         with partial.open("wb") as file:
             hashed = digests.HashedFile(file)
-            torch.save({"modules": self.modules.state_dict(), "optimizer": self.optimizer.state_dict(),
-                        "scaler": self.scaler.state_dict(), "ema": self.ema.state_dict() if self.ema else None,
-                        "rows": self.per_image.state_dict() if self.per_image else None, "metrics": self.metrics,
-                        "identity": self.identity, "finished": self.finished}, hashed)
+            torch.save(
+                {
+                    "modules": self.modules.state_dict(),
+                    "optimizer": self.optimizer.state_dict(),
+                    "scaler": self.scaler.state_dict(),
+                    "ema": self.ema.state_dict() if self.ema else None,
+                    "rows": self.per_image.state_dict() if self.per_image else None,
+                    "metrics": self.metrics,
+                    "identity": self.identity,
+                    "finished": self.finished,
+                },
+                hashed,
+            )
             file.flush()
             os.fsync(file.fileno())
         digests.replace(partial, folder / "state.pt", hashed.hexdigest())
@@ -75,13 +84,19 @@ class TrainingState:
             return False
         digests.check(path)
         try:
-            self._restore(torch.load(path, map_location="cpu", weights_only=True, mmap=True), folder)
+            self._restore(
+                torch.load(path, map_location="cpu", weights_only=True, mmap=True), folder
+            )
         except (UserError, OSError):
             raise
-        except Exception as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
+        except (
+            Exception
+        ) as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
-                            "copy, or start afresh in another --run-dir") from None
+            raise UserError(
+                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
+                "copy, or start afresh in another --run-dir"
+            ) from None
         return True
 
     def _restore(self, state: dict[str, Any], folder: Path) -> None:

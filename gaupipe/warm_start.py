@@ -24,12 +24,17 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
     student of another size.
     """
     parts = parts_in_common(student)
-    differs = [name for name, tensor in teacher.items()
-               if (name in parts and parts[name].shape != tensor.shape)
-               or (name.endswith("attn.v.weight") and name not in parts)]
+    differs = [
+        name
+        for name, tensor in teacher.items()
+        if (name in parts and parts[name].shape != tensor.shape)
+        or (name.endswith("attn.v.weight") and name not in parts)
+    ]
     if differs:
-        raise UserError(f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
-                        "phase_b.model_args out or set warm_start to none")
+        raise UserError(
+            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
+            "phase_b.model_args out or set warm_start to none"
+        )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])
     for layer, block in enumerate(student.blocks):
@@ -45,11 +50,13 @@ def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
     for name in [name for name in parts if ".attn.qkv." in name]:
         parts[name.replace(".attn.qkv.", ".attn.v.")] = parts.pop(name).chunk(3)[2]
     if "pos_embed" in parts:
-        parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches:]
+        parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches :]
     return parts
 
 
-def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0) -> list[float | None]:
+def fit_queries_and_keys(
+    student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0
+) -> list[float | None]:
     """Trains Q and K alone, block after block, until the student's rows look like given maps on these images.
 
     maps    for each block [1, H or 1, T, T] float32, rows sum to 1: the expected maps of the shared prior; None leaves a
@@ -66,7 +73,11 @@ def fit_queries_and_keys(student: nn.Module, maps: list[Tensor | None], images: 
     for block, wanted in zip(student.blocks, maps, strict=True):
         with torch.no_grad():
             tokens = block.norm1(x)
-        divergences.append(None if wanted is None else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed))
+        divergences.append(
+            None
+            if wanted is None
+            else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed)
+        )
         with torch.no_grad():
             x = x + block.ls1(block.attn(tokens))
             x = x + block.ls2(block.mlp(block.norm2(x)))
@@ -78,8 +89,11 @@ def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
-    hidden = (torch.eye(wanted.shape[-1], dtype=torch.bool, device=tokens.device)
-              if getattr(attention, "mask_diagonal", False) else None)
+    hidden = (
+        torch.eye(wanted.shape[-1], dtype=torch.bool, device=tokens.device)
+        if getattr(attention, "mask_diagonal", False)
+        else None
+    )
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])

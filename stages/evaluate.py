@@ -64,7 +64,9 @@ def load_student(
         model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except OSError:
         raise
-    except Exception as error:  # json, safetensors and timm raise whatever a foreign file makes of them
+    except (
+        Exception
+    ) as error:  # json, safetensors and timm raise whatever a foreign file makes of them
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"{folder} is damaged, or not a student ({reason[:200]}): {again}"
@@ -89,9 +91,13 @@ def check_sizes(folder: Path) -> None:
     if not isinstance(model, VisionTransformer):
         raise ValueError(f"{config['architecture']} is no VisionTransformer")
     built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if different := sorted(name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)):
+    if different := sorted(
+        name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
+    ):
         name = different[0]
-        raise ValueError(f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json")
+        raise ValueError(
+            f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json"
+        )
 
 
 def run(
@@ -115,19 +121,27 @@ def run(
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
-    return scores if maps is None else scores | teacher_agreement(student, maps, data, settings, device)
+    return (
+        scores
+        if maps is None
+        else scores | teacher_agreement(student, maps, data, settings, device)
+    )
 
 
 def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
     """Raises UserError for a student of other images or classes than the run's."""
     takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
     if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
-        raise UserError(f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels and "
-                        f"{takes[3]} classes, the data set {data.name} has {data.channels}, {data.image_size} x "
-                        f"{data.image_size} and {data.num_classes}")
+        raise UserError(
+            f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels and "
+            f"{takes[3]} classes, the data set {data.name} has {data.channels}, {data.image_size} x "
+            f"{data.image_size} and {data.num_classes}"
+        )
 
 
-def open_maps(run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings) -> store.Store | None:
+def open_maps(
+    run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings
+) -> store.Store | None:
     """The run's store; None where it is not there, not finished, or of other blocks and heads than the student."""
     teacher_sha256 = run.teacher_digest()
     try:
@@ -139,8 +153,9 @@ def open_maps(run: RunDirectory, data: ImageData, student: nn.Module, settings: 
 
 
 @torch.inference_mode()
-def predictions(model: nn.Module, images: Split, data: ImageData, settings: Settings, device: torch.device
-                ) -> tuple[Tensor, Tensor]:
+def predictions(
+    model: nn.Module, images: Split, data: ImageData, settings: Settings, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order."""
     sizes = settings.data
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers)
@@ -160,15 +175,23 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
     right = logits.argmax(-1) == labels
     confidence = logits.softmax(-1).amax(-1)
     which = (confidence * bins).ceil().long().clamp(1, bins)
-    gaps = [(which == b).float().mean() * (right[which == b].float().mean() - confidence[which == b].mean()).abs()
-            for b in which.unique()]
-    return {"top1": scores["acc"], "top5": scores["top5"], "loss": scores["loss"],
-            "calibration_error": sum(gaps).item()}
+    gaps = [
+        (which == b).float().mean()
+        * (right[which == b].float().mean() - confidence[which == b].mean()).abs()
+        for b in which.unique()
+    ]
+    return {
+        "top1": scores["acc"],
+        "top5": scores["top5"],
+        "loss": scores["loss"],
+        "calibration_error": sum(gaps).item(),
+    }
 
 
 @torch.inference_mode()
-def teacher_agreement(student: nn.Module, maps: store.Store, data: ImageData, settings: Settings, device: torch.device
-                      ) -> dict[str, Any]:
+def teacher_agreement(
+    student: nn.Module, maps: store.Store, data: ImageData, settings: Settings, device: torch.device
+) -> dict[str, Any]:
     """Over training images: the share on which student and teacher predict the same class, and the KL of each block's
     map from the teacher's (teacher first, mean over images, heads and queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
@@ -187,5 +210,8 @@ def teacher_agreement(student: nn.Module, maps: store.Store, data: ImageData, se
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
                 divergence[layer] = divergence.get(layer, 0.0) + kl * len(batch) / count
-    return {"teacher_images": count, "teacher_agreement": int(same) / count,
-            "map_kl": [divergence.get(layer) for layer in range(len(student.blocks))]}
+    return {
+        "teacher_images": count,
+        "teacher_agreement": int(same) / count,
+        "map_kl": [divergence.get(layer) for layer in range(len(student.blocks))],
+    }

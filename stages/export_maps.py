@@ -57,14 +57,20 @@ def run(
     """
     run = RunDirectory(run_dir)
     if overwrite and repair:
-        raise UserError("--overwrite writes everything anew and --repair only what is damaged: choose one")
+        raise UserError(
+            "--overwrite writes everything anew and --repair only what is damaged: choose one"
+        )
     if not math.isfinite(shard_mb):
         raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
     url = out or str(run.maps)
     run.settings()  # a folder that is no run is left alone
     with run.locked():
         job = phase_a.load(run, data)
-        kind = kind or (None if overwrite else stored_kind(url)) or default_kind(job.settings, encoding)
+        kind = (
+            kind
+            or (None if overwrite else stored_kind(url))
+            or default_kind(job.settings, encoding)
+        )
         schema = make_schema(job, kind, encoding)
         how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
         if not force and "://" not in url:
@@ -121,18 +127,33 @@ def stored_kind(url: str) -> str | None:
         return None
 
 
-def make_schema(job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None) -> store.Schema:
+def make_schema(
+    job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None
+) -> store.Schema:
     """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for
     a kind that this teacher does not have, StoreError for an encoding that the kind does not have."""
     phase = job.settings.phase_a
     if (reason := KINDS[kind].refusal(job.teacher, phase.residual)) is not None:
         raise UserError(f"--kind {kind}: {reason}")
     return store.Schema(
-        kind=kind, encoding=encoding, num_images=len(job.data.train), grid=job.teacher.grid, layers=job.teacher.layers,
-        heads=job.teacher.heads, num_classes=job.data.num_classes, dataset=job.data.name,
-        dataset_sha256=job.data.sha256, teacher_sha256=sha256 or teacher_sha256(job), parametrisation=phase.parametrisation,
+        kind=kind,
+        encoding=encoding,
+        num_images=len(job.data.train),
+        grid=job.teacher.grid,
+        layers=job.teacher.layers,
+        heads=job.teacher.heads,
+        num_classes=job.data.num_classes,
+        dataset=job.data.name,
+        dataset_sha256=job.data.sha256,
+        teacher_sha256=sha256 or teacher_sha256(job),
+        parametrisation=phase.parametrisation,
         embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
-        extra={"mode": phase.mode, "label_passes": label_passes(job), "data": job.settings.data.model_dump(mode="json")})
+        extra={
+            "mode": phase.mode,
+            "label_passes": label_passes(job),
+            "data": job.settings.data.model_dump(mode="json"),
+        },
+    )
 
 
 def label_passes(job: PhaseA) -> int:
@@ -151,15 +172,26 @@ def write(job: PhaseA, writer: store.Writer) -> None:
     schema, pending = writer.schema, writer.pending()
     images = sum(shard.stop - shard.start for shard in pending)
     started = time.monotonic()
-    with EpochProgress("export", images, 1) as progress, ThreadPoolExecutor(WRITERS, "export") as pool:
-        kept = f", {schema.num_images - images:,} are there already" if images < schema.num_images else ""
-        progress.line(f"export: {images:,} images as {schema.kind}{kept}, at most {images * schema.bytes_per_image / 1e6:,.1f}"
-                      f" MB ({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression")
+    with (
+        EpochProgress("export", images, 1) as progress,
+        ThreadPoolExecutor(WRITERS, "export") as pool,
+    ):
+        kept = (
+            f", {schema.num_images - images:,} are there already"
+            if images < schema.num_images
+            else ""
+        )
+        progress.line(
+            f"export: {images:,} images as {schema.kind}{kept}, at most {images * schema.bytes_per_image / 1e6:,.1f}"
+            f" MB ({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression"
+        )
         batches = job.batches(job.data.train)
         stored: deque[Future] = deque()
         for shard in pending:
             rows = []
-            for ids, arrays in outputs(job, schema.kind, batches, np.arange(shard.start, shard.stop)):
+            for ids, arrays in outputs(
+                job, schema.kind, batches, np.arange(shard.start, shard.stop)
+            ):
                 rows.append(arrays)
                 progress.advance(len(ids))
             if len(stored) == WRITERS:
@@ -170,11 +202,14 @@ def write(job: PhaseA, writer: store.Writer) -> None:
             write.result()
         writer.finish()
         seconds = time.monotonic() - started
-        progress.line(f"export: {images:,} images in {seconds:.1f} s, {images / max(seconds, 1e-9):,.0f} images/s")
+        progress.line(
+            f"export: {images:,} images in {seconds:.1f} s, {images / max(seconds, 1e-9):,.0f} images/s"
+        )
 
 
-def outputs(job: PhaseA, kind: str, batches: Batches,
-            image_ids: np.ndarray, seed: int | None = None) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+def outputs(
+    job: PhaseA, kind: str, batches: Batches, image_ids: np.ndarray, seed: int | None = None
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """(image ids, {name: array}) of every batch of ``image_ids``: what a store of this kind holds for them.
 
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a batch alone, so that any
@@ -197,8 +232,8 @@ def teacher_outputs(
     parameters = None
     if job.per_image is not None:
         parameters = job.per_image.gather(batch.ids, job.device).detach()
-    gaussians = job.teacher.gaussians(parameters)                      # [B or 1, L, H, T, 4]
-    gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])     # [B, L, H, T, 4]
+    gaussians = job.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+    gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
     mode, passes = job.settings.phase_a.mode, label_passes(job)
     logits = predict(job.teacher, batch.images, gaussians, mode, passes, generator)
     return {**KINDS[kind].arrays(job.teacher, gaussians, parameters), "logits": logits}

@@ -40,15 +40,30 @@ def run(
     images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
         partial = Path(folder) / "student.onnx"
-        torch.onnx.export(student, (images[:2],), str(partial), dynamo=True, input_names=["images"],
-                          output_names=["logits"], dynamic_shapes={"x": {0: torch.export.Dim("batch")}}, verbose=False,
-                          external_data=False)
+        torch.onnx.export(
+            student,
+            (images[:2],),
+            str(partial),
+            dynamo=True,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes={"x": {0: torch.export.Dim("batch")}},
+            verbose=False,
+            external_data=False,
+        )
         session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
         with torch.inference_mode():
             expected = student(images)
-        difference = (torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) - expected).abs().max().item()
+        difference = (
+            (torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) - expected)
+            .abs()
+            .max()
+            .item()
+        )
         if not difference <= TOLERANCE:
-            raise UserError(f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}")
+            raise UserError(
+                f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}"
+            )
         partial.replace(check_place(out))
     return out, difference
 
@@ -59,7 +74,7 @@ def check_place(out: Path) -> Path:
     target = Path(os.path.realpath(out))
     if not target.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {target.parent}")
-    if target.is_symlink() or target.exists() and not target.is_file():
+    if target.is_symlink() or (target.exists() and not target.is_file()):
         kind = "a folder" if target.is_dir() else "no regular file"
         raise UserError(f"--out {out}: {kind} is there; name a file, new or to be replaced")
     return target

@@ -29,7 +29,9 @@ BLOCKS, LETTERS = " ░▒▓█", " .:+#"
 """From no attention to the most of the map."""
 
 
-def summary(url: str | None, run_dir: Path | None = None, student: str | None = None) -> dict[str, Any]:
+def summary(
+    url: str | None, run_dir: Path | None = None, student: str | None = None
+) -> dict[str, Any]:
     """Kind, shapes, size on disk, bytes an image and whether the store is complete; of a ``student`` its attention, its
     settings and its last metrics. Without a ``url`` the store is that of the run."""
     if student is not None:
@@ -37,12 +39,25 @@ def summary(url: str | None, run_dir: Path | None = None, student: str | None = 
     url = url or str(RunDirectory(run_dir).maps)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
-    return {"store": url, "kind": schema.kind, "complete": maps.complete, "dataset": schema.dataset,
-            "images": schema.num_images, "layers": schema.layers, "heads": schema.heads, "grid": list(schema.grid),
-            "classes": schema.num_classes,
-            "arrays": {name: f"{list(shape)} {dtype}" for name, (shape, dtype, _) in schema.arrays().items()},
-            "bytes_on_disk": size, "bytes_per_image": round(size / schema.num_images, 1),
-            "teacher_sha256": schema.teacher_sha256, "parametrisation": schema.parametrisation, **schema.extra}
+    return {
+        "store": url,
+        "kind": schema.kind,
+        "complete": maps.complete,
+        "dataset": schema.dataset,
+        "images": schema.num_images,
+        "layers": schema.layers,
+        "heads": schema.heads,
+        "grid": list(schema.grid),
+        "classes": schema.num_classes,
+        "arrays": {
+            name: f"{list(shape)} {dtype}" for name, (shape, dtype, _) in schema.arrays().items()
+        },
+        "bytes_on_disk": size,
+        "bytes_per_image": round(size / schema.num_images, 1),
+        "teacher_sha256": schema.teacher_sha256,
+        "parametrisation": schema.parametrisation,
+        **schema.extra,
+    }
 
 
 def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
@@ -50,10 +65,16 @@ def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
     settings, model, name = load_student(run_dir, name)
     run = RunDirectory(run_dir)
     metrics = (run.student(name) / "metrics.jsonl").read_text().splitlines()
-    return {"student": name, "attention": settings.phase_b.student, "layers": len(model.blocks),
-            "heads": model.blocks[0].attn.num_heads, "grid": list(model.patch_embed.grid_size),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "overrides": run.overrides(name), **json.loads(metrics[-1])}
+    return {
+        "student": name,
+        "attention": settings.phase_b.student,
+        "layers": len(model.blocks),
+        "heads": model.blocks[0].attn.num_heads,
+        "grid": list(model.patch_embed.grid_size),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "overrides": run.overrides(name),
+        **json.loads(metrics[-1]),
+    }
 
 
 def attention(
@@ -83,10 +104,19 @@ def attention(
     queries = _choice("--query", query, found.rows.shape[1])
     weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
     one = found.gaussians is not None and "mean" not in (head, query)
-    seen = {"image": image, "label": found.label, "predicted": int(found.probabilities.argmax()),
-            "probability": round(found.probabilities.max().item(), 6), "by": student or "teacher", "layer": layer,
-            "head": head, "query": query, "grid": list(found.grid),
-            "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None, "map": weights.tolist()}
+    seen = {
+        "image": image,
+        "label": found.label,
+        "predicted": int(found.probabilities.argmax()),
+        "probability": round(found.probabilities.max().item(), 6),
+        "by": student or "teacher",
+        "layer": layer,
+        "head": head,
+        "query": query,
+        "grid": list(found.grid),
+        "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None,
+        "map": weights.tolist(),
+    }
     if png is not None:
         draw(found.pixels(), seen, Path(png))
     return seen
@@ -119,17 +149,25 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     stored = maps.gather([image])
     kind = KINDS[schema.kind]
     values = kind.reader(maps, torch.device("cpu"))(stored)[0, layer].float()
-    gaussians = None if kind.are_maps else values                      # [H, T, 4]
+    gaussians = None if kind.are_maps else values  # [H, T, 4]
     rows = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
 
     def pixels() -> np.ndarray:
         data = load_data(DataSettings.model_validate(schema.extra["data"]))
         if data.sha256 != schema.dataset_sha256:
-            raise UserError(f"{url}: the images of {data.name} are not those the maps were made from")
+            raise UserError(
+                f"{url}: the images of {data.name} are not those the maps were made from"
+            )
         return data.train.image(image)
 
-    return ImageMaps(schema.grid, rows, gaussians, int(stored["labels"][0]),
-                     torch.from_numpy(stored["logits"][0]).float().softmax(-1), pixels)
+    return ImageMaps(
+        schema.grid,
+        rows,
+        gaussians,
+        int(stored["labels"][0]),
+        torch.from_numpy(stored["logits"][0]).float().softmax(-1),
+        pixels,
+    )
 
 
 def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
@@ -142,9 +180,15 @@ def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
     batch = next(batches.in_order(np.array([image])))
     with torch.inference_mode():
         logits, rows = forward_with_maps(model, batch.images)
-    patches = patch_rows(rows[layer][0], model.num_prefix_tokens).exp()                    # [H, T, T]
-    return ImageMaps(tuple(model.patch_embed.grid_size), patches, None, int(batch.labels[0]), logits[0].softmax(-1),
-                     lambda: data.train.image(image))
+    patches = patch_rows(rows[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
+    return ImageMaps(
+        tuple(model.patch_embed.grid_size),
+        patches,
+        None,
+        int(batch.labels[0]),
+        logits[0].softmax(-1),
+        lambda: data.train.image(image),
+    )
 
 
 def check_png(png: str) -> None:
@@ -165,22 +209,37 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     top = weights.max()
     shades = BLOCKS if blocks else LETTERS
     query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
-    lines = [Text(f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
-                  f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query {seen['query']}")]
+    lines = [
+        Text(
+            f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
+            f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
+        )
+    ]
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
             level = weight / top if top else 0.0
             shade = shades[min(int(level * len(shades)), len(shades) - 1)] * 2
-            line.append("[]" if (y, x) == query else shade, style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)")
+            line.append(
+                "[]" if (y, x) == query else shade,
+                style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)",
+            )
         lines.append(line)
     y, x = np.unravel_index(weights.argmax(), weights.shape)
-    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
-                      f"(row {y}, column {x})"))
+    lines.append(
+        Text(
+            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
+            f"(row {y}, column {x})"
+        )
+    )
     if seen["gaussian"]:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
-        lines.append(Text(f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in (x, y), "
-                          "-1 and +1 the first and last token"))
+        lines.append(
+            Text(
+                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in (x, y), "
+                "-1 and +1 the first and last token"
+            )
+        )
     return Group(*lines)
 
 
@@ -199,17 +258,33 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
         axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)
         if over:
-            shown = axes.imshow(weights, extent=(0, width, height, 0), cmap="viridis", vmin=0, alpha=0.65,
-                                interpolation="nearest")
+            shown = axes.imshow(
+                weights,
+                extent=(0, width, height, 0),
+                cmap="viridis",
+                vmin=0,
+                alpha=0.65,
+                interpolation="nearest",
+            )
             figure.colorbar(shown, ax=axes, fraction=0.046, label="attention")
         if seen["query"] != "mean":
             y, x = divmod(int(seen["query"]), w)
-            axes.add_patch(Rectangle((x * width / w, y * height / h), width / w, height / h, fill=False,
-                                     edgecolor="red", linewidth=2))
+            axes.add_patch(
+                Rectangle(
+                    (x * width / w, y * height / h),
+                    width / w,
+                    height / h,
+                    fill=False,
+                    edgecolor="red",
+                    linewidth=2,
+                )
+            )
         axes.set_axis_off()
     query = "mean over queries" if seen["query"] == "mean" else f"query {seen['query']} (red)"
-    figure.suptitle(f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, head {seen['head']}, {query}",
-                    fontsize=10)
+    figure.suptitle(
+        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, head {seen['head']}, {query}",
+        fontsize=10,
+    )
     figure.savefig(path)
 
 
@@ -220,7 +295,9 @@ def _choice(option: str, value: str, size: int) -> list[int]:
     try:
         index = int(value)
     except ValueError:
-        raise UserError(f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean") from None
+        raise UserError(
+            f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean"
+        ) from None
     _check(option, index, size, "the map")
     return [index]
 

@@ -41,7 +41,7 @@ def save_snapshot(
     snapshots = []
     for batch in batches.in_order(ids):
         means = [maps.mean((1, 2)) for maps in attention(batch.images, batch.ids)]  # of [B, T] each
-        snapshots.append(torch.stack(means, dim=1).float().cpu())      # [B, L, T]
+        snapshots.append(torch.stack(means, dim=1).float().cpu())  # [B, L, T]
     (folder / "key_attention").mkdir(parents=True, exist_ok=True)
     np.save(folder / "key_attention" / f"{epoch:04d}.npy", torch.cat(snapshots).numpy())
 

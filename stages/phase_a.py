@@ -89,7 +89,9 @@ def run(
         data.write_split(run_dir / "split.json")
         state.load(run.phase_a / "checkpoint")
         train(job, state, run.phase_a)
-        if not run.teacher_sha256.is_file():  # a finished teacher does not change, and it can be large
+        if (
+            not run.teacher_sha256.is_file()
+        ):  # a finished teacher does not change, and it can be large
             digest = teacher_sha256(replace(job, teacher=state.kept))
             write_whole(run.teacher_sha256, digest + "\n")
     return state.metrics
@@ -111,15 +113,15 @@ def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
     with EpochProgress("phase A", len(data.train), total, done) as progress:
         for epoch in epochs(state, folder, progress, settings.seed):
             generator.manual_seed(settings.seed * 1_000_003 + epoch.number)
-            for batch in training.epoch(epoch.number, augment):        # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
                 with update.autocast():
                     if per_image is not None:
                         parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
-                    gaussians = teacher.gaussians(parameters)          # [B or 1, L, H, T, 4]
+                    gaussians = teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
                     gaussians = move(gaussians, batch.geometry, teacher.grid)
                     if phase.mode == "stochastic":
                         noise = teacher.noise(batch.images, generator)  # [B, L, H, T, 2]
-                    logits = forward(batch.images, gaussians, noise)   # [B, C]
+                    logits = forward(batch.images, gaussians, noise)  # [B, C]
                     loss = cross_entropy(logits, batch.labels)
                 update(loss)
                 # an image occurs once an epoch, so its parameters step as soon as their gradient is known
@@ -143,7 +145,7 @@ def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
             )
         if per_image is not None:
             per_image.release()
-        if (remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"])):
+        if remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"]):
             progress.line(f"phase A: {remark}")
 
 

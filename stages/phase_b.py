@@ -57,7 +57,7 @@ class PhaseB:
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
         schema, phase = self.maps.schema, self.settings.phase_b
-        values = self.read(batch.stored)                               # [B, L, H, T, 4 or T]
+        values = self.read(batch.stored)  # [B, L, H, T, 4 or T]
         grid = tuple(self.student.patch_embed.grid_size)
         return TeacherMaps(
             values,
@@ -80,9 +80,13 @@ class PhaseB:
         phase = self.settings.phase_b
         if self.maps is None:
             return 0.0
-        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs)
+        return gamma_at(
+            epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs
+        )
 
-    def losses(self, logits: Tensor, batch: Batch, gamma: float, loss_feat: Tensor) -> dict[str, Tensor]:
+    def losses(
+        self, logits: Tensor, batch: Batch, gamma: float, loss_feat: Tensor
+    ) -> dict[str, Tensor]:
         """Each loss of a batch by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc".
 
         ``logits`` [B, C] are the student's, ``loss_feat`` its L_feat; where ``gamma`` is 0 there is none.
@@ -222,9 +226,9 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
                             phase.layer_weights,
                             phase.temperature,
                             phase.direction,
-                        )                                              # [B, C], scalar
+                        )  # [B, C], scalar
                     else:
-                        logits = forward(batch.images)                 # [B, C]
+                        logits = forward(batch.images)  # [B, C]
                     losses = job.losses(logits.float(), batch, gamma, loss_feat)
                 update(losses["loss"])
                 epoch.add(len(batch), **losses)
@@ -278,9 +282,7 @@ def training_state(job: PhaseB) -> TrainingState:
     """The optimizer of the student and its schedule, freshly started."""
     settings, schema = job.settings, job.maps and job.maps.schema
     steps = -(-len(job.data.train) // settings.data.batch_size)
-    optimizer, schedule = build_optimizer(
-        job.student, job.optim, settings.phase_b.epochs, steps
-    )
+    optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
     identity = {key: value for key, value in flatten(settings).items() if key not in IRRELEVANT}
     identity |= {
         "the data set": job.data.sha256,
@@ -298,9 +300,9 @@ def start_from_teacher(job: PhaseB, teacher: Teacher) -> None:
     if phase.warm_start != "prior":
         return
     with torch.no_grad():
-        prior = expected_map(teacher.gaussians(None), teacher.grid)    # [1, L, H, T, T]
+        prior = expected_map(teacher.gaussians(None), teacher.grid)  # [1, L, H, T, T]
     if phase.mean_heads:
-        prior = prior.mean(2, keepdim=True)                            # [1, L, 1, T, T]
+        prior = prior.mean(2, keepdim=True)  # [1, L, 1, T, T]
     layers = phase.layer_map or range(len(student.blocks))
     maps = [None if layer is None else prior[:, layer] for layer in layers]
     ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
@@ -326,7 +328,11 @@ class ShuffledMaps:
 
 def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
     """Labels [B], or for a mixed batch the probabilities [B, C] that their mix stands for."""
-    return labels if mixed is None else mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
+    return (
+        labels
+        if mixed is None
+        else mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
+    )
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -15,7 +15,9 @@ from stages import export_maps, phase_a, phase_b
 def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
     """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
     key = key or settings.phase_b.student
-    settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
+    settings = settings.model_copy(
+        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
+    )
     data = load_data(settings.data)
     if settings.baseline.enabled:
         check_baseline(settings, data)
@@ -24,13 +26,36 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     student = phase_b.run(run_dir, key, resume=True, data=data)
     last = teacher[-1]
     learns = settings.phase_b
-    made = "from the teacher" if learns.alpha == learns.gamma == 0 and learns.warm_start != "none" else "distilled"
-    rows = [{"model": "teacher (phase A)", "epochs": last["epoch"], "train_acc": last["train_acc"],
-             "val_acc": last["val_acc"], "seconds": total_seconds(teacher)},
-            {"model": f"{key}, {made}", "epochs": len(student), "train_acc": student[-1]["train_acc"],
-             "val_acc": student[-1]["val_acc"], "seconds": total_seconds(student)}]
+    made = (
+        "from the teacher"
+        if learns.alpha == learns.gamma == 0 and learns.warm_start != "none"
+        else "distilled"
+    )
+    rows = [
+        {
+            "model": "teacher (phase A)",
+            "epochs": last["epoch"],
+            "train_acc": last["train_acc"],
+            "val_acc": last["val_acc"],
+            "seconds": total_seconds(teacher),
+        },
+        {
+            "model": f"{key}, {made}",
+            "epochs": len(student),
+            "train_acc": student[-1]["train_acc"],
+            "val_acc": student[-1]["val_acc"],
+            "seconds": total_seconds(student),
+        },
+    ]
     if settings.baseline.enabled:
         plain = phase_b.run(run_dir, key, resume=True, distilled=False, data=data)
-        rows.append({"model": f"{key}, plain", "epochs": len(plain), "train_acc": plain[-1]["train_acc"],
-                     "val_acc": plain[-1]["val_acc"], "seconds": total_seconds(plain)})
+        rows.append(
+            {
+                "model": f"{key}, plain",
+                "epochs": len(plain),
+                "train_acc": plain[-1]["train_acc"],
+                "val_acc": plain[-1]["val_acc"],
+                "seconds": total_seconds(plain),
+            }
+        )
     return rows

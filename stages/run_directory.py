@@ -61,13 +61,18 @@ class RunDirectory:
     def students(self, distilled: bool = True) -> list[str]:
         """Names of the students that have been trained, the last one last."""
         folders = (self.path / ("phase_b" if distilled else "plain")).glob("*/student")
-        return [folder.parent.name for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)]
+        return [
+            folder.parent.name
+            for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)
+        ]
 
     def settings(self) -> Settings:
         """The settings that the run was started with. Raises UserError where there is no run."""
         if not self.config.is_file():
-            raise UserError(f"{self.path} is not a run directory (it has no config.yaml): "
-                            f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one")
+            raise UserError(
+                f"{self.path} is not a run directory (it has no config.yaml): "
+                f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one"
+            )
         return config.load(self.config)
 
     def overrides(self, name: str, distilled: bool = True) -> list[str]:
@@ -81,8 +86,10 @@ class RunDirectory:
         settings = config.load(self.config, overrides)
         for key in changed(self.settings(), settings):
             if not allowed(key, config.IN_PHASE_B):
-                raise UserError(f"--set {key}: belongs to the run, not to one student: start another run with it "
-                                f"('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')")
+                raise UserError(
+                    f"--set {key}: belongs to the run, not to one student: start another run with it "
+                    f"('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
+                )
         return settings
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
@@ -97,11 +104,17 @@ class RunDirectory:
             for key in changed(old, settings):
                 if not allowed(key, FREE):
                     before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
-                    raise UserError(f"{self.path} holds a run with other settings ({key} is {before}, asked {now}); "
-                                    "choose another --run-dir or remove it")
-        elif self.path.is_file() or (self.path.is_dir() and any(
-                path.name not in ("config.partial", "lock") for path in self.path.iterdir())):
-            raise UserError(f"{self.path} exists and is not a run directory: choose another --run-dir")
+                    raise UserError(
+                        f"{self.path} holds a run with other settings ({key} is {before}, asked {now}); "
+                        "choose another --run-dir or remove it"
+                    )
+        elif self.path.is_file() or (
+            self.path.is_dir()
+            and any(path.name not in ("config.partial", "lock") for path in self.path.iterdir())
+        ):
+            raise UserError(
+                f"{self.path} exists and is not a run directory: choose another --run-dir"
+            )
 
     def start(self, settings: Settings) -> None:
         """Makes the folder and writes the resolved settings, in one step."""
@@ -123,11 +136,15 @@ def last_used() -> RunDirectory:
     """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is none."""
     runs = [RunDirectory(path.parent) for path in RUNS.glob("*/config.yaml")]
     if not runs:
-        raise UserError(f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is elsewhere")
+        raise UserError(
+            f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is elsewhere"
+        )
 
     def last_use(run: RunDirectory) -> int:
         lock = run.path / "lock"
-        return (lock if lock.is_file() else run.config).stat().st_mtime_ns  # older runs have no lock
+        return (
+            (lock if lock.is_file() else run.config).stat().st_mtime_ns
+        )  # older runs have no lock
 
     return max(runs, key=last_use)
 
@@ -147,8 +164,10 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             process = file.read().strip()
-            raise UserError(f"{folder}: another process{f' (pid {process})' if process else ''} is using this {what}: "
-                            "wait for it to end, or choose another folder") from None
+            raise UserError(
+                f"{folder}: another process{f' (pid {process})' if process else ''} is using this {what}: "
+                "wait for it to end, or choose another folder"
+            ) from None
         before = os.fstat(file.fileno())
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -163,7 +182,9 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
 def check_name(name: str) -> None:
     """Raises UserError for a student's name that cannot be a folder's."""
     if not STUDENT_NAME.fullmatch(name):
-        raise UserError(f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03")
+        raise UserError(
+            f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03"
+        )
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -181,4 +202,7 @@ def changed(old: Settings, new: Settings) -> list[str]:
 
 def allowed(key: str, names: Iterable[str]) -> bool:
     """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of its section."""
-    return any(key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.") for name in names)
+    return any(
+        key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.")
+        for name in names
+    )

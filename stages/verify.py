@@ -48,11 +48,16 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     if run_dir is None and "://" in url:
         raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
     job = phase_a.load(RunDirectory(run_dir or Path(url).absolute().parent))
-    maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=export_maps.teacher_sha256(job))
+    maps = store.open(
+        url, dataset_sha256=job.data.sha256, teacher_sha256=export_maps.teacher_sha256(job)
+    )
     size = job.settings.data.eval_batch_size
     batches = job.batches(job.data.train)
-    spans = [(start, min(start + size, shard.stop)) for shard in store.join(url).shards
-             for start in range(shard.start, shard.stop, size)]
+    spans = [
+        (start, min(start + size, shard.stop))
+        for shard in store.join(url).shards
+        for start in range(shard.start, shard.stop, size)
+    ]
     differences, distances = [], []
     stored, own = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
     differences += [
@@ -63,16 +68,26 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     for index in np.random.default_rng().permutation(len(spans)):
         if sum(map(len, distances)) >= sample:
             break
-        for ids, own in export_maps.outputs(job, maps.schema.kind, batches, np.arange(*spans[index])):
+        for ids, own in export_maps.outputs(
+            job, maps.schema.kind, batches, np.arange(*spans[index])
+        ):
             stored = maps.gather(ids)
-            own = {name: decode(name, encode(name, values, maps.schema, int(ids[0])), maps.schema)
-                   for name, values in own.items()}
-            differences += [difference for name in stored if name != "logits"
-                            if (difference := unequal(name, ids, stored[name], own[name], maps.schema.encoding))]
+            own = {
+                name: decode(name, encode(name, values, maps.schema, int(ids[0])), maps.schema)
+                for name, values in own.items()
+            }
+            differences += [
+                difference
+                for name in stored
+                if name != "logits"
+                if (difference := unequal(name, ids, stored[name], own[name], maps.schema.encoding))
+            ]
             distances.append(total_variation(stored["logits"], own["logits"]))
     distance = float(np.concatenate(distances).mean())
     if not (distance <= 0.01 or distance <= 0.01 + noise(job, batches, spans[index])):
-        differences.append(f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted classes")
+        differences.append(
+            f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted classes"
+        )
     return differences
 
 
@@ -83,14 +98,23 @@ def same(stored: np.ndarray | None, own: np.ndarray | None) -> bool:
     return np.allclose(stored, own, rtol=1e-5, atol=1e-6)
 
 
-def unequal(name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16") -> str | None:
+def unequal(
+    name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16"
+) -> str | None:
     """Which of these images' rows differ by more than their encoding and another device's arithmetic explain, in words.
     Of 8-bit Gaussians that is one code."""
     coarse = encoding == "uint8" and name == "gaussians"
     own, stored = own.astype(np.float32), stored.astype(np.float32)
     if coarse:
-        close = np.concatenate([np.isclose(stored[..., :2], own[..., :2], rtol=2**-8, atol=MEAN_STEP),
-                                np.isclose(stored[..., 2:], own[..., 2:], rtol=np.expm1(LOG_STD_STEP) + 2**-8, atol=0)], -1)
+        close = np.concatenate(
+            [
+                np.isclose(stored[..., :2], own[..., :2], rtol=2**-8, atol=MEAN_STEP),
+                np.isclose(
+                    stored[..., 2:], own[..., 2:], rtol=np.expm1(LOG_STD_STEP) + 2**-8, atol=0
+                ),
+            ],
+            -1,
+        )
     else:
         close = np.isclose(stored, own, rtol=2**-8, atol=2**-10)
     wrong = ~close.reshape(len(ids), -1).all(1)
@@ -101,8 +125,10 @@ def unequal(name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, enc
 
 def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Total variation [B] between the class probabilities of two arrays of logits [B, C]."""
-    probabilities = [np.exp(logits - logits.max(1, keepdims=True))
-                     for logits in (stored.astype(np.float64), own.astype(np.float64))]
+    probabilities = [
+        np.exp(logits - logits.max(1, keepdims=True))
+        for logits in (stored.astype(np.float64), own.astype(np.float64))
+    ]
     first, second = (values / values.sum(1, keepdims=True) for values in probabilities)
     return np.abs(first - second).sum(1) / 2
 
@@ -113,8 +139,18 @@ def noise(job: PhaseA, batches: Batches, span: tuple[int, int]) -> float:
     A kind of device other than the export's draws other random numbers; the same kind draws the same.
     """
     from stages import export_maps
+
     if job.settings.phase_a.mode == "expected":
         return 0.0
-    first, second = (np.concatenate([arrays["logits"] for _, arrays in export_maps.outputs(
-        job, "gaussian", batches, np.arange(*span), seed=seed)]) for seed in (-1, -2))
+    first, second = (
+        np.concatenate(
+            [
+                arrays["logits"]
+                for _, arrays in export_maps.outputs(
+                    job, "gaussian", batches, np.arange(*span), seed=seed
+                )
+            ]
+        )
+        for seed in (-1, -2)
+    )
     return 2 * float(total_variation(first, second).mean())

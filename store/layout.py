@@ -261,7 +261,7 @@ class Layout:
             not isinstance(files, dict)
             or not needed <= files.keys()
             or not all(
-                key in needed or key.startswith("decoder/") and ".." not in key.split("/")
+                key in needed or (key.startswith("decoder/") and ".." not in key.split("/"))
                 for key in files
             )
         ):

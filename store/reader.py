@@ -156,7 +156,7 @@ class Store:
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(image_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" and ids.size:
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise StoreError(
                 f"image ids must be a list of whole numbers, not {ids.dtype} of shape {ids.shape}"
             )

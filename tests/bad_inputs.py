@@ -701,8 +701,10 @@ SETTINGS = [
         ("phase_a.optim.schedule_args={num_epochs: 0}", "schedule"),
         ("phase_a.optim.schedule_args={num_epochs: -3}", "schedule"),
         ("phase_a.optim.schedule_args={decay_epochs: 0} phase_a.optim.schedule=step", "schedule"),
-        ("phase_a.optim.schedule_args={decay_milestones: x} phase_a.optim.schedule=multistep",
-         "schedule"),
+        (
+            "phase_a.optim.schedule_args={decay_milestones: x} phase_a.optim.schedule=multistep",
+            "schedule",
+        ),
         ("phase_a.optim.schedule_args={cycle_mul: x}", "schedule"),
         ("phase_a.optim.schedule_args={step_on_epochs: true}", "schedule"),
         ("phase_a.optim.schedule_args={updates_per_epoch: 0}", "schedule"),
@@ -730,7 +732,10 @@ SETTINGS = [
         ("phase_b.student=belief2 phase_b.attention_options={zz: x}", "zz"),
         ("phase_b.student=attentionx phase_b.attention_options={gamma: x}", "gamma"),
         ("phase_b.student=attentionx phase_b.attention_options={gamma: null}", "gamma"),
-        ("phase_b.student=attentionx phase_b.attention_options={mask_diagonal: 7}", "mask_diagonal"),
+        (
+            "phase_b.student=attentionx phase_b.attention_options={mask_diagonal: 7}",
+            "mask_diagonal",
+        ),
         ("phase_b.student=belief phase_b.attention_options={signal: x}", "signal"),
         ("phase_b.student=xsa phase_b.attention_options={num_heads: 4}", "num_heads"),
         ("phase_b.student=xsa phase_b.attention_options={dim: 4}", "dim"),
@@ -932,7 +937,9 @@ RUNS = [
             (both(write(state, pickle.dumps(os.system)), sums(os.path.dirname(state))), "damaged"),
             (both(flip(state), sums(os.path.dirname(state))), "damaged"),
             (
-                replace(os.path.dirname(state), os.path.dirname(state).replace("runs/tiny", "other")),
+                replace(
+                    os.path.dirname(state), os.path.dirname(state).replace("runs/tiny", "other")
+                ),
                 "seed",
             ),
             (write(os.path.dirname(state) + "/SHA256SUMS", "nonsense"), "SHA256SUMS"),
@@ -971,8 +978,10 @@ RUNS = [
             (write(f"{STUDENT}/student/SHA256SUMS", "x"), "SHA256SUMS"),
             (weights(f"{STUDENT}/student", (7, 16)), "head.weight"),
             *(
-                (both(write(f"{STUDENT}/student/config.json", text), sums(f"{STUDENT}/student")),
-                 "not a student")
+                (
+                    both(write(f"{STUDENT}/student/config.json", text), sums(f"{STUDENT}/student")),
+                    "not a student",
+                )
                 for text in (
                     "",
                     "{",
@@ -990,10 +999,16 @@ RUNS = [
                 )
             ),
             (both(flip(f"{STUDENT}/student/config.json"), sums(f"{STUDENT}/student")), ""),
-            (both(cut(f"{STUDENT}/student/model.safetensors"), sums(f"{STUDENT}/student")),
-             "not a student"),
-            (both(write(f"{STUDENT}/student/model.safetensors", b""), sums(f"{STUDENT}/student")),
-             "not a student"),
+            (
+                both(cut(f"{STUDENT}/student/model.safetensors"), sums(f"{STUDENT}/student")),
+                "not a student",
+            ),
+            (
+                both(
+                    write(f"{STUDENT}/student/model.safetensors", b""), sums(f"{STUDENT}/student")
+                ),
+                "not a student",
+            ),
         )
     ),
     Row(EVALUATE, "no student", remove(f"{STUDENT}/student")),
@@ -1132,8 +1147,10 @@ STORES = [
             (cut("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
             (flip("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
             (remove("shards.zarr/gaussians/c/1"), "missing"),
-            (exchange("shards.zarr/gaussians/c/0/0/0/0/0", "shards.zarr/gaussians/c/1/0/0/0/0"),
-             "shard 0, gaussians"),
+            (
+                exchange("shards.zarr/gaussians/c/0/0/0/0/0", "shards.zarr/gaussians/c/1/0/0/0/0"),
+                "shard 0, gaussians",
+            ),
             (exchange("shards.zarr/logits/c/0/0", "shards.zarr/logits/c/1/0"), "shard 0, logits"),
             (replace("shards.zarr/labels/c/0", MAPS + "/labels/c/0"), "labels"),
             (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
@@ -1176,8 +1193,10 @@ DATA = [
             (write(f"{PICTURES}/cat/0.png", "text"), "0.png"),
             (write(f"{PICTURES}/cat/0.png", b""), "0.png"),
             (cut(f"{PICTURES}/dog/3.png"), "3.png"),
-            (both(remove(f"{PICTURES}/cat/0.png"), make(f"{PICTURES}/cat/0.png", link("x"))),
-             "0.png"),
+            (
+                both(remove(f"{PICTURES}/cat/0.png"), make(f"{PICTURES}/cat/0.png", link("x"))),
+                "0.png",
+            ),
             (write("pictures/val/horse/0.png", b"x"), "horse"),
         )
     ),

@@ -40,6 +40,7 @@ def machine(tmp_path_factory):
 @pytest.fixture
 def in_process(capfd, monkeypatch):
     """Runs a command in this process, which saves importing torch: (exit code, stdout, stderr)."""
+
     def call(*arguments, cwd=None) -> tuple[int, str, str]:
         capfd.readouterr()
         if cwd is not None:
@@ -48,4 +49,5 @@ def in_process(capfd, monkeypatch):
         with pytest.raises(SystemExit) as exit_:
             main()
         return (exit_.value.code or 0, *capfd.readouterr())
+
     return call

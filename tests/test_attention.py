@@ -28,27 +28,41 @@ VARIANTS = [(key, {}) for key in STUDENTS] + [
     ("attentionx", {"gamma": 3.0, "mask_diagonal": False}),
     ("attentionx", {"gamma": 1.5}),
 ]
-VARIANT_NAMES = [" ".join([key, *(f"{name}={value}" for name, value in options.items())]) for key, options in VARIANTS]
+VARIANT_NAMES = [
+    " ".join([key, *(f"{name}={value}" for name, value in options.items())])
+    for key, options in VARIANTS
+]
 
 
 # ---- the oracle: one image, float64, no vectorisation over heads or tokens ----------------------------------------
 
+
 def oracle(key, options, weights, x, heads, visible, bias):
     """Update [T, d] and attention maps [H, T, T] of one image x [T, d]. ``visible`` [T, T] says which keys a query may
     use, ``bias`` [T, T] is added to the scores."""
-    defaults = {"signal": "perpendicular", "activation": "gelu", "zz": True, "gamma": 1.0, "mask_diagonal": True}
+    defaults = {
+        "signal": "perpendicular",
+        "activation": "gelu",
+        "zz": True,
+        "gamma": 1.0,
+        "mask_diagonal": True,
+    }
     options = {**defaults, **options}
     tokens, width = x.shape
     head_width = width // heads
     qkv = x @ weights["qkv.weight"].T + weights["qkv.bias"]
-    q, k, v = qkv[:, :width], qkv[:, width:2 * width], qkv[:, 2 * width:]
+    q, k, v = qkv[:, :width], qkv[:, width : 2 * width], qkv[:, 2 * width :]
     z = x @ weights["z.weight"].T if key == "belief2" and options["zz"] else None
     mh, maps = np.zeros((tokens, width)), np.zeros((heads, tokens, tokens))
     for head in range(heads):
         part = slice(head * head_width, (head + 1) * head_width)
         for i in range(tokens):
-            keys = [j for j in range(tokens) if visible[i, j]
-                    and not (key == "attentionx" and options["mask_diagonal"] and i == j)]
+            keys = [
+                j
+                for j in range(tokens)
+                if visible[i, j]
+                and not (key == "attentionx" and options["mask_diagonal"] and i == j)
+            ]
             scores = {}
             for j in keys:
                 product = q[i, part] @ k[j, part]
@@ -69,18 +83,28 @@ def oracle(key, options, weights, x, heads, visible, bias):
         if key == "standard":
             update[i] = mh[i] @ w
         elif key == "belief":
-            signal = {"perpendicular": mh[i] - over_all, "projected": over_all, "value": v[i]}[options["signal"]]
+            signal = {"perpendicular": mh[i] - over_all, "projected": over_all, "value": v[i]}[
+                options["signal"]
+            ]
             update[i] = signal @ w
         elif key == "belief_star":
-            first, second = {"perpendicular": (mh[i] - over_all, mh[i] - in_each), "projected": (over_all, in_each),
-                             "concat": (mh[i], v[i])}[options["signal"]]
+            first, second = {
+                "perpendicular": (mh[i] - over_all, mh[i] - in_each),
+                "projected": (over_all, in_each),
+                "concat": (mh[i], v[i]),
+            }[options["signal"]]
             update[i] = first @ w + second @ weights["proj_local.weight"].T
         elif key == "xsa":
             update[i] = (mh[i] - in_each) @ w
         elif key == "belief2":
-            phi = {"identity": lambda u: u, "silu": lambda u: u / (1 + math.exp(-u)),
-                   "gelu": lambda u: u * 0.5 * (1 + math.erf(u / math.sqrt(2)))}[options["activation"]]
-            update[i] = (mh[i] - over_all) @ w + np.array([phi(u) for u in over_all]) @ weights["proj_parallel.weight"].T
+            phi = {
+                "identity": lambda u: u,
+                "silu": lambda u: u / (1 + math.exp(-u)),
+                "gelu": lambda u: u * 0.5 * (1 + math.erf(u / math.sqrt(2))),
+            }[options["activation"]]
+            update[i] = (mh[i] - over_all) @ w + np.array([phi(u) for u in over_all]) @ weights[
+                "proj_parallel.weight"
+            ].T
         elif key == "attentionx":
             update[i] = (v[i] - options["gamma"] * mh[i]) @ w
     return update + w_bias, maps
@@ -91,18 +115,27 @@ def project_onto(m, v):
 
 
 def numpy_weights(module):
-    return {name: value.detach().double().numpy().copy() for name, value in module.named_parameters()}
+    return {
+        name: value.detach().double().numpy().copy() for name, value in module.named_parameters()
+    }
 
 
 # ---- values and gradients -------------------------------------------------------------------------------------------
+
 
 @st.composite
 def cases(draw):
     heads, head_width = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     images, tokens = draw(st.integers(1, 2)), draw(st.integers(1, 6))
-    return dict(heads=heads, width=heads * head_width, images=images, tokens=tokens,
-                mask=draw(st.sampled_from(["none", "boolean", "additive", "per head"])), is_causal=draw(st.booleans()),
-                seed=draw(st.integers(0, 2**31)))
+    return dict(
+        heads=heads,
+        width=heads * head_width,
+        images=images,
+        tokens=tokens,
+        mask=draw(st.sampled_from(["none", "boolean", "additive", "per head"])),
+        is_causal=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
 
 
 def build(key, options, case):
@@ -124,7 +157,12 @@ def build(key, options, case):
         visible = attn_mask[0, 0].numpy().copy()
     if case["is_causal"]:
         visible = visible & np.tri(tokens, dtype=bool)
-    return module, x, dict(attn_mask=attn_mask, is_causal=case["is_causal"]), (case["heads"], visible, bias)
+    return (
+        module,
+        x,
+        dict(attn_mask=attn_mask, is_causal=case["is_causal"]),
+        (case["heads"], visible, bias),
+    )
 
 
 @pytest.mark.parametrize("key, options", VARIANTS, ids=VARIANT_NAMES)
@@ -148,7 +186,9 @@ def test_update_and_maps_follow_the_equations(key, options, case):
 @given(case=cases())
 def test_gradients_are_the_slopes_of_the_equations(key, options, case):
     """Both forward paths, along a random direction in the tokens and every parameter at once."""
-    case["width"] = case["heads"] * max(2, case["width"] // case["heads"])  # in one dimension D is 0, and rounding rules
+    case["width"] = case["heads"] * max(
+        2, case["width"] // case["heads"]
+    )  # in one dimension D is 0, and rounding rules
     module, x, masks, rest = build(key, options, case)
     weights, tokens = numpy_weights(module), x.numpy()
     rng = np.random.default_rng(case["seed"])
@@ -158,8 +198,10 @@ def test_gradients_are_the_slopes_of_the_equations(key, options, case):
 
     def loss(step):
         moved = {name: value + step * along[name] for name, value in weights.items()}
-        return sum((oracle(key, options, moved, image, *rest)[0] * s).sum()
-                   for image, s in zip(tokens + step * along_x, sensitivity, strict=True))
+        return sum(
+            (oracle(key, options, moved, image, *rest)[0] * s).sum()
+            for image, s in zip(tokens + step * along_x, sensitivity, strict=True)
+        )
 
     eps = 1e-6
     slope = (loss(eps) - loss(-eps)) / (2 * eps)
@@ -168,13 +210,19 @@ def test_gradients_are_the_slopes_of_the_equations(key, options, case):
         module.zero_grad()
         (forward(x.requires_grad_(), **masks) * torch.from_numpy(sensitivity)).sum().backward()
         mine = (x.grad.numpy() * along_x).sum()
-        mine += sum((p.grad.numpy() * along[name]).sum() for name, p in module.named_parameters() if p.grad is not None)
+        mine += sum(
+            (p.grad.numpy() * along[name]).sum()
+            for name, p in module.named_parameters()
+            if p.grad is not None
+        )
         assert mine == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
 
 # ---- the orthogonal projection --------------------------------------------------------------------------------------
 
-vectors = st.tuples(st.integers(1, 4), st.integers(2, 40), st.integers(0, 2**31), st.floats(1e-6, 1e6))
+vectors = st.tuples(
+    st.integers(1, 4), st.integers(2, 40), st.integers(0, 2**31), st.floats(1e-6, 1e6)
+)
 
 
 @given(vectors)
@@ -203,9 +251,14 @@ def test_a_value_of_length_zero_takes_nothing_away_and_gradients_stay_finite():
 def test_the_projection_of_half_precision_vectors_is_exact_up_to_the_last_rounding():
     torch.manual_seed(0)
     m, v = torch.randn(64, 768).bfloat16(), torch.randn(64, 768).bfloat16()
-    m = (m + 20 * v).bfloat16()  # nearly parallel: rounding the coefficient alone would be off by 8 %
+    m = (
+        m + 20 * v
+    ).bfloat16()  # nearly parallel: rounding the coefficient alone would be off by 8 %
     wide_m, wide_v = m.double(), v.double()
-    exact = wide_m - (wide_m * wide_v).sum(-1, keepdim=True) / (wide_v * wide_v).sum(-1, keepdim=True) * wide_v
+    exact = (
+        wide_m
+        - (wide_m * wide_v).sum(-1, keepdim=True) / (wide_v * wide_v).sum(-1, keepdim=True) * wide_v
+    )
     d = perpendicular(m, v)
     assert d.dtype == torch.bfloat16
     torch.testing.assert_close(d.double(), exact, rtol=2**-8, atol=1e-5)
@@ -227,6 +280,7 @@ def test_autocast_stays_close_to_float32(key):
 
 # ---- AttentionX -----------------------------------------------------------------------------------------------------
 
+
 def test_attentionx_masking_the_diagonal_makes_the_discrepancy_larger():
     """*AttentionX, eq. 13*, per head; unmasked it is the masked one times 1 - a_kk, as eq. 12 says."""
     torch.manual_seed(0)
@@ -238,15 +292,20 @@ def test_attentionx_masking_the_diagonal_makes_the_discrepancy_larger():
         torch.nn.init.zeros_(module.proj.bias)
     x = torch.randn(2, 7, 24)
     update, rows = unmasked.forward_with_rows(x)
-    with_itself = rows.exp().diagonal(dim1=-2, dim2=-1).transpose(1, 2).unsqueeze(-1)         # [B, T, H, 1]
-    large, small = (u.unflatten(-1, (3, 8)) for u in (masked(x), update))                     # [B, T, H, d_m]
+    with_itself = (
+        rows.exp().diagonal(dim1=-2, dim2=-1).transpose(1, 2).unsqueeze(-1)
+    )  # [B, T, H, 1]
+    large, small = (u.unflatten(-1, (3, 8)) for u in (masked(x), update))  # [B, T, H, d_m]
     assert (large.norm(dim=-1) > small.norm(dim=-1)).all()
     torch.testing.assert_close(small, (1 - with_itself) * large)
 
 
 def test_attentionx_gives_the_first_token_of_a_sequence_its_own_value():
     torch.manual_seed(0)
-    module, x = ATTENTION["attentionx"](8, 2, qkv_bias=True), torch.randn(3, 5, 8, requires_grad=True)
+    module, x = (
+        ATTENTION["attentionx"](8, 2, qkv_bias=True),
+        torch.randn(3, 5, 8, requires_grad=True),
+    )
     update = module(x, is_causal=True)
     value = torch.nn.functional.linear(x[:, 0], module.qkv.weight[16:], module.qkv.bias[16:])
     torch.testing.assert_close(update[:, 0], module.proj(value))
@@ -255,6 +314,7 @@ def test_attentionx_gives_the_first_token_of_a_sequence_its_own_value():
 
 
 # ---- what the classes promise beyond values -------------------------------------------------------------------------
+
 
 class LargestTensor(TorchDispatchMode):
     """Remembers the size of the largest tensor that any operation returned."""
@@ -286,9 +346,16 @@ def test_compiles_without_graph_breaks(key):
     torch.manual_seed(0)
     module, x = ATTENTION[key](16, 2, qkv_bias=True), torch.randn(2, 5, 16)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
-    for arguments in ({}, {"is_causal": True, "attn_mask": torch.ones(5, 5, dtype=torch.bool).tril(1)}):
-        expected = torch.autograd.grad(module(x, **arguments).square().sum(), list(module.parameters()))
-        found = torch.autograd.grad(compiled(x, **arguments).square().sum(), list(module.parameters()))
+    for arguments in (
+        {},
+        {"is_causal": True, "attn_mask": torch.ones(5, 5, dtype=torch.bool).tril(1)},
+    ):
+        expected = torch.autograd.grad(
+            module(x, **arguments).square().sum(), list(module.parameters())
+        )
+        found = torch.autograd.grad(
+            compiled(x, **arguments).square().sum(), list(module.parameters())
+        )
         torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
 
@@ -304,7 +371,14 @@ def test_timm_weights_load_with_only_the_added_matrices_missing(key):
 
 def test_standard_is_timms_attention():
     torch.manual_seed(0)
-    arguments = dict(dim=24, num_heads=3, qkv_bias=True, qk_norm=True, scale_norm=True, norm_layer=torch.nn.LayerNorm)
+    arguments = dict(
+        dim=24,
+        num_heads=3,
+        qkv_bias=True,
+        qk_norm=True,
+        scale_norm=True,
+        norm_layer=torch.nn.LayerNorm,
+    )
     stock, student = timm.layers.Attention(**arguments), ATTENTION["standard"](**arguments)
     student.load_state_dict(stock.state_dict())
     x = torch.randn(2, 6, 24)
@@ -312,11 +386,14 @@ def test_standard_is_timms_attention():
         torch.testing.assert_close(student(x, **masks), stock(x, **masks))
 
 
-@pytest.mark.parametrize("key, options, message", [
-    ("belief2", {"activation": "gelo"}, "did you mean 'gelu'"),
-    ("belief", {"signal": "perpendiculer"}, "did you mean 'perpendicular'"),
-    ("belief_star", {"signal": "value"}, "known: perpendicular, projected, concat"),
-])
+@pytest.mark.parametrize(
+    "key, options, message",
+    [
+        ("belief2", {"activation": "gelo"}, "did you mean 'gelu'"),
+        ("belief", {"signal": "perpendiculer"}, "did you mean 'perpendicular'"),
+        ("belief_star", {"signal": "value"}, "known: perpendicular, projected, concat"),
+    ],
+)
 def test_an_unknown_choice_names_the_right_one(key, options, message):
     with pytest.raises(UserError, match=message):
         ATTENTION[key](16, 2, **options)
@@ -324,18 +401,22 @@ def test_an_unknown_choice_names_the_right_one(key, options, message):
 
 # ---- causal use -----------------------------------------------------------------------------------------------------
 
+
 class CharacterModel(torch.nn.Module):
     def __init__(self, attention, characters, width=32):
         super().__init__()
         self.embedding = torch.nn.Embedding(characters, width)
         self.positions = torch.nn.Parameter(torch.randn(16, width) * 0.1)
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(width), "attention": attention(width, 4, qkv_bias=True)})
-            for _ in range(2))
+            torch.nn.ModuleDict(
+                {"norm": torch.nn.LayerNorm(width), "attention": attention(width, 4, qkv_bias=True)}
+            )
+            for _ in range(2)
+        )
         self.head = torch.nn.Linear(width, characters)
 
     def forward(self, text):
-        x = self.embedding(text) + self.positions[:text.shape[1]]
+        x = self.embedding(text) + self.positions[: text.shape[1]]
         for block in self.blocks:
             x = x + block["attention"](block["norm"](x), is_causal=True)
         return self.head(x)

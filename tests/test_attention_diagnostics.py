@@ -24,10 +24,17 @@ def test_the_geometry_of_the_first_block(key):
         tokens = model.blocks[0].norm1(x)
         _, rows = attention.forward_with_rows(tokens)
         v = torch.nn.functional.linear(tokens, attention.qkv.weight[128:], attention.qkv.bias[128:])
-    x, maps, v, w = (tensor.double().numpy() for tensor in (x, rows.exp(), v, attention.proj.weight.detach()))
+    x, maps, v, w = (
+        tensor.double().numpy() for tensor in (x, rows.exp(), v, attention.proj.weight.detach())
+    )
     for image in range(2):
         for token in range(16):
-            mh = np.concatenate([maps[image, head, token] @ v[image, :, 16 * head:16 * (head + 1)] for head in range(4)])
+            mh = np.concatenate(
+                [
+                    maps[image, head, token] @ v[image, :, 16 * head : 16 * (head + 1)]
+                    for head in range(4)
+                ]
+            )
             own = v[image, token]
             if key == "xsa":
                 each = zip(np.split(mh, 4), np.split(own, 4), strict=True)
@@ -35,10 +42,16 @@ def test_the_geometry_of_the_first_block(key):
             else:
                 d = mh - (mh @ own) / (own @ own) * own
             for norm, update_norm, angle, signal in (
-                    (first.mh_norm, first.mh_update_norm, first.mh_update_angle, mh),
-                    (first.d_norm, first.d_update_norm, first.d_update_angle, d)):
+                (first.mh_norm, first.mh_update_norm, first.mh_update_angle, mh),
+                (first.d_norm, first.d_update_norm, first.d_update_angle, d),
+            ):
                 update = w @ signal
-                cosine = update @ x[image, token] / np.linalg.norm(update) / np.linalg.norm(x[image, token])
+                cosine = (
+                    update
+                    @ x[image, token]
+                    / np.linalg.norm(update)
+                    / np.linalg.norm(x[image, token])
+                )
                 assert norm[image, token] == pytest.approx(np.linalg.norm(signal), rel=1e-4)
                 assert update_norm[image, token] == pytest.approx(np.linalg.norm(update), rel=1e-4)
                 assert angle[image, token] == pytest.approx(np.degrees(np.arccos(cosine)), abs=0.01)

@@ -8,9 +8,8 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.kernels import perpendicular_twice
 from gaupipe.attention.functional import per_head
-from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.kernels import perpendicular, perpendicular_twice
 
 torch.set_num_threads(1)
 
@@ -24,6 +23,7 @@ PROJECTIONS = {
 
 
 # ---- the oracle: numpy, float64, from D = m - <m, v> / <v, v> v ---------------------------------
+
 
 def oracle(m, v, sensitivity):
     """(D, dm, dv) over the last axis; a vector of length 0 takes nothing away."""
@@ -98,8 +98,13 @@ def test_compiled_as_well(projection):
     v[1] *= 1e-28
     v[2, :4] = 0
     v[3] *= 1e25
-    compare(projection, m, v, sensitivity,
-            torch.compile(PROJECTIONS[projection], backend="aot_eager", fullgraph=True))
+    compare(
+        projection,
+        m,
+        v,
+        sensitivity,
+        torch.compile(PROJECTIONS[projection], backend="aot_eager", fullgraph=True),
+    )
     torch._dynamo.reset()
 
 
@@ -111,6 +116,7 @@ def test_float64_has_a_range_of_its_own():
 
 
 # ---- derivatives of any order and kind ----------------------------------------------------------
+
 
 def doubles(*shape):
     torch.manual_seed(0)
@@ -152,9 +158,13 @@ def test_transforms_agree_with_autograd(projection):
     torch.testing.assert_close(jacfwd(function, (0, 1))(m, v), jacobians)
     tangents = torch.randn_like(m), torch.randn_like(v)
     _, along = jvp(function, (m, v), tangents)
-    expected = sum(torch.einsum("abcd,cd->ab", j, t) for j, t in zip(jacobians, tangents, strict=True))
+    expected = sum(
+        torch.einsum("abcd,cd->ab", j, t) for j, t in zip(jacobians, tangents, strict=True)
+    )
     torch.testing.assert_close(along, expected)
-    torch.testing.assert_close(hessian(loss)(m, v), torch.autograd.functional.hessian(lambda m: loss(m, v), m))
+    torch.testing.assert_close(
+        hessian(loss)(m, v), torch.autograd.functional.hessian(lambda m: loss(m, v), m)
+    )
 
 
 @pytest.mark.parametrize("key", STUDENTS)
@@ -169,7 +179,9 @@ def test_second_derivatives_of_a_layer(key):
 def test_gradients_of_single_images(key):
     """vmap over grad, of a whole model, against one backward pass an image."""
     torch.manual_seed(0)
-    model = timm.create_model("gauvit_pico_patch2_8", attention=key, depth=2, embed_dim=16, num_heads=2)
+    model = timm.create_model(
+        "gauvit_pico_patch2_8", attention=key, depth=2, embed_dim=16, num_heads=2
+    )
     model = model.double().eval()
     images, labels = doubles(3, 3, 8, 8).detach(), torch.tensor([1, 0, 2])
     weights = {name: value.detach() for name, value in model.named_parameters()}
@@ -181,6 +193,6 @@ def test_gradients_of_single_images(key):
     found = vmap(grad(loss), (None, 0, 0))(weights, images, labels)
     for i in range(3):
         model.zero_grad()
-        torch.nn.functional.cross_entropy(model(images[i:i + 1]), labels[i:i + 1]).backward()
+        torch.nn.functional.cross_entropy(model(images[i : i + 1]), labels[i : i + 1]).backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name][i], parameter.grad)

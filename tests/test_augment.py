@@ -20,27 +20,44 @@ from gaupipe.augment import (
 from gaupipe.augment_settings import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
 from gaupipe.gaussians import expected_map, move
 
-EVERYTHING = AugmentSettings(flip=True, crop_padding=3, resized_crop={}, randaugment={}, erasing=0.5)
+EVERYTHING = AugmentSettings(
+    flip=True, crop_padding=3, resized_crop={}, randaugment={}, erasing=0.5
+)
 
 
 def random_images(count: int, channels: int = 3, height: int = 16, width: int = 16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator)
+    return torch.randint(
+        0, 256, (count, channels, height, width), dtype=torch.uint8, generator=generator
+    )
 
 
 def coordinate_images(count: int, height: int, width: int) -> torch.Tensor:
     """Pixels that hold their own place: channel 0 is 1 + x, channel 1 is 1 + y, channel 2 is 255; 0 is outside."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return torch.stack([1 + x, 1 + y, torch.full_like(x, 255)]).to(torch.uint8).expand(count, -1, -1, -1).clone()
+    return (
+        torch.stack([1 + x, 1 + y, torch.full_like(x, 255)])
+        .to(torch.uint8)
+        .expand(count, -1, -1, -1)
+        .clone()
+    )
 
 
 # random numbers
 
-@pytest.mark.parametrize("counter,key,expected", [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0),
-     (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1))])
+
+@pytest.mark.parametrize(
+    "counter,key,expected",
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
 def test_philox_gives_the_known_answers_of_its_authors(counter, key, expected):
     words = philox([np.array([word], dtype=np.uint64) for word in counter], key)
     assert tuple(int(word[0]) for word in words) == expected
@@ -51,16 +68,25 @@ def test_draws_depend_on_seed_epoch_image_and_stream_only():
     draws = uniforms(1, 2, ids, 6, stream=4)
     assert draws.shape == (4, 6) and ((draws > 0) & (draws < 1)).all()
     for place, image_id in enumerate(ids.tolist()):
-        np.testing.assert_array_equal(draws[place], uniforms(1, 2, np.array([image_id]), 6, stream=4)[0])
+        np.testing.assert_array_equal(
+            draws[place], uniforms(1, 2, np.array([image_id]), 6, stream=4)[0]
+        )
     np.testing.assert_array_equal(draws[:, :3], uniforms(1, 2, ids, 3, stream=4))
-    others = [uniforms(0, 2, ids, 6, 4), uniforms(1 + 2**32, 2, ids, 6, 4), uniforms(1, 3, ids, 6, 4),
-              uniforms(1, 2, ids, 6, 5), uniforms(1, 2, ids + 1, 6, 4)]
+    others = [
+        uniforms(0, 2, ids, 6, 4),
+        uniforms(1 + 2**32, 2, ids, 6, 4),
+        uniforms(1, 3, ids, 6, 4),
+        uniforms(1, 2, ids, 6, 5),
+        uniforms(1, 2, ids + 1, 6, 4),
+    ]
     assert all((draws != other).all() for other in others) and len(np.unique(draws)) == 24
 
 
 def test_draws_are_uniform_and_uncorrelated():
     draws = uniforms(0, 0, np.arange(20_000), 4)
-    assert np.abs(np.sort(draws, axis=0) - (np.arange(20_000) + 0.5)[:, None] / 20_000).max() < 0.0138  # 1.95/sqrt(N)
+    assert (
+        np.abs(np.sort(draws, axis=0) - (np.arange(20_000) + 0.5)[:, None] / 20_000).max() < 0.0138
+    )  # 1.95/sqrt(N)
     correlation = np.corrcoef(np.concatenate([draws.T, uniforms(0, 1, np.arange(20_000), 4).T]))
     assert np.abs(correlation - np.eye(8)).max() < 0.03  # 4 / sqrt(N)
 
@@ -73,7 +99,9 @@ def test_an_image_has_the_same_view_whatever_batch_it_is_in():
     for part in (order[:1], order[1:8], order[8:]):
         again, where = Augment(EVERYTHING, seed=3)(images[part], ids[part], epoch=2)
         assert torch.equal(again, views[part])
-        assert torch.equal(where.offset, geometry.offset[part]) and torch.equal(where.scale, geometry.scale[part])
+        assert torch.equal(where.offset, geometry.offset[part]) and torch.equal(
+            where.scale, geometry.scale[part]
+        )
     assert not torch.equal(augment(images, ids, epoch=3)[0], views)
     assert not torch.equal(Augment(EVERYTHING, seed=4)(images, ids, epoch=2)[0], views)
 
@@ -94,24 +122,30 @@ def test_images_given_are_not_changed():
 
 # geometry
 
+
 @pytest.mark.parametrize("height,width,patch", [(16, 16, 4), (12, 20, 4), (14, 28, 2)])
 def test_shifts_and_flips_lie_where_their_geometry_says(height, width, patch):
     """In an image of coordinates, the mean over a token is the place in the image of that token's centre."""
     grid = (height // patch, width // patch)
     views, geometry = Augment(AugmentSettings(flip=True, crop_padding=3), 0)(
-        coordinate_images(64, height, width), torch.arange(64), 0)
+        coordinate_images(64, height, width), torch.arange(64), 0
+    )
     checked = 0
     offset, scale = geometry.on_grid(grid)
-    for view, own_offset, own_scale in zip(views.float(), offset.double(), scale.double(), strict=True):
+    for view, own_offset, own_scale in zip(
+        views.float(), offset.double(), scale.double(), strict=True
+    ):
         for y in range(grid[0]):
             for x in range(grid[1]):
-                token = view[:, y * patch:(y + 1) * patch, x * patch:(x + 1) * patch]
+                token = view[:, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch]
                 if (token[2] == 0).any():
                     continue
                 seen = token[:2].mean((1, 2)) - 1  # of pixel centres: the first is 0
                 seen = (seen - (patch - 1) / 2) / patch  # of token centres: the first is 0
                 s = 2 * seen.double() / torch.tensor([grid[1] - 1, grid[0] - 1]) - 1
-                position = torch.tensor([2 * x / (grid[1] - 1) - 1, 2 * y / (grid[0] - 1) - 1], dtype=torch.float64)
+                position = torch.tensor(
+                    [2 * x / (grid[1] - 1) - 1, 2 * y / (grid[0] - 1) - 1], dtype=torch.float64
+                )
                 torch.testing.assert_close(own_offset + own_scale * position, s, atol=1e-6, rtol=0)
                 checked += 1
     assert checked > 64 * grid[0] * grid[1] / 3
@@ -119,22 +153,27 @@ def test_shifts_and_flips_lie_where_their_geometry_says(height, width, patch):
 
 def test_shifts_and_flips_are_torchvisions_padded_crop():
     images = random_images(40, height=12, width=10)
-    views, geometry = Augment(AugmentSettings(flip=True, crop_padding=4), 5)(images, torch.arange(40), 1)
+    views, geometry = Augment(AugmentSettings(flip=True, crop_padding=4), 5)(
+        images, torch.arange(40), 1
+    )
     size = torch.tensor([10, 12])
     left_top = (geometry.offset * size / 2).round().int() + 4
     mirrored = geometry.scale[:, 0] < 0
-    for image, view, (left, top), flip in zip(images, views, left_top.tolist(), mirrored, strict=True):
+    for image, view, (left, top), flip in zip(
+        images, views, left_top.tolist(), mirrored, strict=True
+    ):
         expected = F.crop(F.pad(image, [4]), top, left, 12, 10)
         assert torch.equal(view, F.horizontal_flip(expected) if flip else expected)
     assert 8 < mirrored.sum() < 32 and left_top.min() == 0 and left_top.max() == 8
 
 
 def test_every_shift_is_equally_likely():
-    _, geometry = Augment(AugmentSettings(crop_padding=2), 0)(random_images(1, 1, 8, 8).expand(5000, -1, -1, -1),
-                                                               torch.arange(5000), 0)
+    _, geometry = Augment(AugmentSettings(crop_padding=2), 0)(
+        random_images(1, 1, 8, 8).expand(5000, -1, -1, -1), torch.arange(5000), 0
+    )
     shifts = (geometry.offset * 4).round().int() + 2
     counts = torch.bincount(shifts[:, 0] * 5 + shifts[:, 1], minlength=25)
-    assert len(counts) == 25 and (counts - 200).abs().max() < 5 * 200 ** 0.5
+    assert len(counts) == 25 and (counts - 200).abs().max() < 5 * 200**0.5
 
 
 def test_resized_crops_are_torchvisions_and_lie_where_their_geometry_says():
@@ -146,13 +185,16 @@ def test_resized_crops_are_torchvisions_and_lie_where_their_geometry_says():
     left_top = (geometry.offset + 1) * size / 2 - extent / 2
     torch.testing.assert_close(extent, extent.round(), atol=1e-4, rtol=0)
     torch.testing.assert_close(left_top, left_top.round(), atol=1e-4, rtol=0)
-    for image, view, (w, h), (left, top) in zip(images, views, extent.round().int().tolist(),
-                                                left_top.round().int().tolist(), strict=True):
+    for image, view, (w, h), (left, top) in zip(
+        images, views, extent.round().int().tolist(), left_top.round().int().tolist(), strict=True
+    ):
         assert 0 <= left <= 20 - w and 0 <= top <= 24 - h
         pil = F.resized_crop(F.to_pil_image(image), top, left, h, w, [24, 20])
         assert (F.pil_to_tensor(pil).int() - view.int()).abs().max() <= 1
     areas, ratios = extent.prod(1) / 480, extent[:, 0] / extent[:, 1]
-    assert areas.min() > 0.16 and areas.max() < 0.96 and areas.std() > 0.1  # whole pixels: a little beyond the bounds
+    assert (
+        areas.min() > 0.16 and areas.max() < 0.96 and areas.std() > 0.1
+    )  # whole pixels: a little beyond the bounds
     assert ratios.min() > 0.6 and ratios.max() < 1.6
 
 
@@ -193,7 +235,9 @@ def test_a_teachers_map_of_a_mirrored_view_is_its_mirrored_map():
         torch.testing.assert_close(new, old.flip(2, 4) if flipped else old, atol=2e-6, rtol=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"randaugment": {}}, {"erasing": 1.0}, {"flip": True, "geometry": "ignore"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"randaugment": {}}, {"erasing": 1.0}, {"flip": True, "geometry": "ignore"}]
+)
 def test_no_geometry_is_reported_where_nothing_is_to_follow(options):
     assert Augment(AugmentSettings(**options), 0)(random_images(4), torch.arange(4), 0)[1] is None
 
@@ -206,8 +250,13 @@ def test_the_default_changes_nothing():
 # colours and erasing
 
 STRONGEST = dict.fromkeys(("Brightness", "Color", "Contrast", "Sharpness"), (0.0, 0.9)) | {
-    "Solarize": (1.0, 0.0), "Rotate": (0.0, 30.0), "ShearX": (0.0, 0.3), "ShearY": (0.0, 0.3),
-    "TranslateX": (0.0, 150 / 331 * 16), "TranslateY": (0.0, 150 / 331 * 16)}
+    "Solarize": (1.0, 0.0),
+    "Rotate": (0.0, 30.0),
+    "ShearX": (0.0, 0.3),
+    "ShearY": (0.0, 0.3),
+    "TranslateX": (0.0, 150 / 331 * 16),
+    "TranslateY": (0.0, 150 / 331 * 16),
+}
 """What magnitudes 0 and 30 mean for an image of 16 x 16 pixels."""
 
 
@@ -222,7 +271,9 @@ def test_an_operation_on_a_batch_is_torchvisions_on_each_image(name, channels):
         for sign in (-1, 1):
             values = magnitudes(31, 16, 16)
             value = 0.0 if values is None else values[magnitude].item() * (sign if signed else 1)
-            if name in STRONGEST:  # the same to more digits: the last bit of a factor can decide how a pixel is rounded
+            if (
+                name in STRONGEST
+            ):  # the same to more digits: the last bit of a factor can decide how a pixel is rounded
                 first, last = STRONGEST[name]
                 exact = (first + (last - first) * (magnitude / 30)) * (sign if signed else 1)
                 assert value == pytest.approx(exact, rel=1e-6, abs=1e-6)
@@ -230,18 +281,31 @@ def test_an_operation_on_a_batch_is_torchvisions_on_each_image(name, channels):
             result = OPERATIONS[name](images, magnitude / 30, sign)
             for image, own in zip(images, result, strict=True):
                 expected = reference._apply_image_or_video_transform(
-                    image, name, value, interpolation=v2.InterpolationMode.NEAREST, fill={torch.Tensor: None})
+                    image,
+                    name,
+                    value,
+                    interpolation=v2.InterpolationMode.NEAREST,
+                    fill={torch.Tensor: None},
+                )
                 assert torch.equal(own, expected)
 
 
 def test_randaugment_draws_every_operation_and_applies_as_many_as_asked():
     images = random_images(1).expand(400, -1, -1, -1)
     one = Augment(AugmentSettings(randaugment={"ops": 1}), 0)(images, torch.arange(400), 0)[0]
-    possible = [OPERATIONS[name](images[:1], 0.3, sign)[0] for name in COLOUR_OPERATIONS for sign in (-1, 1)]
+    possible = [
+        OPERATIONS[name](images[:1], 0.3, sign)[0] for name in COLOUR_OPERATIONS for sign in (-1, 1)
+    ]
     seen = {next(i for i, view in enumerate(possible) if torch.equal(view, own)) for own in one}
-    assert seen == {i for i, view in enumerate(possible) if not any(torch.equal(view, p) for p in possible[:i])}
-    two = Augment(AugmentSettings(randaugment={"ops": 2, "operations": ["Solarize"]}), 0)(images, torch.arange(400), 0)[0]
-    assert torch.equal(two[0], OPERATIONS["Solarize"](OPERATIONS["Solarize"](images[0], 0.3, 1), 0.3, 1))
+    assert seen == {
+        i for i, view in enumerate(possible) if not any(torch.equal(view, p) for p in possible[:i])
+    }
+    two = Augment(AugmentSettings(randaugment={"ops": 2, "operations": ["Solarize"]}), 0)(
+        images, torch.arange(400), 0
+    )[0]
+    assert torch.equal(
+        two[0], OPERATIONS["Solarize"](OPERATIONS["Solarize"](images[0], 0.3, 1), 0.3, 1)
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -255,7 +319,7 @@ def test_erasing_fills_one_rectangle_with_one_colour(channels):
             continue
         erased += 1
         rows, columns = changed.any(1).nonzero().flatten(), changed.any(0).nonzero().flatten()
-        box = view[:, rows[0]:rows[-1] + 1, columns[0]:columns[-1] + 1]
+        box = view[:, rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         assert changed.sum() == box[0].numel() and (box == box[:, :1, :1]).all()
         assert 0.01 < box[0].numel() / 320 < 0.4
     assert abs(erased - 120) < 5 * (300 * 0.4 * 0.6) ** 0.5
@@ -263,17 +327,30 @@ def test_erasing_fills_one_rectangle_with_one_colour(channels):
 
 # settings
 
-@pytest.mark.parametrize("options,message", [
-    ({"randaugment": {"operations": ["Color", "Rotate"]}}, "cannot follow RandAugment's Rotate.*geometry to ignore"),
-    ({"randaugment": {"operations": ["ShearX", "TranslateY"]}}, "cannot follow RandAugment's ShearX, TranslateY"),
-    ({"randaugment": {"operations": ["Colour"]}}, "unknown operation 'Colour'; known: Identity"),
-    ({"randaugment": {"operations": []}}, "null switches RandAugment off"),
-    ({"resized_crop": {"scale": (1.0, 0.5)}}, "smaller first"),
-    ({"resized_crop": {"scale": (0.5, 1.5)}}, "none above 1"),
-    ({"resized_crop": {"ratio": (2.0, 0.5)}}, "smaller first"),
-    ({"crop_paddding": 4}, "Extra inputs"),
-    ({"erasing": 1.5}, "less than or equal to 1"),
-])
+
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (
+            {"randaugment": {"operations": ["Color", "Rotate"]}},
+            "cannot follow RandAugment's Rotate.*geometry to ignore",
+        ),
+        (
+            {"randaugment": {"operations": ["ShearX", "TranslateY"]}},
+            "cannot follow RandAugment's ShearX, TranslateY",
+        ),
+        (
+            {"randaugment": {"operations": ["Colour"]}},
+            "unknown operation 'Colour'; known: Identity",
+        ),
+        ({"randaugment": {"operations": []}}, "null switches RandAugment off"),
+        ({"resized_crop": {"scale": (1.0, 0.5)}}, "smaller first"),
+        ({"resized_crop": {"scale": (0.5, 1.5)}}, "none above 1"),
+        ({"resized_crop": {"ratio": (2.0, 0.5)}}, "smaller first"),
+        ({"crop_paddding": 4}, "Extra inputs"),
+        ({"erasing": 1.5}, "less than or equal to 1"),
+    ],
+)
 def test_settings_refuse_what_cannot_be_followed_and_what_means_nothing(options, message):
     with pytest.raises(ValueError, match=message):
         AugmentSettings(**options)
@@ -281,7 +358,9 @@ def test_settings_refuse_what_cannot_be_followed_and_what_means_nothing(options,
 
 @pytest.mark.parametrize("name", GEOMETRIC_OPERATIONS)
 def test_geometric_operations_are_allowed_where_geometry_is_ignored(name):
-    settings = AugmentSettings(geometry="ignore", randaugment={"operations": [name], "magnitude": 30})
+    settings = AugmentSettings(
+        geometry="ignore", randaugment={"operations": [name], "magnitude": 30}
+    )
     images = random_images(4)
     views, geometry = Augment(settings, 0)(images, torch.arange(4), 0)
     assert geometry is None and (views != images).flatten(1).any(1).all()
@@ -293,17 +372,26 @@ def test_settings_survive_a_file():
 
 # Mixup and CutMix
 
-MIXUP, CUTMIX, BOTH = AugmentSettings(mixup=0.8), AugmentSettings(cutmix=1.0), AugmentSettings(mixup=0.8, cutmix=1.0)
+MIXUP, CUTMIX, BOTH = (
+    AugmentSettings(mixup=0.8),
+    AugmentSettings(cutmix=1.0),
+    AugmentSettings(mixup=0.8, cutmix=1.0),
+)
 
 
 @pytest.mark.parametrize("settings", [MIXUP, CUTMIX, BOTH])
 def test_partners_are_other_images_and_do_not_depend_on_places_in_the_batch(settings):
     images, ids = torch.randn(17, 3, 12, 8), torch.arange(17) * 3 + 5
     mixed_images, mixed = mix(images, ids, 0, 4, settings)
-    assert sorted(mixed.partner.tolist()) == list(range(17)) and (mixed.partner != torch.arange(17)).all()
+    assert (
+        sorted(mixed.partner.tolist()) == list(range(17))
+        and (mixed.partner != torch.arange(17)).all()
+    )
     order = torch.randperm(17)
     again, other = mix(images[order], ids[order], 0, 4, settings)
-    assert torch.equal(again, mixed_images[order]) and torch.equal(order[other.partner], mixed.partner[order])
+    assert torch.equal(again, mixed_images[order]) and torch.equal(
+        order[other.partner], mixed.partner[order]
+    )
     assert torch.equal(other.blend, mixed.blend[order]) and torch.equal(other.box, mixed.box[order])
     assert not torch.equal(mix(images, ids, 0, 5, settings)[1].partner, mixed.partner)
 
@@ -311,7 +399,9 @@ def test_partners_are_other_images_and_do_not_depend_on_places_in_the_batch(sett
 def test_mixup_is_the_weighted_mean_of_two_images():
     images = torch.randn(20, 3, 8, 8)
     mixed_images, mixed = mix(images, torch.arange(20), 0, 0, MIXUP)
-    for place, (own, partner, weight) in enumerate(zip(images.numpy(), mixed.partner, mixed.weight.tolist(), strict=True)):
+    for place, (own, partner, weight) in enumerate(
+        zip(images.numpy(), mixed.partner, mixed.weight.tolist(), strict=True)
+    ):
         expected = weight * own + (1 - weight) * images[partner].numpy()
         np.testing.assert_allclose(mixed_images[place], expected, atol=1e-6)
     assert mixed.weight.std() > 0.2
@@ -320,7 +410,9 @@ def test_mixup_is_the_weighted_mean_of_two_images():
 def test_cutmix_puts_a_box_of_the_partner_over_the_image_and_its_weight_is_what_stays():
     images = torch.randn(60, 3, 12, 20)
     mixed_images, mixed = mix(images, torch.arange(60), 0, 0, CUTMIX)
-    for own, partner, result, weight in zip(images, mixed.partner, mixed_images, mixed.weight, strict=True):
+    for own, partner, result, weight in zip(
+        images, mixed.partner, mixed_images, mixed.weight, strict=True
+    ):
         is_own, is_other = (result == own).all(0), (result == images[partner]).all(0)
         assert (is_own ^ is_other).all()
         assert is_own.float().mean().item() == pytest.approx(weight.item(), abs=1e-6)
@@ -334,8 +426,11 @@ def test_cutmix_puts_a_box_of_the_partner_over_the_image_and_its_weight_is_what_
 def test_mixup_shares_follow_a_beta_distribution(settings, alpha):
     _, mixed = mix(torch.zeros(4000, 1, 2, 2), torch.arange(4000), 0, 0, settings)
     reference = np.sort(np.random.default_rng(0).beta(alpha, alpha, 400_000))
-    distance = np.searchsorted(reference, np.sort(mixed.weight.numpy())) / 400_000 - (np.arange(4000) + 0.5) / 4000
-    assert np.abs(distance).max() < 1.95 / 4000 ** 0.5
+    distance = (
+        np.searchsorted(reference, np.sort(mixed.weight.numpy())) / 400_000
+        - (np.arange(4000) + 0.5) / 4000
+    )
+    assert np.abs(distance).max() < 1.95 / 4000**0.5
 
 
 def test_cutmix_boxes_have_the_drawn_area_where_the_border_does_not_cut_them():
@@ -371,8 +466,11 @@ def test_a_tokens_share_is_the_mean_over_its_pixels(settings, grid):
     """Own images all 1, so that a mixed pixel is its own share once the partner is 0."""
     height, width = 12, 20
     _, mixed = mix(torch.zeros(30, 1, height, width), torch.arange(30), 0, 0, settings)
-    pixels = torch.lerp(torch.zeros(30, 1, height, width), torch.ones(30, 1, height, width),
-                        mixed.own_share((height, width)).view(30, 1, height, width))
+    pixels = torch.lerp(
+        torch.zeros(30, 1, height, width),
+        torch.ones(30, 1, height, width),
+        mixed.own_share((height, width)).view(30, 1, height, width),
+    )
     shares = nnf.avg_pool2d(pixels, (height // grid[0], width // grid[1])).flatten(1)
     torch.testing.assert_close(mixed.own_share(grid), shares, atol=1e-6, rtol=0)
     torch.testing.assert_close(mixed.weight, shares.mean(1), atol=1e-6, rtol=0)
@@ -380,7 +478,11 @@ def test_a_tokens_share_is_the_mean_over_its_pixels(settings, grid):
 
 def test_a_box_of_known_place_gives_known_shares():
     """A 4 x 4 grid, the box from 1.5 to 3 tokens along x and from the upper border to a quarter of the first token."""
-    mixed = Mix(torch.tensor([0]), torch.ones(1, dtype=torch.float64), torch.tensor([[1.5 / 4, 0.0, 3 / 4, 0.25 / 4]]).double())
+    mixed = Mix(
+        torch.tensor([0]),
+        torch.ones(1, dtype=torch.float64),
+        torch.tensor([[1.5 / 4, 0.0, 3 / 4, 0.25 / 4]]).double(),
+    )
     expected = torch.ones(4, 4)
     expected[0] = torch.tensor([1, 1 - 0.5 * 0.25, 1 - 0.25, 1])
     torch.testing.assert_close(mixed.own_share((4, 4)), expected.view(1, 16))
@@ -402,9 +504,13 @@ def test_mixed_maps_are_the_mean_of_both_sources_rows_by_the_querys_share(settin
             if settings is MIXUP:
                 share = mixed.blend[place].item()
             else:
-                token, own, other = (pixels[:, y:y + 4, x:x + 4] for pixels in
-                                     (mixed_images[place], images[place], images[partner]))
-                share = ((token - other) / (own - other)).mean().item()  # 1 where the own pixel shows, 0 elsewhere
+                token, own, other = (
+                    pixels[:, y : y + 4, x : x + 4]
+                    for pixels in (mixed_images[place], images[place], images[partner])
+                )
+                share = (
+                    ((token - other) / (own - other)).mean().item()
+                )  # 1 where the own pixel shows, 0 elsewhere
             expected = share * maps[place, :, query] + (1 - share) * maps[partner, :, query]
             torch.testing.assert_close(result[place, :, query], expected, atol=2e-5, rtol=0)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bad_inputs import ASCII_ROWS, ROWS, Row
 from PIL import Image
 
+from bad_inputs import ASCII_ROWS, ROWS, Row
 from gaupipe.cli import main
 
 TINY = """
@@ -82,6 +82,7 @@ def contents(folder: Path) -> dict[str, tuple]:
 @pytest.fixture
 def no_hang():
     """Fails a row that does not come back."""
+
     def stop(*_):
         pytest.fail(f"no answer after {SECONDS} s")
 
@@ -119,7 +120,9 @@ def test_bad_input_on_a_terminal_of_ascii(row, finished):
     before = contents(finished)
     command = [sys.executable, "-m", "gaupipe", *shlex.split(row.command)]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    result = subprocess.run(command, cwd=finished, env=environment, capture_output=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=finished, env=environment, capture_output=True, timeout=300
+    )
     assert contents(finished) == before
     check(row, result.returncode, result.stdout.decode("ascii"), result.stderr.decode("ascii"))
 

@@ -16,13 +16,28 @@ from gaupipe import __version__
 from gaupipe.config import DataSettings
 from gaupipe.data import load_data
 
-TINY = ["data.train_images=200", "data.batch_size=50", "phase_a.max_epochs=2", "phase_a.stop_accuracy=1.0",
-        "phase_b.epochs=2", "phase_b.alpha=0.2", "phase_b.beta=0.1", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=2"]
+TINY = [
+    "data.train_images=200",
+    "data.batch_size=50",
+    "phase_a.max_epochs=2",
+    "phase_a.stop_accuracy=1.0",
+    "phase_b.epochs=2",
+    "phase_b.alpha=0.2",
+    "phase_b.beta=0.1",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=2",
+]
 
 
 def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "gaupipe.cli", *map(str, arguments)], cwd=cwd, text=True,
-                          capture_output=True, timeout=300, **options)
+    return subprocess.run(
+        [sys.executable, "-m", "gaupipe.cli", *map(str, arguments)],
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=300,
+        **options,
+    )
 
 
 def sets(*overrides: str) -> list[str]:
@@ -31,7 +46,10 @@ def sets(*overrides: str) -> list[str]:
 
 def metrics(path: Path) -> list[dict]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{name: value for name, value in row.items() if name not in ("seconds", "images_per_s")} for row in rows]
+    return [
+        {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
+        for row in rows
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +75,26 @@ def test_run_leaves_the_contracted_files(finished):
     phase_b = metrics(run / "phase_b" / "standard" / "metrics.jsonl")
     assert [row["epoch"] for row in phase_a] == [row["epoch"] for row in phase_b] == [1, 2]
     assert phase_a[0].keys() == {"epoch", "train_loss", "train_acc", "val_acc"}
-    assert phase_b[0].keys() == phase_a[0].keys() | {"val_loss", "loss_soft", "loss_hard", "loss_feat", "gamma"}
+    assert phase_b[0].keys() == phase_a[0].keys() | {
+        "val_loss",
+        "loss_soft",
+        "loss_hard",
+        "loss_feat",
+        "gamma",
+    }
     row = phase_b[0]
     weighted = 0.2 * row["loss_soft"] + 0.1 * row["loss_hard"] + row["gamma"] * row["loss_feat"]
     assert row["train_loss"] == pytest.approx(weighted, rel=1e-4)
-    assert all((run / name).exists() for name in ("config.yaml", "split.json", "phase_a/checkpoint/state.pt",
-                                                   "phase_b/standard/checkpoint/state.pt", "maps.zarr/zarr.json"))
+    assert all(
+        (run / name).exists()
+        for name in (
+            "config.yaml",
+            "split.json",
+            "phase_a/checkpoint/state.pt",
+            "phase_b/standard/checkpoint/state.pt",
+            "maps.zarr/zarr.json",
+        )
+    )
 
 
 def test_the_store_opens_with_zarr_alone(finished):
@@ -78,9 +110,11 @@ def test_the_store_opens_with_zarr_alone(finished):
 
 def test_the_student_loads_in_timm_without_gaupipe(finished):
     folder = finished[0] / "run" / "phase_b" / "standard"
-    script = (f"import sys, timm, torch; m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
-              "assert not any(n.startswith('gaupipe.') for n in sys.modules);"
-              "print(m(torch.zeros(1, 1, 8, 8)).sum().item())")
+    script = (
+        f"import sys, timm, torch; m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
+        "assert not any(n.startswith('gaupipe.') for n in sys.modules);"
+        "print(m(torch.zeros(1, 1, 8, 8)).sum().item())"
+    )
     result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, cwd="/")
     assert result.returncode == 0, result.stderr
     state = torch.load(folder / "checkpoint" / "state.pt", weights_only=True)["modules"]
@@ -93,7 +127,9 @@ def test_running_again_changes_nothing_and_prints_the_same_table(finished):
     before = {path: path.stat().st_mtime_ns for path in (folder / "run" / "maps.zarr").rglob("*")}
     second = gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
     assert second.returncode == 0 and second.stdout == first.stdout
-    assert before == {path: path.stat().st_mtime_ns for path in (folder / "run" / "maps.zarr").rglob("*")}
+    assert before == {
+        path: path.stat().st_mtime_ns for path in (folder / "run" / "maps.zarr").rglob("*")
+    }
 
 
 def test_a_run_repeated_from_its_resolved_settings_gives_the_same_metrics(finished):
@@ -101,12 +137,16 @@ def test_a_run_repeated_from_its_resolved_settings_gives_the_same_metrics(finish
     result = gaupipe("run", "run/config.yaml", "--run-dir", "again", cwd=folder)
     assert result.returncode == 0, result.stderr
     for part in ("phase_a", "phase_b/standard", "plain/standard"):
-        assert metrics(folder / "run" / part / "metrics.jsonl") == metrics(folder / "again" / part / "metrics.jsonl")
+        assert metrics(folder / "run" / part / "metrics.jsonl") == metrics(
+            folder / "again" / part / "metrics.jsonl"
+        )
 
 
 def test_evaluate_agrees_with_the_metrics(finished, in_process):
     folder, _ = finished
-    _, out, _ = in_process("evaluate", "--run-dir", "run", "--student", "standard", "--json", cwd=folder)
+    _, out, _ = in_process(
+        "evaluate", "--run-dir", "run", "--student", "standard", "--json", cwd=folder
+    )
     scores = json.loads(out)
     assert scores["top1"] == metrics(folder / "run/phase_b/standard/metrics.jsonl")[-1]["val_acc"]
     assert scores["images"] == 360 and scores["top5"] >= scores["top1"]
@@ -116,7 +156,9 @@ def test_inspect(finished, in_process):
     folder, _ = finished
     summary = json.loads(in_process("inspect", "run/maps.zarr", "--json", cwd=folder)[1])
     assert (summary["kind"], summary["images"], summary["complete"]) == ("gaussian", 200, True)
-    on_disk = sum(path.stat().st_size for path in (folder / "run" / "maps.zarr").rglob("*") if path.is_file())
+    on_disk = sum(
+        path.stat().st_size for path in (folder / "run" / "maps.zarr").rglob("*") if path.is_file()
+    )
     assert summary["bytes_on_disk"] == on_disk
     one = ["inspect", "run/maps.zarr", "--image", 7, "--layer", 1, "--head", 0, "--query", 5]
     seen = json.loads(in_process(*one, "--json", "--png", "map.png", cwd=folder)[1])
@@ -149,7 +191,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("arguments,message", BAD, ids=[" ".join(arguments)[:40] for arguments, _ in BAD])
+@pytest.mark.parametrize(
+    "arguments,message", BAD, ids=[" ".join(arguments)[:40] for arguments, _ in BAD]
+)
 def test_bad_input_gives_one_line_and_writes_nothing(tmp_path, in_process, arguments, message):
     code, out, err = in_process(*arguments, cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -162,13 +206,19 @@ def test_bad_input_gives_one_line_and_writes_nothing(tmp_path, in_process, argum
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "gaupipe: digits: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
+    assert (
+        result.stderr
+        == "gaupipe: digits: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
+    )
 
 
 MISTAKES = [
     (["phase-a", "--run-dir", "run", *sets(*TINY)], "--resume"),
     (["run", "--run-dir", "run", *sets(*TINY, "seed=1")], "seed is 0, asked 1"),
-    (["run", "--run-dir", "run", *sets(*TINY, "data.name=fashion_mnist")], "data.name is digits, asked fashion_mnist"),
+    (
+        ["run", "--run-dir", "run", *sets(*TINY, "data.name=fashion_mnist")],
+        "data.name is digits, asked fashion_mnist",
+    ),
     (["phase-b", "--run-dir", "run", "--student", "standard"], "already exists"),
     (["export-maps", "--run-dir", "run"], "--overwrite"),
     (["inspect", "run/maps.zarr", "--image", "200"], "0 to 199"),
@@ -180,8 +230,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("arguments,message", MISTAKES, ids=[" ".join(arguments)[:40] for arguments, _ in MISTAKES])
-def test_mistakes_about_a_run_give_one_line_and_change_nothing(finished, in_process, arguments, message):
+@pytest.mark.parametrize(
+    "arguments,message", MISTAKES, ids=[" ".join(arguments)[:40] for arguments, _ in MISTAKES]
+)
+def test_mistakes_about_a_run_give_one_line_and_change_nothing(
+    finished, in_process, arguments, message
+):
     folder, _ = finished
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, _, err = in_process(*arguments, cwd=folder)
@@ -189,20 +243,36 @@ def test_mistakes_about_a_run_give_one_line_and_change_nothing(finished, in_proc
     assert files == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("override,message", [
-    ("data.train_images=190", "another data set"),
-    ("model.args={depth: 3, embed_dim: 16, num_heads: 2}", "layers 2, the student has 3"),
-])
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("data.train_images=190", "another data set"),
+        ("model.args={depth: 3, embed_dim: 16, num_heads: 2}", "layers 2, the student has 3"),
+    ],
+)
 def test_a_store_that_does_not_match_is_refused(finished, in_process, tmp_path, override, message):
-    assert in_process("phase-a", "--run-dir", "run", *sets(*TINY, override, "phase_a.max_epochs=1"), cwd=tmp_path)[0] == 0
-    code, _, err = in_process("phase-b", "--run-dir", "run", "--maps", finished[0] / "run/maps.zarr", cwd=tmp_path)
+    assert (
+        in_process(
+            "phase-a",
+            "--run-dir",
+            "run",
+            *sets(*TINY, override, "phase_a.max_epochs=1"),
+            cwd=tmp_path,
+        )[0]
+        == 0
+    )
+    code, _, err = in_process(
+        "phase-b", "--run-dir", "run", "--maps", finished[0] / "run/maps.zarr", cwd=tmp_path
+    )
     assert (code, err.count("\n")) == (2, 1) and message in err
     assert not (tmp_path / "run" / "phase_b").exists()
 
 
 def test_help_does_not_import_torch():
-    script = ("import sys; from gaupipe.cli import app\ntry: app(['run', '--help'])\nexcept SystemExit: pass\n"
-              "sys.exit('torch' in sys.modules or 'timm' in sys.modules)")
+    script = (
+        "import sys; from gaupipe.cli import app\ntry: app(['run', '--help'])\nexcept SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'timm' in sys.modules)"
+    )
     result = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert result.returncode == 0 and "--student" in result.stdout and "default" in result.stdout
 
@@ -211,6 +281,8 @@ def test_the_package_runs_as_a_module(tmp_path):
     run = [sys.executable, "-m", "gaupipe"]
     answer = subprocess.run([*run, "--version"], text=True, capture_output=True, cwd=tmp_path)
     assert (answer.returncode, answer.stdout) == (0, f"gaupipe {__version__}\n")
-    answer = subprocess.run([*run, "run", "absent.yaml"], text=True, capture_output=True, cwd=tmp_path)
+    answer = subprocess.run(
+        [*run, "run", "absent.yaml"], text=True, capture_output=True, cwd=tmp_path
+    )
     assert answer.returncode == 2
     assert "absent.yaml" in answer.stderr

@@ -21,54 +21,66 @@ from stages.compare.speed import Run, Spread, compare_at, epochs_to
 from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
 from stages.run_directory import locked
 
-TINY = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "data.train_images=100", "data.batch_size=50", "threads=1",
-        "phase_a.max_epochs=1", "phase_b.epochs=2"]
+TINY = [
+    "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
+    "data.train_images=100",
+    "data.batch_size=50",
+    "threads=1",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=2",
+]
 
 
 def made_up(seed: int, accuracies: list[float], phase_a: int = 0, seconds: float = 2.0) -> Run:
-    return Run(seed, [{"val_acc": accuracy, "seconds": seconds} for accuracy in accuracies],
-               [{"seconds": 10.0}] * phase_a)
+    return Run(
+        seed,
+        [{"val_acc": accuracy, "seconds": seconds} for accuracy in accuracies],
+        [{"seconds": 10.0}] * phase_a,
+    )
 
 
 def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
-    assert epochs_to([.1, .5, .4, .6], .5) == 2
-    assert epochs_to([.1, .5, .4, .6], .55) == 4
-    assert epochs_to([.1, .5], .1) == 1
-    assert epochs_to([.1, .5], .500001) is None
-    assert epochs_to([], .1) is None
+    assert epochs_to([0.1, 0.5, 0.4, 0.6], 0.5) == 2
+    assert epochs_to([0.1, 0.5, 0.4, 0.6], 0.55) == 4
+    assert epochs_to([0.1, 0.5], 0.1) == 1
+    assert epochs_to([0.1, 0.5], 0.500001) is None
+    assert epochs_to([], 0.1) is None
 
 
 def test_speed_up_is_taken_seed_by_seed_with_and_without_phase_a():
-    reference = [made_up(0, [.2, .4, .6, .8]), made_up(1, [.1, .3, .7, .9])]
-    cell = [made_up(0, [.5, .7, .9, .9], phase_a=1, seconds=4.0), made_up(1, [.7, .8, .8, .8], phase_a=2, seconds=4.0)]
-    row = compare_at(cell, reference, target=.7)
+    reference = [made_up(0, [0.2, 0.4, 0.6, 0.8]), made_up(1, [0.1, 0.3, 0.7, 0.9])]
+    cell = [
+        made_up(0, [0.5, 0.7, 0.9, 0.9], phase_a=1, seconds=4.0),
+        made_up(1, [0.7, 0.8, 0.8, 0.8], phase_a=2, seconds=4.0),
+    ]
+    row = compare_at(cell, reference, target=0.7)
     assert row["reached"] == 2
-    assert row["epochs"] == Spread(1.5, pytest.approx(.5**.5))                   # 2 and 1, the reference 4 and 3
-    assert row["epochs_with_phase_a"].mean == 3                                  # 3 and 3
+    assert row["epochs"] == Spread(1.5, pytest.approx(0.5**0.5))  # 2 and 1, the reference 4 and 3
+    assert row["epochs_with_phase_a"].mean == 3  # 3 and 3
     assert row["speedup_epochs"].mean == pytest.approx((4 / 2 + 3 / 1) / 2)
     assert row["speedup_epochs_with_phase_a"].mean == pytest.approx((4 / 3 + 3 / 3) / 2)
     assert row["seconds"].mean == pytest.approx((8 + 4) / 2)
     assert row["seconds_with_phase_a"].mean == pytest.approx((18 + 24) / 2)
     assert row["speedup_seconds_with_phase_a"].mean == pytest.approx((8 / 18 + 6 / 24) / 2)
-    assert row["accuracy"].mean == pytest.approx(.7)
+    assert row["accuracy"].mean == pytest.approx(0.7)
 
 
 def test_a_share_is_of_the_references_final_accuracy_with_the_same_seed():
-    reference = [made_up(0, [.2, .8]), made_up(1, [.2, .4])]
-    cell = [made_up(1, [.39, .41]), made_up(0, [.5, .81])]
+    reference = [made_up(0, [0.2, 0.8]), made_up(1, [0.2, 0.4])]
+    cell = [made_up(1, [0.39, 0.41]), made_up(0, [0.5, 0.81])]
     assert compare_at(cell, reference, share=1.0)["epochs"].mean == 2
-    assert compare_at(cell, reference, share=.5)["epochs"].mean == 1
+    assert compare_at(cell, reference, share=0.5)["epochs"].mean == 1
     assert compare_at(reference, reference, share=1.0)["speedup_epochs"] == Spread(1.0, 0.0)
 
 
 def test_never_reached_gives_no_mean_and_no_speed_up():
-    reference, cell = [made_up(0, [.8]), made_up(1, [.8])], [made_up(0, [.9]), made_up(1, [.7])]
-    row = compare_at(cell, reference, target=.8)
+    reference, cell = [made_up(0, [0.8]), made_up(1, [0.8])], [made_up(0, [0.9]), made_up(1, [0.7])]
+    row = compare_at(cell, reference, target=0.8)
     assert row["reached"] == 1
     assert row["epochs"] == row["speedup_epochs"] == row["accuracy"] == Spread(None, None)
-    row = compare_at(cell, reference, target=.65)
+    row = compare_at(cell, reference, target=0.65)
     assert row["reached"] == 2 and row["speedup_epochs"].mean == 1
-    row = compare_at(cell[:1], [made_up(0, [.1])], target=.8)                     # the reference never gets there
+    row = compare_at(cell[:1], [made_up(0, [0.1])], target=0.8)  # the reference never gets there
     assert row["epochs"].mean == 1 and row["speedup_epochs"].mean is None
 
 
@@ -83,16 +95,34 @@ def cells_of(base, *students, tune=True):
 def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
     cells = cells_of(base, "standard", "belief2")
-    assert list(cells) == [BASELINE, "plain ViT, ReZero", "plain ViT, belief2",
-                           "distilled standard", "distilled belief2", "prior alone", "no soft labels", "shuffled maps"]
+    assert list(cells) == [
+        BASELINE,
+        "plain ViT, ReZero",
+        "plain ViT, belief2",
+        "distilled standard",
+        "distilled belief2",
+        "prior alone",
+        "no soft labels",
+        "shuffled maps",
+    ]
     assert len(cells[BASELINE].trials) >= len(cells["distilled standard"].trials) > 1
     chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
     settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
     assert settings["plain ViT, ReZero"].phase_b.rezero
-    assert not settings["prior alone"].phase_a.residual and settings["prior alone"].phase_b.optim.lr == 0.5
-    assert settings["no soft labels"].phase_b.alpha == 0 and settings["no soft labels"].phase_b.beta == pytest.approx(.3)
-    assert settings["shuffled maps"].phase_b.shuffle_maps and settings["distilled belief2"].phase_b.optim.lr == 0.5
-    assert settings["distilled standard"].phase_b.optim.lr == base.phase_b.optim.lr  # its own try is added by the caller
+    assert (
+        not settings["prior alone"].phase_a.residual
+        and settings["prior alone"].phase_b.optim.lr == 0.5
+    )
+    assert settings["no soft labels"].phase_b.alpha == 0 and settings[
+        "no soft labels"
+    ].phase_b.beta == pytest.approx(0.3)
+    assert (
+        settings["shuffled maps"].phase_b.shuffle_maps
+        and settings["distilled belief2"].phase_b.optim.lr == 0.5
+    )
+    assert (
+        settings["distilled standard"].phase_b.optim.lr == base.phase_b.optim.lr
+    )  # its own try is added by the caller
 
 
 def test_every_try_of_the_default_cells_is_another_run():
@@ -108,8 +138,15 @@ def test_every_try_of_the_default_cells_is_another_run():
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
-    base = config.load("digits", ["phase_b.student=belief2", "phase_b.attention_options={zz: false}", "phase_b.rezero=true",
-                                  "phase_b.match_params=true"])
+    base = config.load(
+        "digits",
+        [
+            "phase_b.student=belief2",
+            "phase_b.attention_options={zz: false}",
+            "phase_b.rezero=true",
+            "phase_b.match_params=true",
+        ],
+    )
     cells = cells_of(base, "belief2", "attentionx")
     settings = {
         name: as_run(resolve(cell, cells, {}, base), 0, baseline=cell.plain).phase_b
@@ -118,9 +155,18 @@ def test_the_plain_vit_is_plain_whatever_the_student_is():
     reference = settings[BASELINE]
     assert not reference.rezero and not reference.match_params
     assert not reference.attention_options
-    assert settings["plain ViT, ReZero"].rezero and settings["plain ViT, belief2"].attention_options == {"zz": False}
-    assert settings["distilled belief2"].attention_options == {"zz": False} and settings["distilled belief2"].rezero
-    assert settings["distilled attentionx"].attention_options == {} == settings["plain ViT, attentionx"].attention_options
+    assert settings["plain ViT, ReZero"].rezero and settings[
+        "plain ViT, belief2"
+    ].attention_options == {"zz": False}
+    assert (
+        settings["distilled belief2"].attention_options == {"zz": False}
+        and settings["distilled belief2"].rezero
+    )
+    assert (
+        settings["distilled attentionx"].attention_options
+        == {}
+        == settings["plain ViT, attentionx"].attention_options
+    )
     assert settings[BASELINE].optim == base.baseline.optim != settings["distilled belief2"].optim
 
 
@@ -132,32 +178,59 @@ def test_the_controls_fit_settings_without_a_prior():
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     base = config.load("digits")
-    other = config.load("digits", ["phase_b.gamma=0.5", "phase_a.mode=stochastic", "threads=1", "device=cpu"])
+    other = config.load(
+        "digits", ["phase_b.gamma=0.5", "phase_a.mode=stochastic", "threads=1", "device=cpu"]
+    )
     assert digest(as_run(base, 0, baseline=True)) == digest(as_run(other, 0, baseline=True))
     assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))
     assert digest(as_run(base, 0, baseline=True)) != digest(as_run(base, 1, baseline=True))
-    alone, shuffled = (config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"]) for on in ("no", "yes"))
+    alone, shuffled = (
+        config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"])
+        for on in ("no", "yes")
+    )
     assert digest(as_run(alone, 0, baseline=False)) == digest(as_run(shuffled, 0, baseline=False))
     epochs = config.load("digits", ["phase_b.epochs=3"])
     assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
     assert as_run(base, 0, baseline=True).phase_b.optim == base.baseline.optim
 
 
-OLDER = {"data": {"name": "fashion_mnist", "train_images": 20000, "workers": 3}, "threads": 2,
-         "model": {"init": "mimetic", "args": {"depth": 6}},
-         "phase_a": {"stop_accuracy": 0.9, "rows": {"lr": 0.004},
-                     "compression": {"embedding": 32, "hidden": 128}},
-         "phase_b": {"student": "belief2", "attention_options": {"zz": False}, "gamma": 0.5,
-                     "gamma_epochs": 3, "shuffle_maps": True, "optim": {"lr": 0.004}},
-         "baseline": {"optim": {"lr": 0.002}}}
+OLDER = {
+    "data": {"name": "fashion_mnist", "train_images": 20000, "workers": 3},
+    "threads": 2,
+    "model": {"init": "mimetic", "args": {"depth": 6}},
+    "phase_a": {
+        "stop_accuracy": 0.9,
+        "rows": {"lr": 0.004},
+        "compression": {"embedding": 32, "hidden": 128},
+    },
+    "phase_b": {
+        "student": "belief2",
+        "attention_options": {"zz": False},
+        "gamma": 0.5,
+        "gamma_epochs": 3,
+        "shuffle_maps": True,
+        "optim": {"lr": 0.004},
+    },
+    "baseline": {"optim": {"lr": 0.002}},
+}
 
 
-@pytest.mark.parametrize("baseline, kind, encoding, student, teacher, maps", [
-    (True, "gaussian", "float16", "6d930c3a54a9", "4ae9c3c047b8", "maps.zarr"),
-    (False, "gaussian", "float16", "ba3243950f48", "ce42dcef61ef", "maps.zarr"),
-    (False, "gaussian", "uint8", "cc1a8e19c9dc", "ce42dcef61ef", "maps-gaussian-uint8.zarr"),
-    (False, "embedding", "float16", "d3cd5aedc3af", "ce42dcef61ef", "maps-embedding-float16.zarr"),
-])
+@pytest.mark.parametrize(
+    "baseline, kind, encoding, student, teacher, maps",
+    [
+        (True, "gaussian", "float16", "6d930c3a54a9", "4ae9c3c047b8", "maps.zarr"),
+        (False, "gaussian", "float16", "ba3243950f48", "ce42dcef61ef", "maps.zarr"),
+        (False, "gaussian", "uint8", "cc1a8e19c9dc", "ce42dcef61ef", "maps-gaussian-uint8.zarr"),
+        (
+            False,
+            "embedding",
+            "float16",
+            "d3cd5aedc3af",
+            "ce42dcef61ef",
+            "maps-embedding-float16.zarr",
+        ),
+    ],
+)
 def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, teacher, maps):
     training = Training(
         label="",
@@ -177,12 +250,26 @@ def swept(entries):
     return sweep_cells(entries, "mine.yaml", default_cells(config.load("digits"), ["standard"]))
 
 
-@pytest.mark.parametrize("entries,message", [
-    ({"a": 1}, "a sweep is a list"), ([], "a sweep is a list"), ([3], "a sweep is a list"), ([{1: 2}], "valid string"),
-    ([{"kind": "tall"}], "'gaussian', 'embedding', 'dense' or 'prior'"), ([{"plain": "perhaps"}], "plain"), ([{"name": 5}], "name"),
-    ([{"tries": {"phase_b.epochs": 3}}], "tries"), ([{"tries": None}], "tries"), ([{"like": ["a"]}], "like"),
-    ([{"trials": 3}], "trials"), ([{"trials": [], "tries": []}], "tries"),
-    ([{"like": "b"}], "no such cell"), ([{"seed": 4}], "--seeds"), ([{"name": "distilled"}], "two cells are called")])
+@pytest.mark.parametrize(
+    "entries,message",
+    [
+        ({"a": 1}, "a sweep is a list"),
+        ([], "a sweep is a list"),
+        ([3], "a sweep is a list"),
+        ([{1: 2}], "valid string"),
+        ([{"kind": "tall"}], "'gaussian', 'embedding', 'dense' or 'prior'"),
+        ([{"plain": "perhaps"}], "plain"),
+        ([{"name": 5}], "name"),
+        ([{"tries": {"phase_b.epochs": 3}}], "tries"),
+        ([{"tries": None}], "tries"),
+        ([{"like": ["a"]}], "like"),
+        ([{"trials": 3}], "trials"),
+        ([{"trials": [], "tries": []}], "tries"),
+        ([{"like": "b"}], "no such cell"),
+        ([{"seed": 4}], "--seeds"),
+        ([{"name": "distilled"}], "two cells are called"),
+    ],
+)
 def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
     with pytest.raises(UserError, match=message) as refused:
         swept(entries)
@@ -196,9 +283,17 @@ def test_the_older_name_of_trials_is_read():
 
 
 def test_an_entry_inherits_plain_from_the_cell_named_in_like():
-    cells = {cell.name: cell for cell in swept([{"name": "longer", "plain": True, "phase_b.epochs": 3},
-                                                {"like": "longer", "phase_b.optim.lr": 0.1}, {"encoding": "uint8"},
-                                                {"like": None, "phase_b.gamma": 2}])}
+    cells = {
+        cell.name: cell
+        for cell in swept(
+            [
+                {"name": "longer", "plain": True, "phase_b.epochs": 3},
+                {"like": "longer", "phase_b.optim.lr": 0.1},
+                {"encoding": "uint8"},
+                {"like": None, "phase_b.gamma": 2},
+            ]
+        )
+    }
     assert cells["longer"].like == BASELINE and cells["lr 0.1"].plain
     assert cells["encoding uint8"].like == "distilled" and not cells["encoding uint8"].plain
     base = config.load("digits")
@@ -255,16 +350,19 @@ def test_a_trial_that_failed_is_worse_than_any():
     assert best_trial(trials) == {"x": 2}
 
 
-@pytest.mark.parametrize("names, is_comparison", [
-    ([], True),
-    (["lock"], True),                                        # killed at once
-    (["lock", "students", "compare.json"], True),
-    (["lock", "teachers"], True),
-    (["comparison.lock", "students", "compare.json"], True),  # of an earlier version
-    (["students"], False),
-    (["lock", "config.yaml", "phase_a"], False),             # a run
-    (["lock", "zarr.json"], False),
-])
+@pytest.mark.parametrize(
+    "names, is_comparison",
+    [
+        ([], True),
+        (["lock"], True),  # killed at once
+        (["lock", "students", "compare.json"], True),
+        (["lock", "teachers"], True),
+        (["comparison.lock", "students", "compare.json"], True),  # of an earlier version
+        (["students"], False),
+        (["lock", "config.yaml", "phase_a"], False),  # a run
+        (["lock", "zarr.json"], False),
+    ],
+)
 def test_the_folder_of_a_comparison_is_known_by_its_lock(names, is_comparison, tmp_path):
     for name in names:
         (tmp_path / name).touch()
@@ -307,9 +405,26 @@ def compared(tmp_path_factory):
 
 def command(folder, *arguments):
     sets = [argument for setting in TINY for argument in ("--set", setting)]
-    return subprocess.run([sys.executable, "-m", "gaupipe.cli", "compare", "digits", "--run-dir", folder, "--seeds", "0,1",
-                           "--no-tune", *map(str, arguments), *sets], text=True, capture_output=True, timeout=300,
-                          env={**os.environ, "COLUMNS": "80"})
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "gaupipe.cli",
+            "compare",
+            "digits",
+            "--run-dir",
+            folder,
+            "--seeds",
+            "0,1",
+            "--no-tune",
+            *map(str, arguments),
+            *sets,
+        ],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, "COLUMNS": "80"},
+    )
 
 
 def test_a_tiny_comparison(compared):
@@ -317,8 +432,17 @@ def test_a_tiny_comparison(compared):
     assert process.returncode == 0, process.stderr
     results = json.loads((folder / "mine.json").read_text())
     names = [cell["cell"] for cell in results["cells"]]
-    assert names == [BASELINE, "plain ViT, ReZero", "distilled", "prior alone", "no soft labels",
-                     "shuffled maps", "plain longer", "gamma 0.5, encoding uint8", "tuned"]
+    assert names == [
+        BASELINE,
+        "plain ViT, ReZero",
+        "distilled",
+        "prior alone",
+        "no soft labels",
+        "shuffled maps",
+        "plain longer",
+        "gamma 0.5, encoding uint8",
+        "tuned",
+    ]
     assert all(name in process.stdout for name in names)
     assert max(map(len, process.stdout.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in results["cells"]}
@@ -326,15 +450,21 @@ def test_a_tiny_comparison(compared):
     for cell in results["cells"]:
         runs, last = cell["runs"], cell["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
-        assert cell["final"]["val_acc"]["mean"] == pytest.approx(sum(run["val_acc"][-1] for run in runs) / 2)
+        assert cell["final"]["val_acc"]["mean"] == pytest.approx(
+            sum(run["val_acc"][-1] for run in runs) / 2
+        )
         goals = [run["val_acc"][-1] for run in by_name[BASELINE]["runs"]]
         reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals, strict=True)]
         assert last["reached"] == sum(epochs is not None for epochs in reached)
         if None not in reached:
             assert last["epochs"]["mean"] == pytest.approx(sum(reached) / 2)
-            assert last["epochs_with_phase_a"]["mean"] == pytest.approx(sum(reached) / 2 + (not cell["plain"]))
+            assert last["epochs_with_phase_a"]["mean"] == pytest.approx(
+                sum(reached) / 2 + (not cell["plain"])
+            )
     curves = {name: [run["val_loss"] for run in cell["runs"]] for name, cell in by_name.items()}
-    assert curves["distilled"] == curves["no soft labels"]  # the digits' settings have none: one run stands for both
+    assert (
+        curves["distilled"] == curves["no soft labels"]
+    )  # the digits' settings have none: one run stands for both
     assert curves["distilled"] != curves["shuffled maps"] != curves["prior alone"]
     trials = by_name["tuned"]["tries"]
     assert [trial["settings"]["phase_b.optim.lr"] for trial in trials] == [5e-4, 3e-3]
@@ -348,7 +478,9 @@ def test_a_tiny_comparison(compared):
     final = by_name[BASELINE]["final"]
     assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(final["val_acc"]["mean"])
     for name in ("mine", "key_selection"):
-        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (folder / f"{name}.svg").read_text()
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (
+            folder / f"{name}.svg"
+        ).read_text()
 
 
 def test_finished_cells_are_not_run_again(compared):
@@ -361,8 +493,12 @@ def test_finished_cells_are_not_run_again(compared):
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
     alone = command(folder, "--row", BASELINE, "--json")
     assert [cell["cell"] for cell in json.loads(alone.stdout)["cells"]] == [BASELINE]
-    other = shutil.copy(sweep, folder.parent / "few.yaml")  # its tables leave those of the other tests alone
-    few = command(folder, "--sweep", other, "--row", "plain longer", "--row", "shuffled maps", "--json")
+    other = shutil.copy(
+        sweep, folder.parent / "few.yaml"
+    )  # its tables leave those of the other tests alone
+    few = command(
+        folder, "--sweep", other, "--row", "plain longer", "--row", "shuffled maps", "--json"
+    )
     assert few.returncode == 0 and "seed" not in few.stderr
     names = [cell["cell"] for cell in json.loads(few.stdout)["cells"]]
     assert names == [BASELINE, "distilled", "shuffled maps", "plain longer"]
@@ -374,10 +510,17 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     wrong, unknown = tmp_path / "wrong.yaml", tmp_path / "unknown.yaml"
     wrong.write_text("- {kind: dense, encoding: uint8}")
     unknown.write_text("- {phase_b.gama: 1}")
-    for arguments, message in [(["--seeds", "0,x"], "--seeds"), (["--students", "standart"], "standart"),
-                               (["--targets", "84"], "from 0 to 1"), (["--sweep", "none"], "loss_weights"), (["--test"], "test split"),
-                               (["--set", "phase_a.optim.name=adamv"], "adamv"), (["--sweep", wrong], "for the kind 'gaussian'"),
-                               (["--row", "prior"], "prior alone"), (["--sweep", unknown], "did you mean 'phase_b.gamma'")]:
+    for arguments, message in [
+        (["--seeds", "0,x"], "--seeds"),
+        (["--students", "standart"], "standart"),
+        (["--targets", "84"], "from 0 to 1"),
+        (["--sweep", "none"], "loss_weights"),
+        (["--test"], "test split"),
+        (["--set", "phase_a.optim.name=adamv"], "adamv"),
+        (["--sweep", wrong], "for the kind 'gaussian'"),
+        (["--row", "prior"], "prior alone"),
+        (["--sweep", unknown], "did you mean 'phase_b.gamma'"),
+    ]:
         code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "new", *arguments)
         assert (code, err.count("\n")) == (2, 1) and message in err, err
         assert not (tmp_path / "new").exists()
@@ -390,9 +533,26 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
 def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, tmp_path):
     folder, sweep, _ = compared
     sets = [argument for setting in TINY for argument in ("--set", setting)]
-    call = [sys.executable, "-m", "gaupipe.cli", "compare", "digits", "--run-dir", tmp_path / "c", "--seeds", "0,1", "--no-tune",
-            "--sweep", sweep, "--jobs", "2", *sets]
-    process = subprocess.Popen(list(map(str, call)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    call = [
+        sys.executable,
+        "-m",
+        "gaupipe.cli",
+        "compare",
+        "digits",
+        "--run-dir",
+        tmp_path / "c",
+        "--seeds",
+        "0,1",
+        "--no-tune",
+        "--sweep",
+        sweep,
+        "--jobs",
+        "2",
+        *sets,
+    ]
+    process = subprocess.Popen(
+        list(map(str, call)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("c/students/*/student"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -404,4 +564,6 @@ def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, tmp_p
     resumed = json.loads((tmp_path / "c" / "mine.json").read_text())
     unbroken = json.loads((folder / "mine.json").read_text())
     for cell, other in zip(resumed["cells"], unbroken["cells"], strict=True):
-        assert [run["val_loss"] for run in cell["runs"]] == [run["val_loss"] for run in other["runs"]]
+        assert [run["val_loss"] for run in cell["runs"]] == [
+            run["val_loss"] for run in other["runs"]
+        ]

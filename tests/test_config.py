@@ -7,7 +7,9 @@ from gaupipe.errors import UserError
 
 
 def test_dumped_settings_load_to_the_same(tmp_path):
-    settings = config.load("digits", ["phase_b.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"])
+    settings = config.load(
+        "digits", ["phase_b.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
+    )
     path = tmp_path / "config.yaml"
     path.write_text(config.dump(settings))
     assert config.load(path) == settings
@@ -19,18 +21,24 @@ def test_numbers_in_scientific_notation_are_numbers(text):
     assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
 
 
-@pytest.mark.parametrize("override,message", [
-    ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
-    ("phase_bb.epochs=3", "did you mean 'phase_b'"),
-    ("baseline.optim.rl=1", "baseline.optim.lr"),
-    ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'random'"),
-    ("phase_b.alpha=-1", "phase_b.alpha"),
-    ("phase_b.epochs=many", "phase_b.epochs"),
-    ("phase_b.epochs", "should look like"),
-    ("data.name.x=1", "'name' is a value, not a section"),
-    ("phase_b={alpha: 0, beta: 0, gamma: 0}", "nothing is left to learn"),
-    ("phase_a={prior: false, residual: false}", "nothing is left to learn"),
-])
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
+        ("phase_bb.epochs=3", "did you mean 'phase_b'"),
+        ("baseline.optim.rl=1", "baseline.optim.lr"),
+        (
+            "phase_a.mode=random",
+            "phase_a.mode: input should be 'stochastic' or 'expected', got 'random'",
+        ),
+        ("phase_b.alpha=-1", "phase_b.alpha"),
+        ("phase_b.epochs=many", "phase_b.epochs"),
+        ("phase_b.epochs", "should look like"),
+        ("data.name.x=1", "'name' is a value, not a section"),
+        ("phase_b={alpha: 0, beta: 0, gamma: 0}", "nothing is left to learn"),
+        ("phase_a={prior: false, residual: false}", "nothing is left to learn"),
+    ],
+)
 def test_bad_settings_are_refused_in_one_line(override, message):
     with pytest.raises(UserError) as error:
         config.load("digits", [override])

@@ -16,12 +16,26 @@ STUDENTS = [key for key in ATTENTION if key != "gaussian"]
 SOURCES = {
     "class token": dict(model_name="vit_tiny_patch16_224", img_size=64),
     "DeiT, distilled": dict(model_name="deit_tiny_distilled_patch16_224", img_size=64),
-    "DeiT III, layer scale": dict(model_name="deit3_small_patch16_224", img_size=64, init_values=0.5),
-    "registers": dict(model_name="vit_small_patch14_reg4_dinov2", img_size=56, num_classes=10, init_values=0.5),
-    "qk-norm": dict(model_name="vit_tiny_patch16_224", img_size=64, qk_norm=True, scale_attn_norm=True),
-    "CLIP, no class token": dict(model_name="vit_base_patch16_clip_224", img_size=64, embed_dim=192, num_heads=3,
-                                 class_token=False, global_pool="avg"),
-    "no biases": dict(model_name="vit_tiny_patch16_224", img_size=64, qkv_bias=False, proj_bias=False),
+    "DeiT III, layer scale": dict(
+        model_name="deit3_small_patch16_224", img_size=64, init_values=0.5
+    ),
+    "registers": dict(
+        model_name="vit_small_patch14_reg4_dinov2", img_size=56, num_classes=10, init_values=0.5
+    ),
+    "qk-norm": dict(
+        model_name="vit_tiny_patch16_224", img_size=64, qk_norm=True, scale_attn_norm=True
+    ),
+    "CLIP, no class token": dict(
+        model_name="vit_base_patch16_clip_224",
+        img_size=64,
+        embed_dim=192,
+        num_heads=3,
+        class_token=False,
+        global_pool="avg",
+    ),
+    "no biases": dict(
+        model_name="vit_tiny_patch16_224", img_size=64, qkv_bias=False, proj_bias=False
+    ),
 }
 
 
@@ -43,7 +57,9 @@ def test_to_belief2_the_outputs_do_not_change(source, options):
     converted = convert(model, "belief2", **options)
     assert type(converted.blocks[0].attn) is ATTENTION["belief2"]
     before = model(x)
-    torch.testing.assert_close(converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item())
+    torch.testing.assert_close(
+        converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item()
+    )
 
 
 def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
@@ -52,7 +68,10 @@ def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
     converted = convert(model, "belief2")
     converted(x).square().sum().backward()
     for block in converted.blocks:
-        assert block.attn.z.weight.grad.abs().max() > 0 and block.attn.proj_parallel.weight.grad.abs().max() > 0
+        assert (
+            block.attn.z.weight.grad.abs().max() > 0
+            and block.attn.proj_parallel.weight.grad.abs().max() > 0
+        )
 
 
 @pytest.mark.parametrize("key", STUDENTS)
@@ -75,35 +94,44 @@ def test_weights_are_kept_and_the_source_left_alone(source, key):
 def student_like(key, **options):
     """A model of another attention, every weight of it random."""
     torch.manual_seed(0)
-    model = timm.create_model("gauvit_pico_patch2_8", attention=key, attention_options=options, depth=2).eval()
+    model = timm.create_model(
+        "gauvit_pico_patch2_8", attention=key, attention_options=options, depth=2
+    ).eval()
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     return model, torch.randn(2, 3, 8, 8)
 
 
-@pytest.mark.parametrize("old, old_options, new, new_options", [
-    ("standard", {}, "belief2", {}),                               # Belief2, proposition 1
-    ("standard", {}, "belief_star", {"signal": "concat"}),
-    ("belief", {}, "belief_star", {}),
-    ("belief", {}, "belief2", {}),
-    ("belief", {}, "belief2", {"activation": "gelu", "zz": False}),
-    ("belief", {"signal": "projected"}, "belief_star", {"signal": "projected"}),
-    ("belief", {"signal": "projected"}, "belief2", {}),
-    ("belief", {"signal": "value"}, "belief_star", {"signal": "concat"}),
-    ("xsa", {}, "belief_star", {}),
-    ("attentionx", {"mask_diagonal": False}, "belief_star", {"signal": "concat"}),
-    ("attentionx", {}, "attentionx", {}),
-    ("belief_star", {}, "belief_star", {}),
-    ("belief2", {"activation": "silu"}, "belief2", {"activation": "silu"}),
-])
+@pytest.mark.parametrize(
+    "old, old_options, new, new_options",
+    [
+        ("standard", {}, "belief2", {}),  # Belief2, proposition 1
+        ("standard", {}, "belief_star", {"signal": "concat"}),
+        ("belief", {}, "belief_star", {}),
+        ("belief", {}, "belief2", {}),
+        ("belief", {}, "belief2", {"activation": "gelu", "zz": False}),
+        ("belief", {"signal": "projected"}, "belief_star", {"signal": "projected"}),
+        ("belief", {"signal": "projected"}, "belief2", {}),
+        ("belief", {"signal": "value"}, "belief_star", {"signal": "concat"}),
+        ("xsa", {}, "belief_star", {}),
+        ("attentionx", {"mask_diagonal": False}, "belief_star", {"signal": "concat"}),
+        ("attentionx", {}, "attentionx", {}),
+        ("belief_star", {}, "belief_star", {}),
+        ("belief2", {"activation": "silu"}, "belief2", {"activation": "silu"}),
+    ],
+)
 def test_conversions_that_do_not_change_the_outputs(old, old_options, new, new_options):
     model, x = student_like(old, **old_options)
     converted = convert(model, new, **new_options)
     before = model(x)
-    torch.testing.assert_close(converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item())
+    torch.testing.assert_close(
+        converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item()
+    )
     if "signal" not in old_options:  # an ablation is no place to come back to
         again = convert(converted, old, **old_options)
-        torch.testing.assert_close(again(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item())
+        torch.testing.assert_close(
+            again(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item()
+        )
 
 
 @pytest.mark.parametrize("key", STUDENTS)
@@ -129,8 +157,10 @@ def test_a_converted_attentionx_adds_mh_where_the_trained_model_did(gamma, mask_
     old = model.blocks[0].attn
     new = convert(model, "attentionx", gamma=gamma, mask_diagonal=mask_diagonal).blocks[0].attn
     tokens = torch.randn(5, 64, dtype=torch.float64)
-    weight, bias, w, b = (p.detach().double().numpy() for p in (
-        old.qkv.weight, old.qkv.bias, old.proj.weight, old.proj.bias))
+    weight, bias, w, b = (
+        p.detach().double().numpy()
+        for p in (old.qkv.weight, old.qkv.bias, old.proj.weight, old.proj.bias)
+    )
     q, k, v = np.split(tokens.numpy() @ weight.T + bias, 3, axis=1)
     mh = np.zeros_like(v)
     for head in range(4):
@@ -190,7 +220,9 @@ def test_a_gauvit_with_a_shrunken_ffn_converts_and_is_saved(tmp_path):
 
 
 def test_dropout_precision_and_mode_are_taken_over():
-    model = timm.create_model("vit_tiny_patch16_224", depth=1, attn_drop_rate=0.2, proj_drop_rate=0.3).double()
+    model = timm.create_model(
+        "vit_tiny_patch16_224", depth=1, attn_drop_rate=0.2, proj_drop_rate=0.3
+    ).double()
     attention = convert(model, "belief2").blocks[0].attn
     assert attention.attn_drop.p == 0.2 and attention.proj_drop.p == 0.3 and attention.training
     assert {parameter.dtype for parameter in attention.parameters()} == {torch.float64}
@@ -199,7 +231,9 @@ def test_dropout_precision_and_mode_are_taken_over():
 
 def test_a_model_built_by_its_class_converts_but_has_no_name_to_be_saved_under(tmp_path):
     torch.manual_seed(0)
-    model = VisionTransformer(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=4).eval()
+    model = VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=4
+    ).eval()
     x = torch.randn(2, 3, 16, 16)
     converted = convert(model, "belief2")
     torch.testing.assert_close(converted(x), model(x), rtol=1e-5, atol=1e-6)
@@ -207,14 +241,27 @@ def test_a_model_built_by_its_class_converts_but_has_no_name_to_be_saved_under(t
         save_student(converted, tmp_path / "student")
 
 
-@pytest.mark.parametrize("source, key, options, message", [
-    ("eva02_tiny_patch14_224", "belief", {}, "cannot convert a Eva"),
-    ("vit_tiny_patch16_224", "gaussian", {}, "no queries and keys"),
-    ("vit_tiny_patch16_224", "belif", {}, "did you mean 'belief'"),
-    ("vit_tiny_patch16_224", "belief2", {"activatoin": "gelu"}, "did you mean 'activation'"),
-    ("vit_small_patch16_18x2_224", "belief", {}, "cannot convert block 0: its attention is a ParallelThingsBlock"),
-    ("vit_base_patch16_xp_224", "belief", {}, "cannot convert block 0: its attention is a ParallelScalingBlock"),
-])
+@pytest.mark.parametrize(
+    "source, key, options, message",
+    [
+        ("eva02_tiny_patch14_224", "belief", {}, "cannot convert a Eva"),
+        ("vit_tiny_patch16_224", "gaussian", {}, "no queries and keys"),
+        ("vit_tiny_patch16_224", "belif", {}, "did you mean 'belief'"),
+        ("vit_tiny_patch16_224", "belief2", {"activatoin": "gelu"}, "did you mean 'activation'"),
+        (
+            "vit_small_patch16_18x2_224",
+            "belief",
+            {},
+            "cannot convert block 0: its attention is a ParallelThingsBlock",
+        ),
+        (
+            "vit_base_patch16_xp_224",
+            "belief",
+            {},
+            "cannot convert block 0: its attention is a ParallelScalingBlock",
+        ),
+    ],
+)
 def test_it_says_what_it_cannot_convert(source, key, options, message):
     with torch.device("meta"):
         model = timm.create_model(source, depth=1, device="meta")

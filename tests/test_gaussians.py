@@ -48,18 +48,26 @@ def test_expected_map_equals_quadrature(grid):
     gaussians = gaussians_of(0, 12)
     rows = expected_map(gaussians, grid).numpy()
     for row, (mean_x, mean_y, std_x, std_y) in zip(rows, gaussians.double().tolist(), strict=True):
-        oracle = np.outer(quadrature_axis(mean_y, std_y, grid[0]), quadrature_axis(mean_x, std_x, grid[1])).ravel()
+        oracle = np.outer(
+            quadrature_axis(mean_y, std_y, grid[0]), quadrature_axis(mean_x, std_x, grid[1])
+        ).ravel()
         np.testing.assert_allclose(row, oracle, atol=5e-6)
 
 
 def test_expected_map_equals_the_mean_of_many_sampled_points():
     gaussians = gaussians_of(1, 6)
-    points = sample(gaussians, torch.randn(400_000, 6, 2, generator=torch.Generator().manual_seed(0)))
+    points = sample(
+        gaussians, torch.randn(400_000, 6, 2, generator=torch.Generator().manual_seed(0))
+    )
     sampled = outer(*point_axes(points, (3, 5))).mean(0)
-    assert (sampled - expected_map(gaussians, (3, 5))).abs().max() < 3e-3  # 4e5 samples: 1 / sqrt(4e5) = 1.6e-3
+    assert (
+        sampled - expected_map(gaussians, (3, 5))
+    ).abs().max() < 3e-3  # 4e5 samples: 1 / sqrt(4e5) = 1.6e-3
 
 
-@pytest.mark.parametrize("mean,std", [(0.0, 1e-9), (50.0, 1e-3), (-1e6, 1.0), (0.3, 1e6), (1e6, 1e6)])
+@pytest.mark.parametrize(
+    "mean,std", [(0.0, 1e-9), (50.0, 1e-3), (-1e6, 1.0), (0.3, 1e6), (1e6, 1e6)]
+)
 def test_extreme_gaussians_stay_finite_and_normalised(mean, std):
     rows = expected_map(torch.tensor([[mean, -mean, std, std]]), (14, 14))
     assert rows.isfinite().all() and (rows >= 0).all()
@@ -69,7 +77,9 @@ def test_extreme_gaussians_stay_finite_and_normalised(mean, std):
 def test_a_narrow_gaussian_on_a_token_attends_to_that_token_alone():
     grid = (3, 4)
     centres = torch.cat([query_coordinates(grid), torch.full((12, 2), 1e-6)], dim=-1)
-    torch.testing.assert_close(expected_map(centres, grid), torch.eye(12), atol=2e-3, rtol=0)  # a std of 1e-3 pixels
+    torch.testing.assert_close(
+        expected_map(centres, grid), torch.eye(12), atol=2e-3, rtol=0
+    )  # a std of 1e-3 pixels
 
 
 @settings(max_examples=25, deadline=None)
@@ -96,25 +106,46 @@ def test_sampled_attention_equals_grid_sample(grid):
     tokens = torch.randn(B, T, H * d_m)
     points = torch.randn(B, H, T, 2)
     v = attention.v(tokens).view(B, h, w, H, d_m).permute(0, 3, 4, 1, 2).reshape(B * H, d_m, h, w)
-    read = F.grid_sample(v, points.view(B * H, T, 1, 2), mode="bilinear", padding_mode="border", align_corners=True)
+    read = F.grid_sample(
+        v, points.view(B * H, T, 1, 2), mode="bilinear", padding_mode="border", align_corners=True
+    )
     heads = read.view(B, H, d_m, T).permute(0, 3, 1, 2).reshape(B, T, H * d_m)
-    for update in (attention(tokens, point_axes(points, grid)), attention.at_points(tokens, points, grid)):
+    for update in (
+        attention(tokens, point_axes(points, grid)),
+        attention.at_points(tokens, points, grid),
+    ):
         torch.testing.assert_close(update, attention.proj(heads), atol=1e-5, rtol=1e-5)
 
 
 def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():
     for parametrisation in ("loc_scale", "paper"):
-        torch.testing.assert_close(from_raw(initial_raw(parametrisation), parametrisation), torch.tensor([0., 0, 1, 1]))
+        torch.testing.assert_close(
+            from_raw(initial_raw(parametrisation), parametrisation), torch.tensor([0.0, 0, 1, 1])
+        )
     mu_s, sigma_s, mu_l, sigma_l = (0.3, -0.2), (0.5, -2.0), (0.1, 0.4), (1.5, 0.7)
     raw = torch.tensor([*mu_s, *sigma_s, *mu_l, *sigma_l])
-    expected = [(mu_s[0] + mu_l[0]) / sigma_l[0] ** 2, (mu_s[1] + mu_l[1]) / sigma_l[1] ** 2,
-                abs(sigma_s[0]) / sigma_l[0] ** 2, abs(sigma_s[1]) / sigma_l[1] ** 2]
+    expected = [
+        (mu_s[0] + mu_l[0]) / sigma_l[0] ** 2,
+        (mu_s[1] + mu_l[1]) / sigma_l[1] ** 2,
+        abs(sigma_s[0]) / sigma_l[0] ** 2,
+        abs(sigma_s[1]) / sigma_l[1] ** 2,
+    ]
     torch.testing.assert_close(from_raw(raw, "paper"), torch.tensor(expected))
-    torch.testing.assert_close(from_raw(torch.tensor([0.5, -1, 0, math.log(2)]), "loc_scale"), torch.tensor([.5, -1, 1, 2]))
+    torch.testing.assert_close(
+        from_raw(torch.tensor([0.5, -1, 0, math.log(2)]), "loc_scale"),
+        torch.tensor([0.5, -1, 1, 2]),
+    )
 
 
 def test_query_coordinates_are_row_major():
-    assert query_coordinates((2, 3)).tolist() == [[-1, -1], [0, -1], [1, -1], [-1, 1], [0, 1], [1, 1]]
+    assert query_coordinates((2, 3)).tolist() == [
+        [-1, -1],
+        [0, -1],
+        [1, -1],
+        [-1, 1],
+        [0, 1],
+        [1, 1],
+    ]
     assert query_coordinates((1, 2)).tolist() == [[-1, 0], [1, 0]]
 
 
@@ -126,10 +157,12 @@ def weights_of_a_point(u: float, n: int) -> np.ndarray:
 
 def weights_of_a_gaussian(m: float, s: float, n: int) -> np.ndarray:
     """Expected weights in pixels from R(a) = E[max(0, u - a)], in float64."""
+
     def excess(a):
         z = (m - a) / s
         density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
         return s * density + (m - a) * 0.5 * math.erfc(-z / math.sqrt(2))
+
     R = np.array([excess(a) for a in range(n)])
     return np.concatenate([[1 - R[0] + R[1]], R[:-2] - 2 * R[1:-1] + R[2:], [R[-2] - R[-1]]])
 
@@ -143,8 +176,23 @@ def axis_jacobian(axes, values: torch.Tensor) -> np.ndarray:
     return torch.autograd.functional.jacobian(lambda v: axes(v)[1], values).numpy()
 
 
-ON_AND_BESIDE_TOKENS = [0.0, 3.0, 6.0, 1.0, 3.001, 2.999, 1e-3, -1e-3, 5.999, 6.001, 2.5, -0.5, 6.5,
-                        -40.0, 50.0]
+ON_AND_BESIDE_TOKENS = [
+    0.0,
+    3.0,
+    6.0,
+    1.0,
+    3.001,
+    2.999,
+    1e-3,
+    -1e-3,
+    5.999,
+    6.001,
+    2.5,
+    -0.5,
+    6.5,
+    -40.0,
+    50.0,
+]
 
 
 @pytest.mark.parametrize("pixels", ON_AND_BESIDE_TOKENS)
@@ -153,9 +201,9 @@ ON_AND_BESIDE_TOKENS = [0.0, 3.0, 6.0, 1.0, 3.001, 2.999, 1e-3, -1e-3, 5.999, 6.
 def test_gradient_of_the_expected_weights_on_and_beside_tokens(pixels, std_pixels, dtype, atol):
     """Phase A starts with every mean on the middle token of an odd grid."""
     n = 7
-    half = (n - 1) / 2                                              # pixels per normalised unit
+    half = (n - 1) / 2  # pixels per normalised unit
     gaussian = torch.tensor([pixels / half - 1, 0.0, std_pixels / half, 1.0], dtype=dtype)
-    on_pixel = (gaussian[0].item() + 1) * half                      # after rounding to the dtype
+    on_pixel = (gaussian[0].item() + 1) * half  # after rounding to the dtype
     rows = expected_axes(gaussian, (1, n))[1].numpy()
     exact = weights_of_a_gaussian(on_pixel, std_pixels, n)
     np.testing.assert_allclose(rows, exact, atol=atol * max(1, std_pixels / 4))
@@ -182,7 +230,7 @@ def test_gradient_at_the_start_of_phase_a(n):
 def test_gradient_of_sampled_points_is_central_at_kinks(pixels):
     """On a token and on the border: the mean of both sides, the limit of narrow Gaussians."""
     n, half = 5, 2.0
-    point = torch.tensor([pixels / half - 1, 0.0], dtype=torch.float64)       # exact for n = 5
+    point = torch.tensor([pixels / half - 1, 0.0], dtype=torch.float64)  # exact for n = 5
     rows = point_axes(point, (1, n))[1]
     np.testing.assert_allclose(rows, weights_of_a_point(pixels, n), atol=1e-12)
     by_point = central_difference(lambda u: weights_of_a_point(u, n), pixels) * half

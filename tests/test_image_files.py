@@ -19,9 +19,16 @@ from gaupipe.errors import UserError
 
 CPU = torch.device("cpu")
 ORIENTATION = 0x0112
-EXIF_TURNS = {1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
-              5: lambda a: a.swapaxes(0, 1), 6: lambda a: np.rot90(a, -1),
-              7: lambda a: np.rot90(a, 2).swapaxes(0, 1), 8: np.rot90}
+EXIF_TURNS = {
+    1: lambda a: a,
+    2: np.fliplr,
+    3: lambda a: np.rot90(a, 2),
+    4: np.flipud,
+    5: lambda a: a.swapaxes(0, 1),
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
+    8: np.rot90,
+}
 
 
 def noise(seed: int, *shape: int, dtype: type = np.uint8) -> np.ndarray:
@@ -32,8 +39,9 @@ def noise(seed: int, *shape: int, dtype: type = np.uint8) -> np.ndarray:
 @pytest.fixture
 def root(tmp_path):
     """train/ with ten and val/ with two images of cats and dogs each, all files of one length."""
-    for number, (split, name, count) in enumerate([("train", "cat", 10), ("train", "dog", 10),
-                                                   ("val", "cat", 2), ("val", "dog", 2)]):
+    for number, (split, name, count) in enumerate(
+        [("train", "cat", 10), ("train", "dog", 10), ("val", "cat", 2), ("val", "dog", 2)]
+    ):
         folder = tmp_path / "data" / split / name
         folder.mkdir(parents=True)
         for image in range(count):
@@ -42,8 +50,11 @@ def root(tmp_path):
 
 
 def load(root, **settings) -> ImageData:
-    return load_data(DataSettings(**{"name": "folder", "root": root, "image_size": 8,
-                                         "val_fraction": 0.2, **settings}))
+    return load_data(
+        DataSettings(
+            **{"name": "folder", "root": root, "image_size": 8, "val_fraction": 0.2, **settings}
+        )
+    )
 
 
 def refused(root, **settings) -> str:
@@ -62,13 +73,16 @@ def pixels(path) -> np.ndarray:
 # images that cannot be read
 
 
-@pytest.mark.parametrize("content,reason", [
-    (b"", "it is empty"),
-    (b"no image", "of no format that Pillow reads"),
-    (bytes(5000), "of no format that Pillow reads"),
-    (b"\x89PNG\r\n\x1a\n", ""),
-    (None, "No such file"),
-])
+@pytest.mark.parametrize(
+    "content,reason",
+    [
+        (b"", "it is empty"),
+        (b"no image", "of no format that Pillow reads"),
+        (bytes(5000), "of no format that Pillow reads"),
+        (b"\x89PNG\r\n\x1a\n", ""),
+        (None, "No such file"),
+    ],
+)
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason):
     path = root / split / "cat" / "1.bmp"
@@ -115,14 +129,27 @@ def test_an_image_that_is_gone_when_it_is_read_is_refused(root):
 @pytest.mark.filterwarnings("error")
 def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    assert refused(root).startswith(f"{root / 'train' / 'cat' / '0.bmp'}: not readable as an image "
-                                    f"(more than {limit} pixels)")
+    assert refused(root).startswith(
+        f"{root / 'train' / 'cat' / '0.bmp'}: not readable as an image (more than {limit} pixels)"
+    )
 
 
 def test_the_command_ends_with_one_line_and_code_2(root, in_process, tmp_path):
     path = root / "train" / "dog" / "3.bmp"
-    phase_a = ["phase-a", "digits", "--run-dir", tmp_path / "run", "--set", "data.name=folder",
-               "--set", f"data.root={root}", "--set", "data.image_size=8", "--set", "threads=1"]
+    phase_a = [
+        "phase-a",
+        "digits",
+        "--run-dir",
+        tmp_path / "run",
+        "--set",
+        "data.name=folder",
+        "--set",
+        f"data.root={root}",
+        "--set",
+        "data.image_size=8",
+        "--set",
+        "threads=1",
+    ]
     for size in (150, 0):  # found in the first epoch, and before
         os.truncate(path, size)
         code, out, err = in_process(*phase_a, "--resume")
@@ -166,8 +193,14 @@ def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"data.root {root}: left out ") and f"example {train / '.ipynb_'}" in err
-    for part in ("hidden (3)", "link to a folder read already (3)", ".txt (2)",
-                 "pipe or device (2)", "without suffix (2)", "outside a class folder (1)"):
+    for part in (
+        "hidden (3)",
+        "link to a folder read already (3)",
+        ".txt (2)",
+        "pipe or device (2)",
+        "without suffix (2)",
+        "outside a class folder (1)",
+    ):
         assert part in err
     load(root)
     assert capfd.readouterr() == ("", "")
@@ -205,20 +238,34 @@ def only(folder, name):
 FOLDERS = {
     "train without classes": (lambda root: empty(root / "train"), "/train holds no class folder"),
     "val without classes": (lambda root: empty(root / "val"), "/val holds no class folder"),
-    "no class around an image": (lambda root: only(root / "train", "a.bmp"),
-                                 "/train holds no class folder"),
-    "class without images": (lambda root: empty(root / "train" / "cat"),
-                             "/train/cat holds no image that Pillow reads; put"),
-    "class in val without images": (lambda root: empty(root / "val" / "cat"),
-                                    "/val/cat holds no image that Pillow reads; put"),
-    "class of other files": (lambda root: only(root / "train" / "cat", "1.heic"),
-                             "/train/cat holds no image that Pillow reads, only .heic (1)"),
-    "one class": (lambda root: remove(root / "train" / "dog", root / "val" / "dog"),
-                  "one class only, 'cat'; two or more"),
-    "class of val alone": (lambda root: shutil.copytree(root / "val" / "dog", root / "val" / "fox"),
-                           "/val has the class 'fox', which"),
-    "link to nothing": (lambda root: (root / "train" / "fox").symlink_to(root / "absent"),
-                        "/train/fox is a link that leads nowhere"),
+    "no class around an image": (
+        lambda root: only(root / "train", "a.bmp"),
+        "/train holds no class folder",
+    ),
+    "class without images": (
+        lambda root: empty(root / "train" / "cat"),
+        "/train/cat holds no image that Pillow reads; put",
+    ),
+    "class in val without images": (
+        lambda root: empty(root / "val" / "cat"),
+        "/val/cat holds no image that Pillow reads; put",
+    ),
+    "class of other files": (
+        lambda root: only(root / "train" / "cat", "1.heic"),
+        "/train/cat holds no image that Pillow reads, only .heic (1)",
+    ),
+    "one class": (
+        lambda root: remove(root / "train" / "dog", root / "val" / "dog"),
+        "one class only, 'cat'; two or more",
+    ),
+    "class of val alone": (
+        lambda root: shutil.copytree(root / "val" / "dog", root / "val" / "fox"),
+        "/val has the class 'fox', which",
+    ),
+    "link to nothing": (
+        lambda root: (root / "train" / "fox").symlink_to(root / "absent"),
+        "/train/fox is a link that leads nowhere",
+    ),
 }
 
 
@@ -232,10 +279,19 @@ def test_a_folder_that_cannot_be_meant_is_refused(root, case):
 # pixels
 
 
-@pytest.mark.parametrize("name,options", [
-    ("a.png", {}), ("a.BMP", {}), ("a.webp", {"lossless": True, "exact": True}), ("a.tif", {}),
-    ("a.tiff", {"compression": "tiff_lzw"}), ("a.ppm", {}), ("a.tga", {}),
-    ("a.PNG", {"format": "BMP"})])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("a.png", {}),
+        ("a.BMP", {}),
+        ("a.webp", {"lossless": True, "exact": True}),
+        ("a.tif", {}),
+        ("a.tiff", {"compression": "tiff_lzw"}),
+        ("a.ppm", {}),
+        ("a.tga", {}),
+        ("a.PNG", {"format": "BMP"}),
+    ],
+)
 def test_formats_that_lose_nothing_give_the_pixels_back(tmp_path, name, options):
     values = noise(0, 6, 9, 3)
     Image.fromarray(values).save(tmp_path / name, **options)
@@ -397,6 +453,7 @@ def examined(monkeypatch):
     def count(path):
         names.append(os.path.basename(path))
         return examine(path)
+
     monkeypatch.setattr(image_files, "_examine", count)
     return names
 
@@ -459,6 +516,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(root, tmp_path, monkeypa
 def test_a_cache_on_a_full_disk_leaves_nothing_behind(root, cache, monkeypatch):
     def full(*_arguments):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "replace", full)
     load(root)
     assert list(cache.iterdir()) == []
@@ -481,15 +539,24 @@ def finished(tmp_path_factory):
     """A run directory with a store on a folder of images, which lies beside it."""
     from gaupipe import config
     from stages import export_maps, phase_a
+
     place = tmp_path_factory.mktemp("run")
     for name, colour in (("cat", 60), ("dog", 190)):
         (place / "images" / "train" / name).mkdir(parents=True)
         for image in range(10):
             values = (colour + noise(image, 8, 8, 3) / 5).astype(np.uint8)
             Image.fromarray(values).save(place / "images" / "train" / name / f"{image}.bmp")
-    settings = config.load("digits", [
-        "data.name=folder", f"data.root={place / 'images'}", "data.image_size=8", "threads=1",
-        "phase_a.max_epochs=1", "model.args={depth: 1, embed_dim: 16, num_heads: 2}"])
+    settings = config.load(
+        "digits",
+        [
+            "data.name=folder",
+            f"data.root={place / 'images'}",
+            "data.image_size=8",
+            "threads=1",
+            "phase_a.max_epochs=1",
+            "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
+        ],
+    )
     phase_a.run(settings, place / "run")
     export_maps.run(place / "run")
     return place
@@ -536,8 +603,11 @@ def test_inaturalist_in_the_order_of_names(tmp_path):
             for image in range(count):
                 Image.fromarray(noise(image, 8, 8, 3)).save(folder / f"{image}.jpg")
     data = load(tmp_path, name="torch/inaturalist")
-    assert data.train.source.files.names == [f"{number:05}_a_b_c_d_e_f_g{number}/{image}.jpg"
-                                             for number in range(2) for image in range(6)]
+    assert data.train.source.files.names == [
+        f"{number:05}_a_b_c_d_e_f_g{number}/{image}.jpg"
+        for number in range(2)
+        for image in range(6)
+    ]
     assert data.train.source.labels.tolist() == [0] * 6 + [1] * 6 and len(data.test) == 4
 
 

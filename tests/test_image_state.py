@@ -21,7 +21,9 @@ def folder_of(place, tmp_path):
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
     """Fits every row to a target of its own; every image once an epoch, in an order that the epoch determines."""
-    target = torch.randn(len(state), *state.initial_row.shape, generator=torch.Generator().manual_seed(7))
+    target = torch.randn(
+        len(state), *state.initial_row.shape, generator=torch.Generator().manual_seed(7)
+    )
     for epoch in range(first_epoch, first_epoch + epochs):
         order = torch.randperm(len(state), generator=torch.Generator().manual_seed(epoch))
         for step, image_ids in enumerate(order.split(batch_size)):
@@ -88,8 +90,18 @@ def test_state_survives_a_round_trip():
 
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
 def test_rows_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp_path):
-    states = [ImageState(11, torch.ones(5, 3), lr=0.1, moments_dtype=moments_dtype, initial_std=0.5, seed=3,
-                         folder=folder_of(place, tmp_path)) for place in PLACES]
+    states = [
+        ImageState(
+            11,
+            torch.ones(5, 3),
+            lr=0.1,
+            moments_dtype=moments_dtype,
+            initial_std=0.5,
+            seed=3,
+            folder=folder_of(place, tmp_path),
+        )
+        for place in PLACES
+    ]
     for epoch in range(4):
         for state in states:
             train(state, 1, epoch)
@@ -100,7 +112,9 @@ def test_rows_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp
 
 def test_an_epoch_that_misses_rows_leaves_them_as_they_were(tmp_path):
     """Rows that some epochs pass over: never updated, updated before, updated again later."""
-    states = [ImageState(6, torch.zeros(4), lr=0.1, folder=folder_of(place, tmp_path)) for place in PLACES]
+    states = [
+        ImageState(6, torch.zeros(4), lr=0.1, folder=folder_of(place, tmp_path)) for place in PLACES
+    ]
     for visited in ([0, 1, 2, 3], [1, 2], [], [2, 3, 4], [2, 3, 4], [0, 1, 2, 3, 4]):
         for state in states:
             if visited:
@@ -139,8 +153,10 @@ def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
     train(unbroken, 3)
     state = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
     train(state, 2)
-    checkpoint = {name: value.clone() if isinstance(value, torch.Tensor) else value
-                  for name, value in state.state_dict().items()}
+    checkpoint = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.state_dict().items()
+    }
     train(state, 1, first_epoch=2)
     again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
     again.load_state_dict(checkpoint)
@@ -160,8 +176,10 @@ def test_a_checkpoint_of_rows_in_files_is_small_and_costs_no_rewriting(tmp_path)
 def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
     state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path / "rows")
     train(state, 1)
-    early = {name: value.clone() if isinstance(value, torch.Tensor) else value
-             for name, value in state.state_dict().items()}
+    early = {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in state.state_dict().items()
+    }
     train(state, 2, first_epoch=1)
 
     def fresh(num_images=4, size=3, folder=tmp_path / "rows"):
@@ -213,12 +231,20 @@ def test_release_frees_half_of_the_files_and_keeps_the_rows(tmp_path):
 
 
 def test_a_random_start_depends_on_seed_and_image_id_alone():
-    few, many = (ImageState(n, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=4) for n in (5, 20))
+    few, many = (
+        ImageState(n, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=4) for n in (5, 20)
+    )
     assert torch.equal(few.rows, many.rows[:5])
     assert torch.equal(many.gather(torch.tensor([17, 3])), many.rows[[17, 3]])
-    assert not torch.equal(few.rows, ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).rows)
-    assert many.rows.mean().item() == pytest.approx(3, abs=0.02) and many.rows.std().item() == pytest.approx(0.5, abs=0.02)
-    assert many.rows.flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2  # 1000 numbers: one sigma is 0.03
+    assert not torch.equal(
+        few.rows, ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).rows
+    )
+    assert many.rows.mean().item() == pytest.approx(
+        3, abs=0.02
+    ) and many.rows.std().item() == pytest.approx(0.5, abs=0.02)
+    assert (
+        many.rows.flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2
+    )  # 1000 numbers: one sigma is 0.03
 
 
 def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
@@ -226,7 +252,10 @@ def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
     up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's length lr. The rows, which moved by up to 30 lr, stay
     within half an lr of float32's at worst, and within 0.05 lr on average."""
     N, R, epochs, lr = 20, 200, 30, 0.1
-    states = [ImageState(N, torch.zeros(R), lr=lr, moments_dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
+    states = [
+        ImageState(N, torch.zeros(R), lr=lr, moments_dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
     generator = torch.Generator().manual_seed(0)
     drift = torch.randn(N, R, generator=generator)
     for _ in range(epochs):
@@ -266,11 +295,18 @@ def test_killed_at_any_moment_the_rows_in_files_go_on_exactly(tmp_path):
     epochs, root = 40, os.path.dirname(os.path.dirname(__file__))
     unbroken = ImageState(64, torch.zeros(2000), lr=0.1)
     train(unbroken, epochs, batch_size=4)
-    command = [sys.executable, "-c", TRAIN_AND_SAVE.format(path=[root], epochs=epochs), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN_AND_SAVE.format(path=[root], epochs=epochs),
+        str(tmp_path),
+    ]
     delays = iter(torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist())
     kills = 0
     for _ in range(10):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         delay = next(delays, None)
         if delay is not None:
             start = epoch_of(tmp_path)

@@ -35,9 +35,13 @@ def test_factors_multiply_to_noise_and_identity():
     product = left @ right
     assert diagonal(product) == pytest.approx(-0.4, abs=0.02)
     assert rest(product) == pytest.approx(0.4 / 128**0.5, rel=0.05)
-    torch.testing.assert_close(left.norm(dim=0), right.norm(dim=1))             # the weight is shared between the two
+    torch.testing.assert_close(
+        left.norm(dim=0), right.norm(dim=1)
+    )  # the weight is shared between the two
     left, right = factors(128, 0.7, 0.7, rank=32)
-    assert left.shape == (128, 32) and diagonal(left @ right) > 0.2             # the best of rank 32 keeps part of it
+    assert (
+        left.shape == (128, 32) and diagonal(left @ right) > 0.2
+    )  # the best of rank 32 keeps part of it
 
 
 @pytest.mark.parametrize("key", ["standard", "belief2", "gaussian"])
@@ -45,16 +49,23 @@ def test_a_mimetic_start_looks_trained(key):
     vit = build(key, init="mimetic")
     for block in vit.blocks:
         attention, width = block.attn, 64
-        v = attention.v.weight if key == "gaussian" else attention.qkv.weight[2 * width:]
-        value_projection = (attention.proj.weight @ v).detach()                  # x -> proj(v(x))
+        v = attention.v.weight if key == "gaussian" else attention.qkv.weight[2 * width :]
+        value_projection = (attention.proj.weight @ v).detach()  # x -> proj(v(x))
         assert diagonal(value_projection) == pytest.approx(-0.4, abs=0.03)
         if key != "gaussian":
-            q, k = (attention.qkv.weight[part * width:(part + 1) * width].detach().unflatten(0, (4, 16)) for part in (0, 1))
+            q, k = (
+                attention.qkv.weight[part * width : (part + 1) * width]
+                .detach()
+                .unflatten(0, (4, 16))
+                for part in (0, 1)
+            )
             for head in range(4):
                 assert diagonal(q[head].mT @ k[head]) > 3 * rest(q[head].mT @ k[head]) / width**0.5
             assert not attention.qkv.bias.any()
     position = vit.pos_embed[0].detach()
-    assert position.abs().max() <= 1 and torch.allclose((position**2).sum(-1), torch.full((16,), 32.0))  # sines and cosines
+    assert position.abs().max() <= 1 and torch.allclose(
+        (position**2).sum(-1), torch.full((16,), 32.0)
+    )  # sines and cosines
 
 
 @pytest.mark.parametrize("no_embed_class", [False, True])
@@ -66,10 +77,14 @@ def test_class_and_register_tokens_do_not_move_the_mimetic_position_embedding(no
 
 def test_starts_of_given_width():
     vit = build(init_std=0.1, pos_embed_std=0.5)
-    assert vit.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.088, rel=0.1)  # cut at two standard deviations
+    assert vit.blocks[0].mlp.fc1.weight.std().item() == pytest.approx(
+        0.088, rel=0.1
+    )  # cut at two standard deviations
     assert vit.pos_embed.std().item() == pytest.approx(0.44, rel=0.1)
     assert build().blocks[0].mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.1)
-    assert build(init="mimetic", pos_embed_std=0.5).pos_embed.std().item() == pytest.approx(0.44, rel=0.1)
+    assert build(init="mimetic", pos_embed_std=0.5).pos_embed.std().item() == pytest.approx(
+        0.44, rel=0.1
+    )
 
 
 def test_a_mimetic_start_needs_a_width_that_is_a_multiple_of_four():
@@ -78,14 +93,26 @@ def test_a_mimetic_start_needs_a_width_that_is_a_multiple_of_four():
 
 
 def test_key_selection_is_kept_after_every_epoch(tmp_path):
-    settings = config.load("digits", ["data.train_images=100", "phase_a.max_epochs=2", "phase_a.stop_accuracy=1", "threads=1",
-                                      "phase_b.epochs=3", "key_snapshots=5"])
+    settings = config.load(
+        "digits",
+        [
+            "data.train_images=100",
+            "phase_a.max_epochs=2",
+            "phase_a.stop_accuracy=1",
+            "threads=1",
+            "phase_b.epochs=3",
+            "key_snapshots=5",
+        ],
+    )
     phase_a.run(settings, tmp_path / "run")
     export_maps.run(tmp_path / "run")
     phase_b.run(tmp_path / "run", "standard")
-    for folder, epochs in ((tmp_path / "run" / "phase_a", 2), (tmp_path / "run" / "phase_b" / "standard", 3)):
+    for folder, epochs in (
+        (tmp_path / "run" / "phase_a", 2),
+        (tmp_path / "run" / "phase_b" / "standard", 3),
+    ):
         kept = key_attention.read(folder)
-        assert kept.shape == (epochs, 5, 4, 16)                                  # epochs, images, blocks, keys
+        assert kept.shape == (epochs, 5, 4, 16)  # epochs, images, blocks, keys
         np.testing.assert_allclose(kept.sum(-1), 1, atol=1e-4)
         assert (kept[0] != kept[-1]).any()
     assert list(load_data(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]
@@ -94,10 +121,14 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
 def test_the_shipped_sweeps_can_be_run():
     names = config.shipped("sweeps")
     assert "loss_weights" in names
-    base = config.load("fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"])
+    base = config.load(
+        "fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"]
+    )
     data = load_data(base.data)
     for name in names:
-        cells = sweep_cells(config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False))
+        cells = sweep_cells(
+            config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False)
+        )
         for cell in cells:
             check(cell, resolve(cell, {cell.name: cell for cell in cells}, {}, base), data)
 

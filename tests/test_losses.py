@@ -38,7 +38,9 @@ def test_feature_loss_is_the_kl_of_every_row(direction, temperature):
 def test_feature_loss_gradient(direction):
     scores = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     teacher = rows(3)[:1, :2, :3, :3].double().softmax(-1)
-    assert torch.autograd.gradcheck(lambda s: feature_loss(s.log_softmax(-1), teacher, 1.7, direction), scores)
+    assert torch.autograd.gradcheck(
+        lambda s: feature_loss(s.log_softmax(-1), teacher, 1.7, direction), scores
+    )
 
 
 @pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
@@ -62,15 +64,24 @@ def test_soft_and_hard_loss():
     log_q = logits.double().numpy() - np.log(np.exp(logits.double().numpy()).sum(-1, keepdims=True))
     p = np.exp(teacher.double().numpy())
     p /= p.sum(-1, keepdims=True)
-    assert soft_loss(logits, teacher.softmax(-1)).item() == pytest.approx(-(p * log_q).sum(-1).mean(), rel=1e-5)
-    assert hard_loss(logits, labels).item() == pytest.approx(-(log_q[0, 1] + log_q[1, 3]) / 2, rel=1e-5)
+    assert soft_loss(logits, teacher.softmax(-1)).item() == pytest.approx(
+        -(p * log_q).sum(-1).mean(), rel=1e-5
+    )
+    assert hard_loss(logits, labels).item() == pytest.approx(
+        -(log_q[0, 1] + log_q[1, 3]) / 2, rel=1e-5
+    )
 
 
-@pytest.mark.parametrize("schedule,values", [
-    ("constant", [0.8, 0.8, 0.8, 0.8, 0.8, 0.8]),
-    ("linear", [0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),
-    ("cosine", [0.8, 0.4 * (1 + 0.5 ** 0.5), 0.4, 0.4 * (1 - 0.5 ** 0.5), 0.0, 0.0]),
-    ("stop_after", [0.8, 0.8, 0.8, 0.8, 0.0, 0.0]),
-])
+@pytest.mark.parametrize(
+    "schedule,values",
+    [
+        ("constant", [0.8, 0.8, 0.8, 0.8, 0.8, 0.8]),
+        ("linear", [0.8, 0.6, 0.4, 0.2, 0.0, 0.0]),
+        ("cosine", [0.8, 0.4 * (1 + 0.5**0.5), 0.4, 0.4 * (1 - 0.5**0.5), 0.0, 0.0]),
+        ("stop_after", [0.8, 0.8, 0.8, 0.8, 0.0, 0.0]),
+    ],
+)
 def test_gamma_schedules(schedule, values):
-    assert [gamma_at(epoch, 0.8, schedule, 4) for epoch in range(6)] == pytest.approx(values, abs=1e-12)
+    assert [gamma_at(epoch, 0.8, schedule, 4) for epoch in range(6)] == pytest.approx(
+        values, abs=1e-12
+    )

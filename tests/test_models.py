@@ -20,7 +20,15 @@ torch.set_num_threads(1)
 
 STUDENTS = [key for key in ATTENTION if key != "gaussian"]
 PICO = "gauvit_pico_patch2_8"
-DEIT_S = dict(embed_dim=384, depth=12, num_heads=6, mlp_ratio=4, class_token=True, global_pool="token", fc_norm=False)
+DEIT_S = dict(
+    embed_dim=384,
+    depth=12,
+    num_heads=6,
+    mlp_ratio=4,
+    class_token=True,
+    global_pool="token",
+    fc_norm=False,
+)
 
 
 def parameters(model):
@@ -38,14 +46,18 @@ def images(model, count=3):
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("name, kwargs, millions", [
-    ("gauvit_atto_patch4_32", {}, 6.3),
-    ("gauvit_tiny_patch16_224", {}, 29.9),
-    ("deit_small_patch16_224", {"attn_layer": "gau_standard"}, 22.1),
-    ("deit_small_patch16_224", {"attn_layer": "gau_belief"}, 22.1),
-    ("deit_small_patch16_224", {"attn_layer": "gau_belief_star"}, 23.8),
-    ("gauvit_tiny_patch16_224", {**DEIT_S, "attention": "belief_star"}, 23.8),
-])
+
+@pytest.mark.parametrize(
+    "name, kwargs, millions",
+    [
+        ("gauvit_atto_patch4_32", {}, 6.3),
+        ("gauvit_tiny_patch16_224", {}, 29.9),
+        ("deit_small_patch16_224", {"attn_layer": "gau_standard"}, 22.1),
+        ("deit_small_patch16_224", {"attn_layer": "gau_belief"}, 22.1),
+        ("deit_small_patch16_224", {"attn_layer": "gau_belief_star"}, 23.8),
+        ("gauvit_tiny_patch16_224", {**DEIT_S, "attention": "belief_star"}, 23.8),
+    ],
+)
 def test_models_have_the_published_number_of_parameters(name, kwargs, millions):
     assert round(parameters(on_meta(name, **kwargs)) / 1e6, 1) == millions
 
@@ -54,13 +66,28 @@ def test_the_model_for_the_digits_is_small():
     assert all(parameters(timm.create_model(PICO, attention=key)) < 300_000 for key in STUDENTS)
 
 
-@pytest.mark.parametrize("name, sizes", [
-    (PICO, {}), ("gauvit_atto_patch4_32", {}), ("gauvit_tiny_patch16_224", {}), ("gauvit_tiny_patch16_224", DEIT_S)])
-@pytest.mark.parametrize("attention, options", [
-    *[(key, {}) for key in STUDENTS], ("belief2", {"zz": False}), ("belief_star", {"signal": "concat"})])
+@pytest.mark.parametrize(
+    "name, sizes",
+    [
+        (PICO, {}),
+        ("gauvit_atto_patch4_32", {}),
+        ("gauvit_tiny_patch16_224", {}),
+        ("gauvit_tiny_patch16_224", DEIT_S),
+    ],
+)
+@pytest.mark.parametrize(
+    "attention, options",
+    [
+        *[(key, {}) for key in STUDENTS],
+        ("belief2", {"zz": False}),
+        ("belief_star", {"signal": "concat"}),
+    ],
+)
 def test_match_params_keeps_the_total_of_the_standard_model(name, sizes, attention, options):
     standard = parameters(on_meta(name, **sizes))
-    matched = on_meta(name, attention=attention, attention_options=options, match_params=True, **sizes)
+    matched = on_meta(
+        name, attention=attention, attention_options=options, match_params=True, **sizes
+    )
     assert abs(parameters(matched) / standard - 1) < 0.005
 
 
@@ -72,7 +99,10 @@ def test_match_params_says_when_the_ffn_is_too_small():
 def test_without_ffn_the_blocks_are_attention_and_nothing_else():
     """*Belief2, table 3*: 3.38 M parameters become 2.04 M without FFN layers, in their model."""
     model = timm.create_model(PICO, attention="belief2", mlp_ratio=0).eval()
-    assert {name.split(".")[2] for name, _ in model.blocks.named_parameters(prefix="blocks")} == {"norm1", "attn"}
+    assert {name.split(".")[2] for name, _ in model.blocks.named_parameters(prefix="blocks")} == {
+        "norm1",
+        "attn",
+    }
     x = images(model)
     tokens = model.patch_embed(x) + model.pos_embed
     for block in model.blocks:
@@ -82,22 +112,38 @@ def test_without_ffn_the_blocks_are_attention_and_nothing_else():
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
+
 def test_attention_options_reach_every_block():
-    model = timm.create_model(PICO, attention="attentionx", attention_options={"gamma": 3.0, "mask_diagonal": False})
-    assert [(block.attn.gamma, block.attn.mask_diagonal) for block in model.blocks] == [(3.0, False)] * 4
+    model = timm.create_model(
+        PICO, attention="attentionx", attention_options={"gamma": 3.0, "mask_diagonal": False}
+    )
+    assert [(block.attn.gamma, block.attn.mask_diagonal) for block in model.blocks] == [
+        (3.0, False)
+    ] * 4
 
 
 def test_presets_give_way_to_timms_arguments():
-    model = timm.create_model(PICO, img_size=12, in_chans=1, embed_dim=32, depth=2, num_heads=2, num_classes=3)
+    model = timm.create_model(
+        PICO, img_size=12, in_chans=1, embed_dim=32, depth=2, num_heads=2, num_classes=3
+    )
     assert model(torch.randn(2, 1, 12, 12)).shape == (2, 3)
     assert len(model.blocks) == 2 and model.blocks[0].attn.num_heads == 2
 
 
-@pytest.mark.parametrize("kwargs, message", [
-    ({"attention": "beleif"}, "unknown attention 'beleif'; did you mean 'belief'"),
-    ({"attention": "belief2", "attention_options": {"activaton": "gelu"}}, "did you mean 'activation'"),
-    ({"attention": "standard", "attention_options": {"gamma": 1}}, "unknown option 'gamma' of StandardAttention"),
-])
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"attention": "beleif"}, "unknown attention 'beleif'; did you mean 'belief'"),
+        (
+            {"attention": "belief2", "attention_options": {"activaton": "gelu"}},
+            "did you mean 'activation'",
+        ),
+        (
+            {"attention": "standard", "attention_options": {"gamma": 1}},
+            "unknown option 'gamma' of StandardAttention",
+        ),
+    ],
+)
 def test_mistakes_are_named(kwargs, message):
     with pytest.raises(UserError, match=message):
         timm.create_model(PICO, **kwargs)
@@ -105,8 +151,13 @@ def test_mistakes_are_named(kwargs, message):
 
 @pytest.mark.parametrize("key", STUDENTS)
 def test_stock_timm_models_take_the_attention_by_key(key):
-    model = timm.create_model("deit_tiny_patch16_224", attn_layer=f"gau_{key}", img_size=32, depth=2).eval()
-    assert type(model) is VisionTransformer and type(model.blocks[0].attn) is ATTENTION[key] is ATTN_LAYERS[f"gau_{key}"]
+    model = timm.create_model(
+        "deit_tiny_patch16_224", attn_layer=f"gau_{key}", img_size=32, depth=2
+    ).eval()
+    assert (
+        type(model) is VisionTransformer
+        and type(model.blocks[0].attn) is ATTENTION[key] is ATTN_LAYERS[f"gau_{key}"]
+    )
     assert model(torch.randn(2, 3, 32, 32)).isfinite().all()
 
 
@@ -123,11 +174,14 @@ def test_a_whole_model_compiles_without_graph_breaks():
     torch.manual_seed(0)
     model = timm.create_model(PICO, attention="belief2", depth=2).eval()
     x = images(model)
-    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    torch.testing.assert_close(
+        torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x)
+    )
     torch._dynamo.reset()
 
 
 # ---- ReZero ---------------------------------------------------------------------------------------------------------
+
 
 def test_rezero_starts_as_the_identity_and_every_branch_can_grow():
     torch.manual_seed(0)
@@ -143,20 +197,27 @@ def test_rezero_starts_as_the_identity_and_every_branch_can_grow():
 
 # ---- the explicit loop and the maps ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kwargs", [
-    dict(model_name=PICO, rezero=True),
-    dict(model_name=PICO, mlp_ratio=0),
-    dict(model_name="vit_tiny_patch16_224", img_size=32, depth=2),
-    dict(model_name="deit_tiny_distilled_patch16_224", img_size=32, depth=2),
-    dict(model_name="deit3_small_patch16_224", img_size=32, depth=2),
-    dict(model_name="vit_small_patch14_reg4_dinov2", img_size=28, depth=2, num_classes=5),
-    dict(model_name="vit_base_patch16_clip_224", img_size=32, depth=2),
-], ids=lambda kwargs: " ".join(map(str, kwargs.values())))
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        dict(model_name=PICO, rezero=True),
+        dict(model_name=PICO, mlp_ratio=0),
+        dict(model_name="vit_tiny_patch16_224", img_size=32, depth=2),
+        dict(model_name="deit_tiny_distilled_patch16_224", img_size=32, depth=2),
+        dict(model_name="deit3_small_patch16_224", img_size=32, depth=2),
+        dict(model_name="vit_small_patch14_reg4_dinov2", img_size=28, depth=2, num_classes=5),
+        dict(model_name="vit_base_patch16_clip_224", img_size=32, depth=2),
+    ],
+    ids=lambda kwargs: " ".join(map(str, kwargs.values())),
+)
 def test_run_blocks_is_the_models_own_forward_pass(kwargs):
     torch.manual_seed(0)
     model = timm.create_model(**kwargs).eval()
     x = images(model)
-    torch.testing.assert_close(run_blocks(model, x, lambda layer, attention, tokens: attention(tokens)), model(x))
+    torch.testing.assert_close(
+        run_blocks(model, x, lambda layer, attention, tokens: attention(tokens)), model(x)
+    )
 
 
 @pytest.mark.parametrize("key", [*STUDENTS, "timm"])
@@ -193,19 +254,43 @@ FILES = ["SHA256SUMS", "config.json", "model.safetensors"]
 
 # ---- student folders ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kwargs", [
-    *[dict(attention=key) for key in STUDENTS],
-    dict(attention="belief2", attention_options={"activation": "silu", "zz": False}, match_params=True),
-    dict(attention="attentionx", attention_options={"gamma": 3.0, "mask_diagonal": False}),
-    dict(attention="belief2", match_params=True, mlp_ratio=4),
-    dict(rezero=True),
-    dict(mlp_ratio=0, attention="belief2"),
-    dict(in_chans=1, img_size=12, embed_dim=32, depth=1, num_heads=2, num_classes=7, qk_norm=True, init_values=0.1),
-], ids=str)
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        *[dict(attention=key) for key in STUDENTS],
+        dict(
+            attention="belief2",
+            attention_options={"activation": "silu", "zz": False},
+            match_params=True,
+        ),
+        dict(attention="attentionx", attention_options={"gamma": 3.0, "mask_diagonal": False}),
+        dict(attention="belief2", match_params=True, mlp_ratio=4),
+        dict(rezero=True),
+        dict(mlp_ratio=0, attention="belief2"),
+        dict(
+            in_chans=1,
+            img_size=12,
+            embed_dim=32,
+            depth=1,
+            num_heads=2,
+            num_classes=7,
+            qk_norm=True,
+            init_values=0.1,
+        ),
+    ],
+    ids=str,
+)
 def test_a_saved_student_comes_back_through_timm(kwargs, tmp_path):
     torch.manual_seed(0)
     model = timm.create_model(PICO, **kwargs).eval()
-    save_student(model, tmp_path / "student", label_names=list("abcdefghij")[:model.num_classes], mean=(0.5,), std=(0.2,))
+    save_student(
+        model,
+        tmp_path / "student",
+        label_names=list("abcdefghij")[: model.num_classes],
+        mean=(0.5,),
+        std=(0.2,),
+    )
     again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
     x = images(model)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
@@ -214,9 +299,13 @@ def test_a_saved_student_comes_back_through_timm(kwargs, tmp_path):
 
 def test_a_standard_student_needs_timm_only(tmp_path):
     torch.manual_seed(0)
-    model = timm.create_model("gauvit_atto_patch4_32", depth=2, in_chans=1, img_size=28, num_classes=3).eval()
+    model = timm.create_model(
+        "gauvit_atto_patch4_32", depth=2, in_chans=1, img_size=28, num_classes=3
+    ).eval()
     x = images(model)
-    save_student(model, tmp_path / "student", label_names=["cat", "dog", "bird"], mean=(0.3,), std=(0.4,))
+    save_student(
+        model, tmp_path / "student", label_names=["cat", "dog", "bird"], mean=(0.3,), std=(0.4,)
+    )
     torch.save((x, model(x)), tmp_path / "expected.pt")
     script = """
 import sys, timm, torch

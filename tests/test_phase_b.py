@@ -21,9 +21,17 @@ from gaupipe.student import check_student
 from stages import evaluate, export_maps, export_student, key_attention, phase_a, phase_b
 from stages.run_directory import RunDirectory
 
-TEACHER = ["phase_a.max_epochs=3", "phase_b.epochs=5", "data.batch_size=64", "phase_b.optim.lr=4e-3",
-           "model.args={depth: 2, embed_dim: 32, num_heads: 2}", "threads=1", "phase_b.alpha=0.1",
-           "phase_b.gamma_schedule=constant", "phase_b.match_params=true"]
+TEACHER = [
+    "phase_a.max_epochs=3",
+    "phase_b.epochs=5",
+    "data.batch_size=64",
+    "phase_b.optim.lr=4e-3",
+    "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
+    "threads=1",
+    "phase_b.alpha=0.1",
+    "phase_b.gamma_schedule=constant",
+    "phase_b.match_params=true",
+]
 
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
@@ -47,10 +55,15 @@ def change(run_dir: Path, *overrides: str) -> Path:
 @pytest.mark.parametrize("key", STUDENTS)
 def test_every_student_learns(run_dir, key):
     rows = phase_b.run(run_dir, key)
-    assert rows[-1]["loss_feat"] < rows[0]["loss_feat"] and rows[-1]["loss_hard"] < rows[0]["loss_hard"]
+    assert (
+        rows[-1]["loss_feat"] < rows[0]["loss_feat"]
+        and rows[-1]["loss_hard"] < rows[0]["loss_hard"]
+    )
     assert rows[-1]["val_acc"] > 0.5  # chance is 0.1
     scores = evaluate.run(run_dir, key)
-    assert scores["top1"] == pytest.approx(rows[-1]["val_acc"]) and scores["loss"] == pytest.approx(rows[-1]["val_loss"], 1e-4)
+    assert scores["top1"] == pytest.approx(rows[-1]["val_acc"]) and scores["loss"] == pytest.approx(
+        rows[-1]["val_loss"], 1e-4
+    )
     assert 0 <= scores["calibration_error"] <= 1 and scores["teacher_agreement"] > 0.3
     assert len(scores["map_kl"]) == 2 and all(0 < kl < 5 for kl in scores["map_kl"])
 
@@ -63,27 +76,81 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     images = torch.randn(7, 1, 8, 8)
     logits = onnxruntime.InferenceSession(str(path)).run(None, {"images": images.numpy()})[0]
     student = evaluate.load_student(run_dir, "belief2")[1]
-    torch.testing.assert_close(torch.from_numpy(logits), student(images).detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.from_numpy(logits), student(images).detach(), atol=1e-4, rtol=1e-4
+    )
 
 
-@pytest.mark.parametrize("kind,overrides", [
-    ("gaussian", ["phase_a.augment={flip: true, crop_padding: 1}", "phase_b.augment={flip: true, crop_padding: 1, "
-                  "erasing: 0.2, mixup: 0.2, cutmix: 0.2, randaugment: {ops: 1}}"]),
-    ("embedding", ["phase_a.compression={embedding: 8, hidden: 16}", "phase_b.warm_start=teacher"]),
-    ("dense", ["phase_b.direction=student_teacher", "phase_b.temperature=2"]),
-    ("gaussian", ["precision=bfloat16", "phase_a.parametrisation=paper", "phase_a.mode=stochastic"]),
-    ("gaussian", ["precision=float16", "phase_a.optim.clip_grad=0.5", "phase_b.optim.accumulate=2", "phase_b.optim.ema=0.8"]),
-    ("gaussian", ["phase_b.optim.name=muon", "phase_b.optim.schedule=wsd", "phase_b.optim.lr=1e-3"]),
-    ("prior", ["phase_a.residual=false", "phase_b.model_args={depth: 3, num_heads: 4}",
-                  "phase_b.layer_map=[0, null, 1]", "phase_b.mean_heads=true"]),
-    ("gaussian", ["phase_b.model_args={patch_size: 1}", "phase_b.match_grid=true", "phase_b.rezero=true"]),
-], ids=["augmented", "embedding", "dense", "bfloat16-paper", "float16-accumulate-ema", "muon-wsd", "other-depth-and-heads", "other-grid-rezero"])
+@pytest.mark.parametrize(
+    "kind,overrides",
+    [
+        (
+            "gaussian",
+            [
+                "phase_a.augment={flip: true, crop_padding: 1}",
+                "phase_b.augment={flip: true, crop_padding: 1, "
+                "erasing: 0.2, mixup: 0.2, cutmix: 0.2, randaugment: {ops: 1}}",
+            ],
+        ),
+        (
+            "embedding",
+            ["phase_a.compression={embedding: 8, hidden: 16}", "phase_b.warm_start=teacher"],
+        ),
+        ("dense", ["phase_b.direction=student_teacher", "phase_b.temperature=2"]),
+        (
+            "gaussian",
+            ["precision=bfloat16", "phase_a.parametrisation=paper", "phase_a.mode=stochastic"],
+        ),
+        (
+            "gaussian",
+            [
+                "precision=float16",
+                "phase_a.optim.clip_grad=0.5",
+                "phase_b.optim.accumulate=2",
+                "phase_b.optim.ema=0.8",
+            ],
+        ),
+        (
+            "gaussian",
+            ["phase_b.optim.name=muon", "phase_b.optim.schedule=wsd", "phase_b.optim.lr=1e-3"],
+        ),
+        (
+            "prior",
+            [
+                "phase_a.residual=false",
+                "phase_b.model_args={depth: 3, num_heads: 4}",
+                "phase_b.layer_map=[0, null, 1]",
+                "phase_b.mean_heads=true",
+            ],
+        ),
+        (
+            "gaussian",
+            [
+                "phase_b.model_args={patch_size: 1}",
+                "phase_b.match_grid=true",
+                "phase_b.rezero=true",
+            ],
+        ),
+    ],
+    ids=[
+        "augmented",
+        "embedding",
+        "dense",
+        "bfloat16-paper",
+        "float16-accumulate-ema",
+        "muon-wsd",
+        "other-depth-and-heads",
+        "other-grid-rezero",
+    ],
+)
 def test_the_ways_to_distil(tmp_path, kind, overrides):
     run_dir = make(tmp_path / "run", "phase_b.epochs=3", "phase_b.gamma=1", *overrides, kind=kind)
     rows = phase_b.run(run_dir, "standard")
     for name in ("train_loss", "loss_feat"):
         assert rows[-1][name] < rows[0][name], name
-    assert torch.isfinite(torch.tensor([[row["train_loss"], row["val_loss"]] for row in rows])).all()
+    assert torch.isfinite(
+        torch.tensor([[row["train_loss"], row["val_loss"]] for row in rows])
+    ).all()
 
 
 def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
@@ -93,10 +160,17 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     def compile_eagerly(function):
         traced.append(function)
         return torch_compile(function, backend="eager")
+
     torch_compile = torch.compile
     monkeypatch.setattr(torch, "compile", compile_eagerly)
-    overrides = ["data.train_images=200", "phase_a.max_epochs=1", "phase_b.epochs=2", "phase_b.gamma_schedule=stop_after",
-                 "phase_b.gamma_epochs=1", "phase_b.augment={flip: true, mixup: 0.5}"]
+    overrides = [
+        "data.train_images=200",
+        "phase_a.max_epochs=1",
+        "phase_b.epochs=2",
+        "phase_b.gamma_schedule=stop_after",
+        "phase_b.gamma_epochs=1",
+        "phase_b.augment={flip: true, mixup: 0.5}",
+    ]
     losses = []
     for compiled in ("false", "true"):
         run_dir = make(tmp_path / compiled, *overrides, f"compile={compiled}")
@@ -107,26 +181,35 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
 def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
     args = {"num_epochs": 3, "cycle_limit": 2, "cycle_mul": 2, "cycle_decay": 0.5}
     optim = OptimSettings(lr=1e-2, min_lr=0.0, warmup_epochs=1, schedule_args=args)
-    optimizer, schedule = build_optimizer(timm.create_model("gauvit_pico_patch2_8"), optim, epochs=10, steps_per_epoch=4)
+    optimizer, schedule = build_optimizer(
+        timm.create_model("gauvit_pico_patch2_8"), optim, epochs=10, steps_per_epoch=4
+    )
     rates = []
     for update in range(40):
         schedule.step_update(update)
         rates.append(optimizer.param_groups[0]["lr"])
     rates = np.array(rates)
-    assert rates[[0, 4, 10, 16, 28]] == pytest.approx([0, 1e-2, 5e-3, 5e-3, 2.5e-3])  # the second cycle is updates 16 to 39
+    assert rates[[0, 4, 10, 16, 28]] == pytest.approx(
+        [0, 1e-2, 5e-3, 5e-3, 2.5e-3]
+    )  # the second cycle is updates 16 to 39
     assert np.flatnonzero(np.diff(rates) > 0).tolist() == [0, 1, 2, 3, 15] and rates[39] < 1e-4
 
 
-@pytest.mark.parametrize("overrides,message", [
-    (["phase_b.optim.schedule=cosinus"], "timm cannot make 'cosinus'"), (["phase_b.optim.schedule=none"], "'constant' holds"),
-    (["phase_b.optim.schedule_args={decay: 3}"], "decay"), (["phase_b.optim.name=adan2"], "optim.name"),
-    (["phase_b.model_args={depth: 3}"], "phase_b.layer_map"),
-    (["phase_b.layer_map=[0, 7]"], "0 to 1"),
-    (["phase_b.layer_weights=[1]"], "should have 2 entries"),
-    (["phase_b.model_args={num_heads: 4}"], "phase_b.mean_heads=true"),
-    (["phase_b.model_args={patch_size: 1}"], "phase_b.match_grid=true"),
-    (["phase_b.attention_options={gama: 2}"], "gama"),
-])
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (["phase_b.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
+        (["phase_b.optim.schedule=none"], "'constant' holds"),
+        (["phase_b.optim.schedule_args={decay: 3}"], "decay"),
+        (["phase_b.optim.name=adan2"], "optim.name"),
+        (["phase_b.model_args={depth: 3}"], "phase_b.layer_map"),
+        (["phase_b.layer_map=[0, 7]"], "0 to 1"),
+        (["phase_b.layer_weights=[1]"], "should have 2 entries"),
+        (["phase_b.model_args={num_heads: 4}"], "phase_b.mean_heads=true"),
+        (["phase_b.model_args={patch_size: 1}"], "phase_b.match_grid=true"),
+        (["phase_b.attention_options={gama: 2}"], "gama"),
+    ],
+)
 def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
     before = (run_dir / "config.yaml").read_text()
     try:
@@ -144,20 +227,42 @@ def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     own = maps.gather(second)
     assert (other["gaussians"] == own["gaussians"]).reshape(1437, -1).all(1).mean() < 0.05
     assert np.array_equal(one["gaussians"], other["gaussians"][first])  # whatever the order
-    assert np.array_equal(other["logits"], own["logits"]) and np.array_equal(other["labels"], own["labels"])
+    assert np.array_equal(other["logits"], own["logits"]) and np.array_equal(
+        other["labels"], own["labels"]
+    )
     taken = np.sort(other["gaussians"].reshape(1437, -1), axis=0)
-    assert np.array_equal(taken, np.sort(own["gaussians"].reshape(1437, -1), axis=0))  # each is taken once
+    assert np.array_equal(
+        taken, np.sort(own["gaussians"].reshape(1437, -1), axis=0)
+    )  # each is taken once
 
-@pytest.mark.parametrize("key,tokens", [("standard", "class_token: true, global_pool: token"),
-                                        ("attentionx", "class_token: true, reg_tokens: 2")])
+
+@pytest.mark.parametrize(
+    "key,tokens",
+    [
+        ("standard", "class_token: true, global_pool: token"),
+        ("attentionx", "class_token: true, reg_tokens: 2"),
+    ],
+)
 def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path):
-    settings = config.load(run_dir / "config.yaml", [f"phase_b.model_args={{{tokens}}}", "phase_b.warm_start=prior",
-                                                     "key_snapshots=5", "phase_b.epochs=2", "phase_b.gamma=1"])
-    settings = settings.model_copy(update={"phase_b": settings.phase_b.model_copy(update={"student": key})})
+    settings = config.load(
+        run_dir / "config.yaml",
+        [
+            f"phase_b.model_args={{{tokens}}}",
+            "phase_b.warm_start=prior",
+            "key_snapshots=5",
+            "phase_b.epochs=2",
+            "phase_b.gamma=1",
+        ],
+    )
+    settings = settings.model_copy(
+        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
+    )
     data = load_data(settings.data)
     check_student(settings, data, phase_a.build_teacher(settings, data))
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
-    assert rows[-1]["val_acc"] > 0.5 and all(0 < row["loss_feat"] < 0.2 for row in rows)  # it starts at the prior
+    assert rows[-1]["val_acc"] > 0.5 and all(
+        0 < row["loss_feat"] < 0.2 for row in rows
+    )  # it starts at the prior
     student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()
     assert student.num_prefix_tokens == (1 if key == "standard" else 3)
     assert key_attention.read(tmp_path / key).shape == (2, 5, 2, 16)
@@ -165,12 +270,20 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     maps = store.open(str(run_dir / "maps.zarr"))
     found = evaluate.teacher_agreement(student, maps, data, settings, torch.device("cpu"))["map_kl"]
     ids = np.arange(len(data.train))
-    images = torch.cat([batch.images for batch in Batches(data.train, data, torch.device("cpu"), 512).in_order()])
+    images = torch.cat(
+        [batch.images for batch in Batches(data.train, data, torch.device("cpu"), 512).in_order()]
+    )
     with torch.no_grad():
         maps_of_student = forward_with_maps(student, images)[1]
-    prefix, gaussians = student.num_prefix_tokens, torch.from_numpy(maps.gather(ids)["gaussians"]).float()
+    prefix, gaussians = (
+        student.num_prefix_tokens,
+        torch.from_numpy(maps.gather(ids)["gaussians"]).float(),
+    )
     for layer, row in enumerate(maps_of_student):
-        row, wanted = row.double().exp()[..., prefix:, prefix:], expected_map(gaussians[:, layer], (4, 4)).double()
+        row, wanted = (
+            row.double().exp()[..., prefix:, prefix:],
+            expected_map(gaussians[:, layer], (4, 4)).double(),
+        )
         if key == "attentionx":
             wanted = wanted * (1 - torch.eye(16))
         row, wanted = row / row.sum(-1, keepdim=True), wanted / wanted.sum(-1, keepdim=True)
@@ -180,7 +293,10 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
 
 
 def test_mixup_in_phase_a_and_unfollowable_augmentation_are_refused():
-    for override in ("phase_a.augment={mixup: 0.2}", "phase_b.augment={randaugment: {operations: [Rotate]}}"):
+    for override in (
+        "phase_a.augment={mixup: 0.2}",
+        "phase_b.augment={randaugment: {operations: [Rotate]}}",
+    ):
         with pytest.raises(UserError):
             config.load("digits", [override])
 

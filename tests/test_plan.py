@@ -82,17 +82,29 @@ def test_the_prior_alone_needs_no_per_image_parameters():
     plan = make_plan(settings(residual=False), ATTO)
     assert plan.per_image_parameters == plan.per_image_disk_bytes == 0
     assert plan.per_image_in == "none"
-    schema = store.Schema(kind="prior", num_images=50_000, grid=(8, 8), layers=7, heads=12, num_classes=10, dataset="d",
-                          dataset_sha256="", teacher_sha256="")
+    schema = store.Schema(
+        kind="prior",
+        num_images=50_000,
+        grid=(8, 8),
+        layers=7,
+        heads=12,
+        num_classes=10,
+        dataset="d",
+        dataset_sha256="",
+        teacher_sha256="",
+    )
     assert plan.store_bytes["prior"] == schema.total_bytes + 4 * ATTO.prior_parameters
 
 
-@pytest.mark.parametrize("kind, phase_a_settings", [
-    ("gaussian", {}),
-    ("dense", {}),
-    ("embedding", {"compression": {"embedding": 24, "hidden": 32}}),
-    ("prior", {"residual": False}),
-])
+@pytest.mark.parametrize(
+    "kind, phase_a_settings",
+    [
+        ("gaussian", {}),
+        ("dense", {}),
+        ("embedding", {"compression": {"embedding": 24, "hidden": 32}}),
+        ("prior", {"residual": False}),
+    ],
+)
 def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_settings, tmp_path):
     """What a real store holds of the images, read by zarr, and what its images share."""
     config = parse({"data": {"train_images": 50}, "phase_a": phase_a_settings}, "test")
@@ -139,7 +151,9 @@ def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
     check_resources(plan, tmp_path / "not" / "there")
     check_resources(plan, tmp_path, store_kind="gaussian")
     free(monkeypatch, disk=10e9, memory=10e9)
-    with pytest.raises(UserError, match=r"phase A needs 26.0 GB of disk, 10.0 GB are free.*--force") as refusal:
+    with pytest.raises(
+        UserError, match=r"phase A needs 26.0 GB of disk, 10.0 GB are free.*--force"
+    ) as refusal:
         check_resources(plan, tmp_path)
     assert "\n" not in str(refusal.value)
     check_resources(plan, tmp_path, store_kind="gaussian")
@@ -177,8 +191,21 @@ def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, monkeypatc
 
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    arguments = ["plan", "--steps", "0", "--images", "1281167", "--classes", "1000", "--set", "data.name=folder", "--set",
-                 "data.image_size=32", "--set", "model.name=gauvit_atto_patch4_32"]
+    arguments = [
+        "plan",
+        "--steps",
+        "0",
+        "--images",
+        "1281167",
+        "--classes",
+        "1000",
+        "--set",
+        "data.name=folder",
+        "--set",
+        "data.image_size=32",
+        "--set",
+        "model.name=gauvit_atto_patch4_32",
+    ]
     result = CliRunner().invoke(app, [*arguments, "--json"])
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)

@@ -13,19 +13,33 @@ from gaupipe.errors import UserError
 
 # a process that has imported torch once and is forked for every attempt
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["stages.run", "sklearn.datasets", "sklearn.model_selection", "torch._dynamo"])
+FORKS.set_forkserver_preload(
+    ["stages.run", "sklearn.datasets", "sklearn.model_selection", "torch._dynamo"]
+)
 
-TINY = ["data.train_images=300", "data.batch_size=20", "phase_a.max_epochs=4", "phase_a.stop_accuracy=1.0",
-        "phase_b.epochs=4", "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "threads=1"]
+TINY = [
+    "data.train_images=300",
+    "data.batch_size=20",
+    "phase_a.max_epochs=4",
+    "phase_a.stop_accuracy=1.0",
+    "phase_b.epochs=4",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
 CASES = {
     "memory": ["phase_a.mode=stochastic", "phase_b.optim.ema=0.9", "phase_b.gamma=0.2"],
-    "files": ["phase_a.rows.memory_budget_gb=0", "phase_a.optim.ema=0.9", "phase_b.warm_start=teacher",
-              "phase_b.optim.accumulate=2"],
+    "files": [
+        "phase_a.rows.memory_budget_gb=0",
+        "phase_a.optim.ema=0.9",
+        "phase_b.warm_start=teacher",
+        "phase_b.optim.accumulate=2",
+    ],
 }
 
 
 def work(run_dir: Path, settings: config.Settings) -> None:
     from stages import run
+
     run.run(settings, run_dir)
 
 
@@ -44,7 +58,9 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
     for path in sorted(run_dir.glob("**/metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         found[str(path.relative_to(run_dir))] = [
-            {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")} for row in rows]
+            {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
+            for row in rows
+        ]
     return found
 
 
@@ -55,31 +71,54 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     killed = 0
     generator = random.Random(case)
     # later and later, so that it is killed several times on a fast machine and gets somewhere on a slow one
-    while attempt(tmp_path / "killed", settings, generator.uniform(0.1, 0.5) * (1 + 0.4 * killed)) != 0:
+    while (
+        attempt(tmp_path / "killed", settings, generator.uniform(0.1, 0.5) * (1 + 0.4 * killed))
+        != 0
+    ):
         killed += 1
         assert killed < 60, "no progress between kills"
     assert killed >= 2, "the run was too short to be killed"
     unbroken = results(tmp_path / "unbroken")
     assert [len(rows) for rows in unbroken.values()] == [4, 4, 4]
     assert results(tmp_path / "killed") == unbroken
-    students = [torch.load(tmp_path / name / "phase_b/standard/checkpoint/state.pt", weights_only=True)["modules"]
-                for name in ("unbroken", "killed")]
+    students = [
+        torch.load(tmp_path / name / "phase_b/standard/checkpoint/state.pt", weights_only=True)[
+            "modules"
+        ]
+        for name in ("unbroken", "killed")
+    ]
     assert all(torch.equal(students[0][name], students[1][name]) for name in students[0])
 
 
 def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
     for name, budget in (("memory", 2), ("files", 0)):
-        settings = config.load("digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.enabled=false"])
+        settings = config.load(
+            "digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.enabled=false"]
+        )
         assert attempt(tmp_path / name, settings, None) == 0
-    assert list((tmp_path / "files" / "phase_a" / "rows").iterdir()) and not (tmp_path / "memory/phase_a/rows").exists()
+    assert (
+        list((tmp_path / "files" / "phase_a" / "rows").iterdir())
+        and not (tmp_path / "memory/phase_a/rows").exists()
+    )
     assert results(tmp_path / "files") == results(tmp_path / "memory")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
     from stages import phase_a
-    settings = config.load("digits", [*TINY, "phase_a.optim.lr=1e30", "phase_a.optim.clip_grad=null",
-                                      "phase_a.optim.warmup_epochs=3", "phase_a.optim.min_lr=1e-5"])
-    with pytest.raises(UserError, match=r"the loss is (nan|inf|-inf) in epoch \d, step \d+ of 15 \(lr "):
+
+    settings = config.load(
+        "digits",
+        [
+            *TINY,
+            "phase_a.optim.lr=1e30",
+            "phase_a.optim.clip_grad=null",
+            "phase_a.optim.warmup_epochs=3",
+            "phase_a.optim.min_lr=1e-5",
+        ],
+    )
+    with pytest.raises(
+        UserError, match=r"the loss is (nan|inf|-inf) in epoch \d, step \d+ of 15 \(lr "
+    ):
         phase_a.run(settings, tmp_path / "run")
     metrics = results(tmp_path / "run")["phase_a/metrics.jsonl"]
     assert all(row["train_loss"] < 1e30 for row in metrics)

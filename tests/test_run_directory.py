@@ -13,8 +13,14 @@ from gaupipe.errors import UserError
 from stages import evaluate, export_maps, phase_a, phase_b
 from stages.run_directory import RunDirectory, last_used, locked
 
-TINY = ["data.train_images=60", "data.batch_size=30", "phase_a.max_epochs=1", "phase_b.epochs=1", "threads=1",
-        "model.args={depth: 1, embed_dim: 16, num_heads: 2}"]
+TINY = [
+    "data.train_images=60",
+    "data.batch_size=30",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=1",
+    "threads=1",
+    "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
+]
 SETS = [part for setting in TINY for part in ("--set", setting)]
 
 
@@ -28,10 +34,20 @@ def made(tmp_path_factory):
 
 def test_the_commands_follow_each_other_without_naming_the_run(tmp_path, in_process):
     assert in_process("phase-a", *SETS, cwd=tmp_path)[0] == 0
-    for command in (["export-maps"], ["phase-b", "--student", "belief2"], ["inspect"], ["verify"],
-                    ["inspect", "--image", 3], ["evaluate", "--student", "belief2"], ["evaluate"]):
+    for command in (
+        ["export-maps"],
+        ["phase-b", "--student", "belief2"],
+        ["inspect"],
+        ["verify"],
+        ["inspect", "--image", 3],
+        ["evaluate", "--student", "belief2"],
+        ["evaluate"],
+    ):
         code, out, err = in_process(*command)
-        assert (code, err.splitlines()[0]) == (0, "gaupipe: runs/digits (the run used last; --run-dir names another)")
+        assert (code, err.splitlines()[0]) == (
+            0,
+            "gaupipe: runs/digits (the run used last; --run-dir names another)",
+        )
     assert "belief2" in out
 
 
@@ -51,11 +67,30 @@ def test_the_run_that_was_used_last_is_taken(tmp_path, monkeypatch):
 
 def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     assert in_process("phase-b", "--run-dir", made, "--student", "belief2")[0] == 0
-    files = {path: path.read_bytes() for path in (made / "phase_b" / "belief2").rglob("*") if path.is_file()}
-    code, out, _ = in_process("phase-b", "--run-dir", made, "--student", "belief2", "--set", "phase_b.gamma=0.3",
-                              "--set", "seed=5", "--name", "gamma03")
+    files = {
+        path: path.read_bytes()
+        for path in (made / "phase_b" / "belief2").rglob("*")
+        if path.is_file()
+    }
+    code, out, _ = in_process(
+        "phase-b",
+        "--run-dir",
+        made,
+        "--student",
+        "belief2",
+        "--set",
+        "phase_b.gamma=0.3",
+        "--set",
+        "seed=5",
+        "--name",
+        "gamma03",
+    )
     assert (code, out.strip()) == (0, str(made / "phase_b" / "gamma03" / "student"))
-    assert files == {path: path.read_bytes() for path in (made / "phase_b" / "belief2").rglob("*") if path.is_file()}
+    assert files == {
+        path: path.read_bytes()
+        for path in (made / "phase_b" / "belief2").rglob("*")
+        if path.is_file()
+    }
     settings = config.load(made / "phase_b" / "gamma03" / "config.yaml")
     assert (settings.phase_b.gamma, settings.seed, settings.phase_b.student) == (0.3, 5, "belief2")
     assert config.load(made / "config.yaml").phase_b.gamma == 0.1
@@ -66,21 +101,26 @@ def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     assert sum(map(sum, json.loads(out)["map"])) == pytest.approx(1, abs=1e-5)
     # continued with its own settings; with others the difference is named
     assert in_process("phase-b", "--run-dir", made, "--name", "gamma03", "--resume")[0] == 0
-    code, _, err = in_process("phase-b", "--run-dir", made, "--name", "gamma03", "--set", "phase_b.gamma=0.5", "--resume")
+    code, _, err = in_process(
+        "phase-b", "--run-dir", made, "--name", "gamma03", "--set", "phase_b.gamma=0.5", "--resume"
+    )
     assert code == 2 and "phase_b.gamma 0.3, now it is 0.5" in err
 
 
-@pytest.mark.parametrize("arguments,message", [
-    (["--set", "phase_a.mode=stochastic"], "--set phase_a.mode: belongs to the run"),
-    (["--set", "data.train_images=50"], "--set data.train_images: belongs to the run"),
-    (["--set", "model.args.depth=2"], "--set model.args.depth: belongs to the run"),
-    (["--name", "a/b"], "--name 'a/b'"),
-    (["--name", ".hidden"], "--name '.hidden'"),
-    (["--name", ""], "--name ''"),
-    (["--name", "xsa", "--student", "belief"], "is the name of an attention"),
-    (["--no-distill", "--maps", "maps.zarr"], "--maps"),
-    (["--set", "phase_b.gama=1"], "did you mean 'phase_b.gamma'"),
-])
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--set", "phase_a.mode=stochastic"], "--set phase_a.mode: belongs to the run"),
+        (["--set", "data.train_images=50"], "--set data.train_images: belongs to the run"),
+        (["--set", "model.args.depth=2"], "--set model.args.depth: belongs to the run"),
+        (["--name", "a/b"], "--name 'a/b'"),
+        (["--name", ".hidden"], "--name '.hidden'"),
+        (["--name", ""], "--name ''"),
+        (["--name", "xsa", "--student", "belief"], "is the name of an attention"),
+        (["--no-distill", "--maps", "maps.zarr"], "--maps"),
+        (["--set", "phase_b.gama=1"], "did you mean 'phase_b.gamma'"),
+    ],
+)
 def test_what_a_student_of_a_run_cannot_be(made, in_process, arguments, message):
     before = sorted(made.rglob("*"))
     code, _, err = in_process("phase-b", "--run-dir", made, *arguments)
@@ -106,18 +146,28 @@ with locked(Path(sys.argv[1]), "run", shared=len(sys.argv) > 2):
 
 def hold(folder, *shared) -> subprocess.Popen:
     """A process that holds the lock of a folder until its standard input ends."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder), *shared], text=True,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), *shared],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "held\n"
     return process
 
 
 def test_a_run_that_another_process_uses_is_left_alone(made, in_process):
     with hold(made) as other:
-        for command in (["run", *SETS], ["phase-a", "--resume", *SETS], ["export-maps", "--overwrite"],
-                        ["phase-b", "--student", "xsa", "--name", "late"]):
+        for command in (
+            ["run", *SETS],
+            ["phase-a", "--resume", *SETS],
+            ["export-maps", "--overwrite"],
+            ["phase-b", "--student", "xsa", "--name", "late"],
+        ):
             code, _, err = in_process(*command, "--run-dir", made)
-            assert code == 2 and re.fullmatch(rf"gaupipe: .*another process \(pid {other.pid}\) is using this run.*\n", err)
+            assert code == 2 and re.fullmatch(
+                rf"gaupipe: .*another process \(pid {other.pid}\) is using this run.*\n", err
+            )
         other.kill()
     assert not (made / "phase_b" / "late").exists()
     with locked(made, "run"):  # the killed process has let go
@@ -127,7 +177,10 @@ def test_a_run_that_another_process_uses_is_left_alone(made, in_process):
 def test_students_may_be_trained_at_once_but_not_the_same_one(made, in_process):
     phase_b.run(made, "belief", resume=True)
     with hold(made, "shared") as run, hold(made / "phase_b" / "belief") as student:
-        assert in_process("phase-b", "--run-dir", made, "--student", "standard", "--name", "beside")[0] == 0
+        assert (
+            in_process("phase-b", "--run-dir", made, "--student", "standard", "--name", "beside")[0]
+            == 0
+        )
         code, _, err = in_process("phase-b", "--run-dir", made, "--student", "belief", "--resume")
         assert code == 2 and f"(pid {student.pid}) is using this student" in err
         assert in_process("export-maps", "--run-dir", made, "--overwrite")[0] == 2
@@ -135,28 +188,42 @@ def test_students_may_be_trained_at_once_but_not_the_same_one(made, in_process):
         student.kill()
 
 
-@pytest.mark.parametrize("override", ["phase_a.mode=stochastic", "phase_a.rows.lr=0.5", "phase_a.optim.name=sgd", "seed=9",
-                                      "phase_a.optim.weight_decay=0.5"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "phase_a.mode=stochastic",
+        "phase_a.rows.lr=0.5",
+        "phase_a.optim.name=sgd",
+        "seed=9",
+        "phase_a.optim.weight_decay=0.5",
+    ],
+)
 def test_a_phase_a_whose_settings_were_edited_is_refused(tmp_path, override):
     settings = config.load("digits", TINY)
     phase_a.run(settings, tmp_path / "run")
     edited = config.load(tmp_path / "run" / "config.yaml", [override])
     (tmp_path / "run" / "config.yaml").write_text(config.dump(edited))
     name = override.partition("=")[0]
-    for work in (lambda: phase_a.run(edited, tmp_path / "run", resume=True), lambda: export_maps.run(tmp_path / "run")):
+    for work in (
+        lambda: phase_a.run(edited, tmp_path / "run", resume=True),
+        lambda: export_maps.run(tmp_path / "run"),
+    ):
         with pytest.raises(UserError, match=rf"was started with {name} "):
             work()
     assert not (tmp_path / "run" / "maps.zarr").exists()
 
 
-@pytest.mark.parametrize("override,message", [
-    ("phase_b.model_args={depth: 2}", "layer_map"),
-    ("phase_b.model_args={num_heads: 3}", "cannot be built"),
-    ("phase_b.optim.schedule_args={nonsense: 1}", "optim.schedule"),
-    ("phase_b.optim.name=nonsense", "optim.name"),
-    ("phase_b.attention_options={nonsense: 1}", "unknown option 'nonsense'"),
-    ("phase_b={model_args: {embed_dim: 32}, warm_start: teacher}", "warm_start"),
-])
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("phase_b.model_args={depth: 2}", "layer_map"),
+        ("phase_b.model_args={num_heads: 3}", "cannot be built"),
+        ("phase_b.optim.schedule_args={nonsense: 1}", "optim.schedule"),
+        ("phase_b.optim.name=nonsense", "optim.name"),
+        ("phase_b.attention_options={nonsense: 1}", "unknown option 'nonsense'"),
+        ("phase_b={model_args: {embed_dim: 32}, warm_start: teacher}", "warm_start"),
+    ],
+)
 def test_what_phase_b_cannot_do_is_refused_before_phase_a(tmp_path, in_process, override, message):
     code, _, err = in_process("phase-a", *SETS, "--set", override, cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1) and message in err

@@ -13,23 +13,44 @@ import store
 
 
 def make_schema(**changes) -> store.Schema:
-    return store.Schema(**{**dict(kind="gaussian", num_images=23, grid=(2, 3), layers=2, heads=3, num_classes=5,
-                                  dataset="toy", dataset_sha256="d" * 64, teacher_sha256="a" * 64), **changes})
+    return store.Schema(
+        **{
+            **dict(
+                kind="gaussian",
+                num_images=23,
+                grid=(2, 3),
+                layers=2,
+                heads=3,
+                num_classes=5,
+                dataset="toy",
+                dataset_sha256="d" * 64,
+                teacher_sha256="a" * 64,
+            ),
+            **changes,
+        }
+    )
 
 
 def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    arrays = {name: rng.normal(size=spec.shape).astype(np.float32) for name, spec in schema.arrays().items()}
+    arrays = {
+        name: rng.normal(size=spec.shape).astype(np.float32)
+        for name, spec in schema.arrays().items()
+    }
     if "gaussians" in arrays:
         arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])
     arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
     return arrays
 
 
-def write_store(url, schema: store.Schema, arrays: dict[str, np.ndarray], **options) -> store.Writer:
+def write_store(
+    url, schema: store.Schema, arrays: dict[str, np.ndarray], **options
+) -> store.Writer:
     writer = store.create(url, schema, **options)
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
     return writer
 
@@ -40,12 +61,19 @@ def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], i
         assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
 
 
-KINDS = [dict(kind="gaussian"), dict(kind="embedding", embedding_dim=7), dict(kind="dense"), dict(kind="prior")]
+KINDS = [
+    dict(kind="gaussian"),
+    dict(kind="embedding", embedding_dim=7),
+    dict(kind="dense"),
+    dict(kind="prior"),
+]
 
 
 def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
-    return {"embedding": {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)},
-            "prior": {"prior": np.ones((2, 3, 6, 4), np.float32)}}.get(schema.kind)
+    return {
+        "embedding": {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)},
+        "prior": {"prior": np.ones((2, 3, 6, 4), np.float32)},
+    }.get(schema.kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["kind"])
@@ -53,7 +81,13 @@ def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
 def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     schema = make_schema(**kind)
     arrays = make_arrays(schema)
-    write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image, decoder=decoder_for(schema))
+    write_store(
+        tmp_path / "s",
+        schema,
+        arrays,
+        shard_bytes=4 * schema.bytes_per_image,
+        decoder=decoder_for(schema),
+    )
     maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
     ids = np.array([22, 0, 0, 7, 8, 3])
     assert list(maps.gather(ids)) == list(schema.arrays())
@@ -68,18 +102,45 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
 
 
 @settings(max_examples=12, deadline=None)
-@given(data=st.data(), num_images=st.integers(1, 16), grid=st.tuples(st.integers(1, 3), st.integers(1, 4)),
-       layers=st.integers(1, 3), heads=st.integers(1, 3), num_classes=st.sampled_from([1, 4, 127, 128, 300]),
-       kind=st.sampled_from(["gaussian", "dense"]), shard_images=st.floats(1, 20))
-def test_any_shape_and_shard_size(tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, shard_images):
-    schema = make_schema(kind=kind, num_images=num_images, grid=grid, layers=layers, heads=heads, num_classes=num_classes)
+@given(
+    data=st.data(),
+    num_images=st.integers(1, 16),
+    grid=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+    layers=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    num_classes=st.sampled_from([1, 4, 127, 128, 300]),
+    kind=st.sampled_from(["gaussian", "dense"]),
+    shard_images=st.floats(1, 20),
+)
+def test_any_shape_and_shard_size(
+    tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, shard_images
+):
+    schema = make_schema(
+        kind=kind,
+        num_images=num_images,
+        grid=grid,
+        layers=layers,
+        heads=heads,
+        num_classes=num_classes,
+    )
     arrays, url = make_arrays(schema), tmp_path_factory.mktemp("any") / "s"
-    writer = write_store(url, schema, arrays, shard_bytes=int(shard_images * schema.bytes_per_image))
-    assert [image for shard in writer.shards for image in range(shard.start, shard.stop)] == list(range(num_images))
+    writer = write_store(
+        url, schema, arrays, shard_bytes=int(shard_images * schema.bytes_per_image)
+    )
+    assert [image for shard in writer.shards for image in range(shard.start, shard.stop)] == list(
+        range(num_images)
+    )
     ids = data.draw(st.lists(st.integers(0, num_images - 1), max_size=30))
     assert_stored(store.open(url).gather(ids), arrays, ids)
-    assert_stored({name: array[...] for name, array in zarr.open_group(url, mode="r").arrays() if name in arrays}, arrays,
-                  slice(None))
+    assert_stored(
+        {
+            name: array[...]
+            for name, array in zarr.open_group(url, mode="r").arrays()
+            if name in arrays
+        },
+        arrays,
+        slice(None),
+    )
     assert store.verify(url) == []
 
 
@@ -87,12 +148,27 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(format="gaupipe-maps", format_version=2, kind="gaussian", grid=[2, 3], layers=2, heads=3,
-                    dataset="toy", num_classes=5, teacher_sha256="a" * 64, parametrisation="loc_scale", complete=True,
-                    extra={"label_passes": 4})
+    expected = dict(
+        format="gaupipe-maps",
+        format_version=2,
+        kind="gaussian",
+        grid=[2, 3],
+        layers=2,
+        heads=3,
+        dataset="toy",
+        num_classes=5,
+        teacher_sha256="a" * 64,
+        parametrisation="loc_scale",
+        complete=True,
+        extra={"label_passes": 4},
+    )
     assert {name: group.attrs[name] for name in expected} == expected
     gaussians = group["gaussians"]
-    assert (gaussians.shape, gaussians.dtype, gaussians.chunks) == ((23, 2, 3, 6, 4), np.float16, (1, 2, 3, 6, 4))
+    assert (gaussians.shape, gaussians.dtype, gaussians.chunks) == (
+        (23, 2, 3, 6, 4),
+        np.float16,
+        (1, 2, 3, 6, 4),
+    )
     assert gaussians.metadata.dimension_names == ("image", "layer", "head", "query", "parameter")
     assert group["labels"].dtype == np.int64 and group["logits"].dtype == np.float16
 
@@ -123,16 +199,24 @@ def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
     write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
     stored = store.open(tmp_path / "s").gather([3])["gaussians"][0, 0, 0, 0]
     assert stored.tolist() == [65504, -65504, 2**-14, 65504]
-    for name, value, message in (("gaussians", np.nan, "image 17: gaussians has NaN"),
-                                 ("logits", np.nan, "image 17: logits has NaN"),
-                                 ("gaussians", -1, "image 17: gaussians has a negative standard deviation"),
-                                 ("labels", 5, "image 17: labels out of range; 0 to 4")):
+    for name, value, message in (
+        ("gaussians", np.nan, "image 17: gaussians has NaN"),
+        ("logits", np.nan, "image 17: logits has NaN"),
+        ("gaussians", -1, "image 17: gaussians has a negative standard deviation"),
+        ("labels", 5, "image 17: labels out of range; 0 to 4"),
+    ):
         bad = make_arrays(schema)
         bad[name][17].reshape(-1)[-1:] = value
         if name == "labels":
             bad[name][17] = value
         with pytest.raises(store.StoreError, match=message):
-            write_store(tmp_path / "bad", schema, bad, overwrite=True, shard_bytes=4 * schema.bytes_per_image)
+            write_store(
+                tmp_path / "bad",
+                schema,
+                bad,
+                overwrite=True,
+                shard_bytes=4 * schema.bytes_per_image,
+            )
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(tmp_path / "bad")
 
@@ -143,13 +227,21 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
     write_store(tmp_path / "s", schema, arrays)
     array = zarr.open_group(tmp_path / "s", mode="r")["gaussians"]
     codes, constants = array[...].astype(np.float64), array.attrs
-    decoded = np.concatenate([(codes[..., :2] - 128) * constants["mean_step"],
-                              np.exp(constants["log_std_min"] + (codes[..., 2:] - 1) * constants["log_std_step"])], axis=-1)
+    decoded = np.concatenate(
+        [
+            (codes[..., :2] - 128) * constants["mean_step"],
+            np.exp(constants["log_std_min"] + (codes[..., 2:] - 1) * constants["log_std_step"]),
+        ],
+        axis=-1,
+    )
     read = store.open(tmp_path / "s").gather(np.arange(23))["gaussians"]
     assert array.dtype == np.uint8 and np.array_equal(read, decoded.astype(np.float16))
     mean, std = arrays["gaussians"][..., :2], arrays["gaussians"][..., 2:]
     assert np.abs(decoded[..., :2] - mean.clip(-2, 2)).max() <= 0.55 * constants["mean_step"]
-    assert np.abs(np.log(decoded[..., 2:]) - np.log(std.clip(2**-9, 8))).max() <= 0.55 * constants["log_std_step"]
+    assert (
+        np.abs(np.log(decoded[..., 2:]) - np.log(std.clip(2**-9, 8))).max()
+        <= 0.55 * constants["log_std_step"]
+    )
 
 
 def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:
@@ -158,40 +250,55 @@ def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:
 
     def axis(mean: float, std: float) -> np.ndarray:
         m, s = (mean + 1) / 2 * (n - 1), std * (n - 1) / 2
+
         def r(a):
             z = (m - a) / s
             return s * exp(-z * z / 2) / sqrt(2 * pi) + (m - a) * (1 + erf(z / sqrt(2))) / 2
+
         inner = [r(j - 1) - 2 * r(j) + r(j + 1) for j in range(1, n - 1)]
         return np.array([1 - r(0) + r(1), *inner, r(n - 2) - r(n - 1)])
+
     mean_x, mean_y, std_x, std_y = gaussian
     return np.outer(axis(mean_y, std_y), axis(mean_x, std_x)).ravel()
 
 
-@pytest.mark.parametrize("encoding, average, largest", [("float16", 5e-4, 2e-3), ("uint8", 0.02, 0.06)])
+@pytest.mark.parametrize(
+    "encoding, average, largest", [("float16", 5e-4, 2e-3), ("uint8", 0.02, 0.06)]
+)
 def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
     """Total variation between the maps of the numbers written and of those read."""
     schema = make_schema(encoding=encoding, grid=(8, 8), num_images=5)
     arrays = make_arrays(schema)
     arrays["gaussians"] *= 0.4
     write_store(tmp_path / "s", schema, arrays)
-    read = store.open(tmp_path / "s").gather(np.arange(5))["gaussians"].astype(np.float64).reshape(-1, 4)
+    read = (
+        store.open(tmp_path / "s")
+        .gather(np.arange(5))["gaussians"]
+        .astype(np.float64)
+        .reshape(-1, 4)
+    )
     written = arrays["gaussians"].astype(np.float64).reshape(-1, 4)
-    distance = [np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2
-                for a, b in zip(written, read, strict=True)]
+    distance = [
+        np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2
+        for a, b in zip(written, read, strict=True)
+    ]
     assert np.mean(distance) < average and np.max(distance) < largest
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior"),
-    (dict(layers=0), "layers is 0"),
-    (dict(grid=(3,)), "grid"),
-    (dict(kind="embedding"), "embedding_dim is None"),
-    (dict(embedding_dim=8), "embedding_dim is 8"),
-    (dict(encoding="int4"), "choose one of float16, uint8"),
-    (dict(kind="dense", encoding="uint8"), "'uint8' is for the kind 'gaussian'"),
-    (dict(extra={"a": {1}}), "plain JSON"),
-    (dict(extra={"a": np.nan}), "plain JSON"),
-])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior"),
+        (dict(layers=0), "layers is 0"),
+        (dict(grid=(3,)), "grid"),
+        (dict(kind="embedding"), "embedding_dim is None"),
+        (dict(embedding_dim=8), "embedding_dim is 8"),
+        (dict(encoding="int4"), "choose one of float16, uint8"),
+        (dict(kind="dense", encoding="uint8"), "'uint8' is for the kind 'gaussian'"),
+        (dict(extra={"a": {1}}), "plain JSON"),
+        (dict(extra={"a": np.nan}), "plain JSON"),
+    ],
+)
 def test_a_schema_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(store.StoreError, match=message):
         make_schema(**changes)
@@ -213,12 +320,20 @@ def test_mistakes_give_one_line(tmp_path):
     writer = store.create(url, schema, shard_bytes=4 * schema.bytes_per_image)
     refused("6 of 6 shards are not written yet, first images 0 to 3", writer.finish)
     refused("incomplete", lambda: store.open(url))
-    refused("labels of image 0 cannot be read: it is not there|gaussians of image 0 cannot be read: it is not there",
-            lambda: store.open(url, allow_incomplete=True).gather([0]))
+    refused(
+        "labels of image 0 cannot be read: it is not there|gaussians of image 0 cannot be read: it is not there",
+        lambda: store.open(url, allow_incomplete=True).gather([0]),
+    )
     refused("--overwrite replaces it", lambda: store.create(url, schema))
     shard = writer.shards[0]
-    refused("has the arrays gaussians, logits, labels; given: logits", lambda: writer.write(shard, {"logits": arrays["logits"]}))
-    refused(r"gaussians of shard 0 has shape \(23, 2, 3, 6, 4\); \(4, 2, 3, 6, 4\) is right", lambda: writer.write(shard, arrays))
+    refused(
+        "has the arrays gaussians, logits, labels; given: logits",
+        lambda: writer.write(shard, {"logits": arrays["logits"]}),
+    )
+    refused(
+        r"gaussians of shard 0 has shape \(23, 2, 3, 6, 4\); \(4, 2, 3, 6, 4\) is right",
+        lambda: writer.write(shard, arrays),
+    )
     write_store(url, schema, arrays, resume=True)
     refused("layers 3 against 2", lambda: store.create(url, make_schema(layers=3), resume=True))
     refused("another data set", lambda: store.open(url, dataset_sha256="e" * 64))
@@ -226,26 +341,49 @@ def test_mistakes_give_one_line(tmp_path):
     refused("no image 23; the store has images 0 to 22", lambda: store.open(url).gather([1, 23]))
     refused("no image -1", lambda: store.open(url).gather([-1]))
     refused("whole numbers", lambda: store.open(url).gather([0.5]))
-    refused("a store of kind 'gaussian' has no decoder", lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}))
-    refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="embedding", embedding_dim=7)))
+    refused(
+        "a store of kind 'gaussian' has no decoder",
+        lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}),
+    )
+    refused(
+        "needs its decoder",
+        lambda: store.create(tmp_path / "d", make_schema(kind="embedding", embedding_dim=7)),
+    )
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
     refused("not a place for a store", lambda: store.open("ftp://somewhere/x"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
-    refused("not empty and not a store", lambda: store.create(tmp_path / "other", schema, overwrite=True))
+    refused(
+        "not empty and not a store",
+        lambda: store.create(tmp_path / "other", schema, overwrite=True),
+    )
     assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
-    refused("not a store of attention maps", lambda: store.create(tmp_path / "foreign", schema, overwrite=True))
+    refused(
+        "not a store of attention maps",
+        lambda: store.create(tmp_path / "foreign", schema, overwrite=True),
+    )
 
 
 def test_overwrite_replaces_everything(tmp_path):
-    write_store(tmp_path / "s", make_schema(num_images=12), make_arrays(make_schema(num_images=12)), shard_bytes=1)
+    write_store(
+        tmp_path / "s",
+        make_schema(num_images=12),
+        make_arrays(make_schema(num_images=12)),
+        shard_bytes=1,
+    )
     schema = make_schema(kind="dense")
     write_store(tmp_path / "s", schema, make_arrays(schema), overwrite=True)
     write_store(tmp_path / "fresh", schema, make_arrays(schema))
-    names = [sorted(str(path.relative_to(tmp_path / folder)) for path in (tmp_path / folder).rglob("*") if path.is_file())
-             for folder in ("s", "fresh")]
+    names = [
+        sorted(
+            str(path.relative_to(tmp_path / folder))
+            for path in (tmp_path / folder).rglob("*")
+            if path.is_file()
+        )
+        for folder in ("s", "fresh")
+    ]
     assert names[0] == names[1] and store.verify(tmp_path / "s") == []
 
 

@@ -21,10 +21,22 @@ def data_files(url: Path) -> list[Path]:
 @pytest.fixture(params=["gaussian", "embedding", "uint8"])
 def written(request, tmp_path):
     """A complete store of 5 images in 2 shards: (folder, schema, arrays)."""
-    changes = {"gaussian": {}, "embedding": dict(kind="embedding", embedding_dim=7), "uint8": dict(encoding="uint8")}
-    schema = make_schema(num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes[request.param])
+    changes = {
+        "gaussian": {},
+        "embedding": dict(kind="embedding", embedding_dim=7),
+        "uint8": dict(encoding="uint8"),
+    }
+    schema = make_schema(
+        num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes[request.param]
+    )
     arrays = make_arrays(schema)
-    write_store(tmp_path / "s", schema, arrays, shard_bytes=3 * schema.bytes_per_image, decoder=decoder_for(schema))
+    write_store(
+        tmp_path / "s",
+        schema,
+        arrays,
+        shard_bytes=3 * schema.bytes_per_image,
+        decoder=decoder_for(schema),
+    )
     return tmp_path / "s", schema, arrays
 
 
@@ -44,7 +56,9 @@ def test_every_flipped_bit_is_found_and_none_is_read(written):
         problems = store.verify(url)
         assert problems, f"bit {bit} of {path}"
         if "c" in path.parts and "decoder" not in path.parts:
-            assert all(problem.shard == int(path.parts[path.parts.index("c") + 1]) for problem in problems)
+            assert all(
+                problem.shard == int(path.parts[path.parts.index("c") + 1]) for problem in problems
+            )
         try:
             maps = store.open(url)
             rows, decoder = maps.gather(ids), maps.decoder()
@@ -52,7 +66,9 @@ def test_every_flipped_bit_is_found_and_none_is_read(written):
             found.add(type(error))
             assert "\n" not in str(error)  # noqa: PT017  (or nothing was read wrong)
         else:
-            assert all(np.array_equal(rows[name], truth[name]) for name in truth), f"bit {bit} of {path}"
+            assert all(np.array_equal(rows[name], truth[name]) for name in truth), (
+                f"bit {bit} of {path}"
+            )
             assert all(np.array_equal(decoder[name], weights[name]) for name in weights)
         path.write_bytes(sound)
     assert found == {store.CorruptChunk, store.DamagedStore}
@@ -63,7 +79,7 @@ def test_lost_and_shortened_files_are_found(written):
     url, _, _ = written
     for path in data_files(url):
         sound = path.read_bytes()
-        for damaged in (None, b"", sound[:len(sound) // 2], sound[:-1], sound + b"\0"):
+        for damaged in (None, b"", sound[: len(sound) // 2], sound[:-1], sound + b"\0"):
             path.unlink() if damaged is None else path.write_bytes(damaged)
             assert store.verify(url), (path, damaged)
             path.write_bytes(sound)
@@ -79,7 +95,11 @@ def gaussian(tmp_path):
 
 
 def shard_file(url: Path, name: str, index: int) -> Path:
-    return next(path for path in data_files(url / name / "c") if path.relative_to(url / name / "c").parts[0] == str(index))
+    return next(
+        path
+        for path in data_files(url / name / "c")
+        if path.relative_to(url / name / "c").parts[0] == str(index)
+    )
 
 
 def test_a_corrupt_chunk_names_its_image(gaussian):
@@ -88,22 +108,31 @@ def test_a_corrupt_chunk_names_its_image(gaussian):
     data = bytearray(path.read_bytes())
     data[len(data) // 4 // 2] ^= 16  # within the first of four images
     path.write_bytes(data)
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(1, "gaussians", 4, 5)]
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
+        (1, "gaussians", 4, 5)
+    ]
     assert "shard 1, gaussians, image 4: " in str(store.verify(url)[0])
     maps = store.open(url)
     assert_stored(maps.gather([5, 6, 0, 9]), arrays, [5, 6, 0, 9])
-    for read in (lambda: maps.gather([0, 4, 5]), lambda: list(maps.prefetch([[1], [4]])),
-                 lambda: store.open(url, preload_bytes=10**6)):
+    for read in (
+        lambda: maps.gather([0, 4, 5]),
+        lambda: list(maps.prefetch([[1], [4]])),
+        lambda: store.open(url, preload_bytes=10**6),
+    ):
         with pytest.raises(store.CorruptChunk, match="image 4 ") as error:
             read()
-        assert (error.value.image_id, error.value.array) == (4, "gaussians") and "--repair" in str(error.value)
+        assert (error.value.image_id, error.value.array) == (4, "gaussians") and "--repair" in str(
+            error.value
+        )
         assert "\n" not in str(error.value)
 
 
 def test_a_missing_shard_is_never_read_as_numbers(gaussian):
     url, _, _ = gaussian
     shard_file(url, "gaussians", 2).unlink()
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(2, "gaussians", 8, 10)]
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
+        (2, "gaussians", 8, 10)
+    ]
     with pytest.raises(store.CorruptChunk, match="image 9 cannot be read: it is not there"):
         store.open(url).gather([0, 9])
     with pytest.raises(store.CorruptChunk, match="image 8|image 9"):
@@ -113,7 +142,9 @@ def test_a_missing_shard_is_never_read_as_numbers(gaussian):
 def test_intact_files_in_the_wrong_place_are_found(gaussian):
     url, _, _ = gaussian
     shutil.copy(shard_file(url, "gaussians", 0), shard_file(url, "gaussians", 1))
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(1, "gaussians", 4, 8)]
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
+        (1, "gaussians", 4, 8)
+    ]
     shutil.copy(shard_file(url, "shard_sha256", 0), shard_file(url, "shard_sha256", 1))
     assert {p.shard for p in store.verify(url)} == {1}
 
@@ -123,11 +154,20 @@ def test_numbers_written_by_someone_else_are_found(gaussian):
     zarr.open_array(url / "gaussians")[9, 1, 2, 3, 0] = np.nan
     zarr.open_array(url / "labels")[2] = 4
     assert [(p.shard, p.array, p.start, p.stop, "finite" in p.what) for p in store.verify(url)] == [
-        (0, "labels", 2, 3, False), (2, "gaussians", 9, 10, True)]
+        (0, "labels", 2, 3, False),
+        (2, "gaussians", 9, 10, True),
+    ]
 
 
-@pytest.mark.parametrize("key, value", [("shape", [10, 2, 3, 6, 4, 1]), ("shape", [11, 2, 3, 6, 4]), ("data_type", "int16"),
-                                        ("dimension_names", ["image", "layer", "head", "query", "key"])])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("shape", [10, 2, 3, 6, 4, 1]),
+        ("shape", [11, 2, 3, 6, 4]),
+        ("data_type", "int16"),
+        ("dimension_names", ["image", "layer", "head", "query", "key"]),
+    ],
+)
 def test_metadata_of_another_shape_is_found(gaussian, key, value):
     url, _, _ = gaussian
     path = url / "gaussians" / "zarr.json"
@@ -158,9 +198,13 @@ def test_repair_writes_only_what_is_damaged(gaussian):
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(url)
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
-    assert store.verify(url) == [] and {path: path.read_bytes() for path in data_files(url)} == before
+    assert (
+        store.verify(url) == [] and {path: path.read_bytes() for path in data_files(url)} == before
+    )
     kept = shard_file(url, "gaussians", 0)
     assert kept.stat().st_mtime_ns == times[kept]
 

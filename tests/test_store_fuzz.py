@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import store
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import store
 from store.files import Files
 from store.layout import ROOT, Layout, plan, seal
 from test_store import make_arrays, make_schema, write_store
@@ -281,6 +282,7 @@ def test_a_shard_that_no_reader_could_hold_is_refused(tmp_path):
 )
 def test_the_decoder_of_someone_else(tmp_path, array, message):
     import torch
+
     from gaupipe.errors import UserError
     from stages.export_maps import gaussians_reader
 

@@ -33,7 +33,9 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         """The object's name, "" for the bucket itself or None for another bucket, and the query."""
         url = urllib.parse.urlsplit(self.path)
         bucket, _, name = url.path.partition("/b/")[2].partition("/o")
-        return urllib.parse.unquote(name[1:]) if bucket == "maps" else None, dict(urllib.parse.parse_qsl(url.query))
+        return urllib.parse.unquote(name[1:]) if bucket == "maps" else None, dict(
+            urllib.parse.parse_qsl(url.query)
+        )
 
     def do_POST(self) -> None:
         name, query = self.parse()
@@ -41,13 +43,21 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         if name is None:
             return self.answer(404)
         self.objects[query["name"]] = (data, len(self.objects) + 1)
-        self.answer(200, json.dumps({"name": query["name"], "generation": str(len(self.objects))}).encode())
+        self.answer(
+            200, json.dumps({"name": query["name"], "generation": str(len(self.objects))}).encode()
+        )
 
     def do_GET(self) -> None:
         name, query = self.parse()
         if name == "":
-            names = [key for key in sorted(self.objects) if query.get("startOffset", "") <= key < query.get("endOffset", "~")]
-            return self.answer(200, json.dumps({"items": [{"name": key} for key in names]}).encode())
+            names = [
+                key
+                for key in sorted(self.objects)
+                if query.get("startOffset", "") <= key < query.get("endOffset", "~")
+            ]
+            return self.answer(
+                200, json.dumps({"items": [{"name": key} for key in names]}).encode()
+            )
         if name not in self.objects:
             return self.answer(404)
         data, generation = self.objects[name]
@@ -55,8 +65,17 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         if "Range" not in self.headers:
             return self.answer(200, data, **headers)
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
-        start, stop = (int(first), int(last or len(data) - 1) + 1) if first else (len(data) - int(last), len(data))
-        self.answer(206, data[start:stop], Content_Range=f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}", **headers)
+        start, stop = (
+            (int(first), int(last or len(data) - 1) + 1)
+            if first
+            else (len(data) - int(last), len(data))
+        )
+        self.answer(
+            206,
+            data[start:stop],
+            Content_Range=f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}",
+            **headers,
+        )
 
     def do_DELETE(self) -> None:
         self.answer(204 if self.objects.pop(self.parse()[0], None) else 404, b"")
@@ -81,7 +100,9 @@ def test_a_store_on_google_storage(google):
     with pytest.raises(store.StoreError, match="--overwrite"):
         store.create(url, schema)
     del Bucket.objects["folder/maps.zarr/gaussians/c/1/0/0/0/0"]
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [(1, "gaussians", 4, 8)]
+    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
+        (1, "gaussians", 4, 8)
+    ]
     write_store(url, schema, arrays, overwrite=True)
     assert store.verify(url) == []
 

@@ -20,7 +20,13 @@ LAYOUTS = [*KINDS, dict(encoding="uint8")]
 
 def write(url: Path, changes: dict) -> dict[str, np.ndarray]:
     schema = make_schema(num_classes=200, **changes)
-    write_store(url, schema, make_arrays(schema), shard_bytes=5 * schema.bytes_per_image, decoder=decoder_for(schema))
+    write_store(
+        url,
+        schema,
+        make_arrays(schema),
+        shard_bytes=5 * schema.bytes_per_image,
+        decoder=decoder_for(schema),
+    )
     return store.open(url).gather(np.arange(schema.num_images))
 
 
@@ -33,13 +39,17 @@ def by_zarr(url: Path) -> dict[str, np.ndarray]:
 def test_zarr_and_tensorstore_agree(tmp_path, changes):
     ours, theirs = write(tmp_path / "s", changes), by_zarr(tmp_path / "s")
     for name, values in theirs.items():
-        opened = tensorstore.open({"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/s/{name}/"}}).result()
+        opened = tensorstore.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/s/{name}/"}}
+        ).result()
         read = opened.read().result()
         assert read.dtype == values.dtype and np.array_equal(read, values)
         if name in ours and "encoding" not in changes:
             assert ours[name].dtype == values.dtype and np.array_equal(ours[name], values)
     for name, values in (decoder_for(make_schema(**changes)) or {}).items():
-        assert np.array_equal(zarr.open_group(tmp_path / "s", mode="r")["decoder"][name][...], values)
+        assert np.array_equal(
+            zarr.open_group(tmp_path / "s", mode="r")["decoder"][name][...], values
+        )
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +59,13 @@ def zarrita(tmp_path_factory):
         pytest.skip("node and npm are not installed: zarrita cannot be tried")
     folder = Path(shutil.copytree(HERE, tmp_path_factory.mktemp("zarrita") / "js"))
     if not (folder / "node_modules").exists():
-        install = subprocess.run(["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"],
-                                 cwd=folder, capture_output=True, text=True, timeout=120)
+        install = subprocess.run(
+            ["npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--ignore-scripts"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         if install.returncode:
             pytest.skip(f"npm install failed: {install.stderr.strip().splitlines()[-1:]}")
     return folder
@@ -59,9 +74,22 @@ def zarrita(tmp_path_factory):
 @pytest.mark.parametrize("changes", LAYOUTS, ids=str)
 def test_zarrita_agrees(tmp_path, zarrita, changes):
     write(tmp_path / "s", changes)
-    read = json.loads(subprocess.run(["node", "read.js", str(tmp_path / "s")], cwd=zarrita, check=True, timeout=60,
-                                     capture_output=True, text=True).stdout)
-    expected = {name: {"shape": list(values.shape), "dtype": str(values.dtype),
-                       "sha256": hashlib.sha256(values.tobytes()).hexdigest()}
-                for name, values in by_zarr(tmp_path / "s").items()}
+    read = json.loads(
+        subprocess.run(
+            ["node", "read.js", str(tmp_path / "s")],
+            cwd=zarrita,
+            check=True,
+            timeout=60,
+            capture_output=True,
+            text=True,
+        ).stdout
+    )
+    expected = {
+        name: {
+            "shape": list(values.shape),
+            "dtype": str(values.dtype),
+            "sha256": hashlib.sha256(values.tobytes()).hexdigest(),
+        }
+        for name, values in by_zarr(tmp_path / "s").items()
+    }
     assert read == expected

@@ -8,7 +8,11 @@ import store
 from test_export_s3 import pytestmark, server  # noqa: F401  the server's fixture, and the reason to skip without it
 from test_store import assert_stored, make_arrays, make_schema, write_store
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_REGION": "us-east-1",
+}
 
 
 @pytest.fixture
@@ -19,14 +23,18 @@ def bucket(server, monkeypatch):  # noqa: F811
 
 
 def test_what_was_written_is_read_by_us_and_by_zarr(bucket, server):  # noqa: F811
-    s3 = pytest.importorskip("obstore.store", reason="obstore, zarr's access to object storage, is not installed")
+    s3 = pytest.importorskip(
+        "obstore.store", reason="obstore, zarr's access to object storage, is not installed"
+    )
     schema = make_schema()
     arrays = make_arrays(schema)
     url = f"{bucket}/a/maps.zarr"
     write_store(url, schema, arrays, shard_bytes=4 * schema.bytes_per_image)
     assert store.verify(url) == []
     assert_stored(store.open(url).gather([22, 3, 3]), arrays, [22, 3, 3])
-    there = zarr.storage.ObjectStore(s3.S3Store("maps", prefix="a/maps.zarr", client_options={"allow_http": True}))
+    there = zarr.storage.ObjectStore(
+        s3.S3Store("maps", prefix="a/maps.zarr", client_options={"allow_http": True})
+    )
     group = zarr.open_group(there, mode="r")
     assert_stored({name: group[name][...] for name in arrays}, arrays, slice(None))
 
@@ -36,15 +44,21 @@ def test_damage_is_found_and_repaired_there_too(bucket):
     arrays, url = make_arrays(schema), f"{bucket}/damaged.zarr"
     write_store(url, schema, arrays, shard_bytes=4 * schema.bytes_per_image)
     from store.files import Files
+
     files = Files(url)
     files.write("gaussians/c/1/0/0/0/0", files.read("gaussians/c/1/0/0/0/0")[:-20])
     files.delete("logits/c/2/0")
-    assert {(p.shard, p.array, p.start, p.stop) for p in store.verify(url)} == {(1, "gaussians", 4, 8), (2, "logits", 8, 12)}
+    assert {(p.shard, p.array, p.start, p.stop) for p in store.verify(url)} == {
+        (1, "gaussians", 4, 8),
+        (2, "logits", 8, 12),
+    }
     with pytest.raises(store.CorruptChunk, match="image 5"):
         store.open(url).gather(np.array([0, 5]))
     writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)
     for shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        writer.write(
+            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
+        )
     writer.finish()
     assert store.verify(url) == []
     write_store(url, schema, arrays, overwrite=True)

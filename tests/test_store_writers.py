@@ -30,12 +30,17 @@ if not writer.pending():
 
 
 def start(url: Path, rank: int = 0, world: int = 1) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", SCRIPT, str(url), str(rank), str(world)], cwd=Path(__file__).parent,
-                            stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(url), str(rank), str(world)],
+        cwd=Path(__file__).parent,
+        stdout=subprocess.PIPE,
+    )
 
 
 def contents(url: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(url)): path.read_bytes() for path in url.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(url)): path.read_bytes() for path in url.rglob("*") if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +56,28 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     while kills < 5:
         process = start(url)
         process.stdout.readline()
-        time.sleep(draw.uniform(0, 0.02 * (kills + 1)))  # the first kill comes early, on a fast machine too
+        time.sleep(
+            draw.uniform(0, 0.02 * (kills + 1))
+        )  # the first kill comes early, on a fast machine too
         process.kill()
         kills += process.wait() < 0
         finished = {path: path.stat().st_mtime_ns for path in url.glob("shard_sha256/c/*/0/0")}
-        if process.returncode == 0 or contents(url) == whole:  # it was done, or the kill came after its last byte
+        if (
+            process.returncode == 0 or contents(url) == whole
+        ):  # it was done, or the kill came after its last byte
             break
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(url)
-        assert {p.what for p in store.verify(url)} <= {f"{url}: the store is incomplete",
-                                                       "not written yet, or the record of it is damaged"}
+        assert {p.what for p in store.verify(url)} <= {
+            f"{url}: the store is incomplete",
+            "not written yet, or the record of it is damaged",
+        }
     assert kills >= 1
     process = start(url)
     assert process.wait() == 0
-    assert all(path.stat().st_mtime_ns == written for path, written in finished.items())  # kept, not written again
+    assert all(
+        path.stat().st_mtime_ns == written for path, written in finished.items()
+    )  # kept, not written again
     assert contents(url) == whole and store.verify(url) == []
 
 

@@ -79,7 +79,9 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
 def test_a_loss_that_is_not_finite_stops_with_one_line():
     state = make()
     before = [parameter.clone() for parameter in state.modules.parameters()]
-    with pytest.raises(UserError, match=r"the loss is nan in epoch 1, step 1 of 2 .*lower optim.lr"):
+    with pytest.raises(
+        UserError, match=r"the loss is nan in epoch 1, step 1 of 2 .*lower optim.lr"
+    ):
         Update(state, steps=2)(loss_of(state.modules, torch.full((1, 3), torch.nan)))
     assert all(map(torch.equal, before, state.modules.parameters()))
 

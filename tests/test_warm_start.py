@@ -22,7 +22,9 @@ L, GRID = 2, (4, 4)
 
 def vit(attention: str, **options) -> torch.nn.Module:
     torch.manual_seed(0)
-    return timm.create_model("gauvit_pico_patch2_8", attention=attention, depth=L, embed_dim=32, in_chans=1, **options).eval()
+    return timm.create_model(
+        "gauvit_pico_patch2_8", attention=attention, depth=L, embed_dim=32, in_chans=1, **options
+    ).eval()
 
 
 @pytest.mark.parametrize("attention", STUDENTS)
@@ -39,7 +41,9 @@ def test_warm_start_copies_all_but_q_and_k(attention):
         elif ".z." in name:
             assert torch.equal(parameter, before[name])
         elif "proj_parallel" in name:
-            assert torch.equal(parameter, teacher.state_dict()[name.replace("proj_parallel", "proj")])
+            assert torch.equal(
+                parameter, teacher.state_dict()[name.replace("proj_parallel", "proj")]
+            )
         elif "proj_local" in name:
             assert not parameter.any()
         elif name.endswith("attn.proj.weight") and attention == "attentionx":
@@ -53,8 +57,8 @@ def prior() -> list[torch.Tensor]:
     torch.manual_seed(1)
     y, x = torch.meshgrid(torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4), indexing="ij")
     here = torch.stack([x, y], dim=-1).view(1, 16, 2)
-    means = here + torch.tensor([[0., -.7], [-.7, 0.], [0., 0.], [0., 0.]]).view(4, 1, 2)
-    stds = torch.tensor([.3, .3, .4, 2.]).view(4, 1, 1).expand(4, 16, 2)
+    means = here + torch.tensor([[0.0, -0.7], [-0.7, 0.0], [0.0, 0.0], [0.0, 0.0]]).view(4, 1, 2)
+    stds = torch.tensor([0.3, 0.3, 0.4, 2.0]).view(4, 1, 1).expand(4, 16, 2)
     return [expected_map(torch.cat([means, stds], dim=-1).unsqueeze(0), GRID)] * L
 
 
@@ -67,8 +71,10 @@ def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(atten
     unseen = torch.randn(16, 1, 8, 8)
 
     def divergence() -> list[float]:
-        return [feature_loss(row, wanted.expand_as(row), hidden=hidden).item()
-                for row, wanted in zip(forward_with_maps(model, unseen)[1], prior(), strict=True)]
+        return [
+            feature_loss(row, wanted.expand_as(row), hidden=hidden).item()
+            for row, wanted in zip(forward_with_maps(model, unseen)[1], prior(), strict=True)
+        ]
 
     at_start = divergence()
     fit_queries_and_keys(model, prior(), images)
@@ -76,16 +82,28 @@ def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(atten
     assert all(now < 0.25 * then for now, then in zip(divergence(), at_start, strict=True))
     for name, parameter in model.named_parameters():
         if ".attn.qkv." in name:
-            assert torch.equal(parameter[64:], before[name][64:]) and not torch.equal(parameter[:64], before[name][:64])
+            assert torch.equal(parameter[64:], before[name][64:]) and not torch.equal(
+                parameter[:64], before[name][:64]
+            )
         elif ".attn.z." not in name:
             assert torch.equal(parameter, before[name]), name
 
 
-@pytest.mark.parametrize("tokens", [dict(class_token=True, global_pool="token"),
-                                    dict(class_token=True, reg_tokens=2, no_embed_class=True)], ids=["class", "registers"])
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        dict(class_token=True, global_pool="token"),
+        dict(class_token=True, reg_tokens=2, no_embed_class=True),
+    ],
+    ids=["class", "registers"],
+)
 @pytest.mark.parametrize("attention", ["standard", "attentionx"])
 def test_a_student_with_class_and_register_tokens_starts_from_the_teacher_too(attention, tokens):
-    model, teacher, images = vit(attention, **tokens), vit("gaussian").state_dict(), torch.randn(32, 1, 8, 8)
+    model, teacher, images = (
+        vit(attention, **tokens),
+        vit("gaussian").state_dict(),
+        torch.randn(32, 1, 8, 8),
+    )
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     prefix = model.num_prefix_tokens
     warm_start(model, teacher)
@@ -97,7 +115,10 @@ def test_a_student_with_class_and_register_tokens_starts_from_the_teacher_too(at
     def divergence() -> float:
         total = 0.0
         for row, wanted in zip(forward_with_maps(model, images)[1], prior(), strict=True):
-            row, wanted = row.exp()[..., prefix:, prefix:].double(), wanted.double().expand(32, 4, 16, 16)
+            row, wanted = (
+                row.exp()[..., prefix:, prefix:].double(),
+                wanted.double().expand(32, 4, 16, 16),
+            )
             if attention == "attentionx":
                 wanted = wanted * (1 - torch.eye(16))
             row, wanted = row / row.sum(-1, keepdim=True), wanted / wanted.sum(-1, keepdim=True)
@@ -114,10 +135,20 @@ def test_a_block_without_a_map_is_left_alone_and_the_fit_repeats():
     fitted = []
     for _ in range(2):
         model = vit("standard")
-        before = {name: parameter.detach().clone() for name, parameter in model.blocks[0].named_parameters()}
-        divergences = fit_queries_and_keys(model, [None, prior()[1]], torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(3)))
+        before = {
+            name: parameter.detach().clone()
+            for name, parameter in model.blocks[0].named_parameters()
+        }
+        divergences = fit_queries_and_keys(
+            model,
+            [None, prior()[1]],
+            torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(3)),
+        )
         assert divergences[0] is None and divergences[1] > 0
-        assert all(torch.equal(parameter, before[name]) for name, parameter in model.blocks[0].named_parameters())
+        assert all(
+            torch.equal(parameter, before[name])
+            for name, parameter in model.blocks[0].named_parameters()
+        )
         fitted.append(model.blocks[1].attn.qkv.weight.detach().clone())
     assert torch.equal(*fitted)
 
@@ -138,10 +169,22 @@ def test_a_student_that_starts_from_the_prior_knows_the_digits_before_its_first_
 
 
 def test_the_summary_does_not_call_distilled_what_only_started_from_the_teacher(tmp_path):
-    settings = ["data.train_images=100", "phase_a.max_epochs=1", "phase_b.epochs=1", "phase_b.alpha=0", "phase_b.warm_start=prior",
-                "model.args={depth: 2, embed_dim: 16, num_heads: 2}", "baseline.enabled=false", "threads=1"]
-    models = [run.run(config.load("digits", [*settings, f"phase_b.gamma={gamma}"]), tmp_path / gamma)[1]["model"]
-              for gamma in ("0", "0.1")]
+    settings = [
+        "data.train_images=100",
+        "phase_a.max_epochs=1",
+        "phase_b.epochs=1",
+        "phase_b.alpha=0",
+        "phase_b.warm_start=prior",
+        "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+        "baseline.enabled=false",
+        "threads=1",
+    ]
+    models = [
+        run.run(config.load("digits", [*settings, f"phase_b.gamma={gamma}"]), tmp_path / gamma)[1][
+            "model"
+        ]
+        for gamma in ("0", "0.1")
+    ]
     assert models == ["standard, from the teacher", "standard, distilled"]
 
 

@@ -31,7 +31,9 @@ class AttentionX(StudentAttention):
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(torch.sub(v, mh, alpha=self.gamma))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         if not self.mask_diagonal:
             return super().attend(q, k, v, attn_mask, is_causal)
         visible = without_diagonal(q, attn_mask, is_causal)

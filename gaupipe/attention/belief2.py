@@ -27,7 +27,9 @@ class Belief2Attention(StudentAttention):
         super().__init__(*args, **kwargs)
         dd = dict(device=self.proj.weight.device, dtype=self.proj.weight.dtype)
         self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
-        self.proj_parallel = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False, **dd)
+        self.proj_parallel = nn.Linear(
+            self.proj.in_features, self.proj.out_features, bias=False, **dd
+        )
         self.z = nn.Linear(self.qkv.in_features, self.attn_dim, bias=False, **dd) if zz else None
 
     def matrices(self) -> dict[str, Tensor]:
@@ -53,14 +55,20 @@ class Belief2Attention(StudentAttention):
         q, k, v = super().project(x)
         if self.z is None:
             return q, k, v
-        z = self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # [B, H, T, d_m]
+        z = (
+            self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+        )  # [B, H, T, d_m]
         return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         if self.z is None:
             return super().attend(q, k, v, attn_mask, is_causal)
-        wide = F.pad(v, (0, self.head_dim))  # some fused kernels need one width for queries, keys and values
-        return super().attend(q, k, wide, attn_mask, is_causal)[..., :self.head_dim]
+        wide = F.pad(
+            v, (0, self.head_dim)
+        )  # some fused kernels need one width for queries, keys and values
+        return super().attend(q, k, wide, attn_mask, is_causal)[..., : self.head_dim]
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         d = perpendicular(mh, v)

@@ -13,7 +13,11 @@ SIGNALS = {
     "projected": lambda mh, v, heads: tuple(mh - d for d in perpendicular_twice(mh, v, heads)),
     "concat": lambda mh, v, heads: (mh, v),
 }
-MULTIPLIED = {"perpendicular": ("D", "D_s"), "projected": ("MH - D", "MH - D_s"), "concat": ("MH", "V")}
+MULTIPLIED = {
+    "perpendicular": ("D", "D_s"),
+    "projected": ("MH - D", "MH - D_s"),
+    "concat": ("MH", "V"),
+}
 """What W and W_s multiply with each signal."""
 
 
@@ -28,8 +32,13 @@ class BeliefStarAttention(StudentAttention):
     def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.signal = choice("signal", signal, SIGNALS)
-        self.proj_local = nn.Linear(self.proj.in_features, self.proj.out_features, bias=False,
-                                    device=self.proj.weight.device, dtype=self.proj.weight.dtype)
+        self.proj_local = nn.Linear(
+            self.proj.in_features,
+            self.proj.out_features,
+            bias=False,
+            device=self.proj.weight.device,
+            dtype=self.proj.weight.dtype,
+        )
 
     def matrices(self) -> dict[str, Tensor]:
         first, second = MULTIPLIED[self.signal]
@@ -41,8 +50,10 @@ class BeliefStarAttention(StudentAttention):
         _first, second = MULTIPLIED[self.signal]
         rest = {name: weight for name, weight in matrices.items() if name != second}
         nothing = torch.zeros_like(self.proj.weight)
-        return {"proj": matrix_of_mh(rest) if rest else nothing,
-                "proj_local": matrices.get(second, nothing)}
+        return {
+            "proj": matrix_of_mh(rest) if rest else nothing,
+            "proj_local": matrices.get(second, nothing),
+        }
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         over_all, in_each = SIGNALS[self.signal](mh, v, self.num_heads)

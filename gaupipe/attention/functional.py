@@ -51,7 +51,9 @@ class StudentAttention(Attention):
         for name, module in shared.items():
             if name in start and start[name] is not module.weight:
                 module = copy.deepcopy(module)
-            if name in self._modules or name == "gate":  # which timm leaves None where there is none
+            if (
+                name in self._modules or name == "gate"
+            ):  # which timm leaves None where there is none
                 setattr(self, name, module)
         for name, weight in start.items():
             own = getattr(self, name).weight
@@ -61,23 +63,31 @@ class StudentAttention(Attention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))        # [B, T, 3, H, d_m]
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, T, 3, H, d_m]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return self.q_norm(q), self.k_norm(k), v
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
         """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel. A query without a key gets zeros."""
         if attn_mask is not None and is_causal:
             attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=self.scale,
-            dropout_p=self.attn_drop.p if self.training else 0.0)
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=self.scale,
+            dropout_p=self.attn_drop.p if self.training else 0.0,
+        )
 
     def log_rows(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32. A masked key has
         log-probability -inf, also in the row of a query without any key."""
         with torch.autocast(q.device.type, enabled=False):
-            scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT   # [B, H, T, T]
+            scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT  # [B, H, T, T]
         if is_causal:
             attn_mask = causal_mask(attn_mask, q.shape[-2], q.device)
         return masked_log_softmax(scores, attn_mask)
@@ -96,7 +106,9 @@ class StudentAttention(Attention):
         """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
         """The update [B, T, d] that a block adds to its tokens x [B, T, d].
 
         ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the scores;
@@ -107,7 +119,8 @@ class StudentAttention(Attention):
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def forward_with_rows(
-            self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H, T, T]), rows being
         log-probabilities in float32, -inf where a key is masked. The update is computed from these rows."""
         q, k, v = self.project(x)
@@ -128,12 +141,18 @@ def merge_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def causal_mask(attn_mask: Tensor | None, tokens: int, device: torch.device | None = None) -> Tensor:
+def causal_mask(
+    attn_mask: Tensor | None, tokens: int, device: torch.device | None = None
+) -> Tensor:
     """``attn_mask`` (boolean or additive, or None) with the future hidden as well."""
     if attn_mask is None:
         return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     past = torch.ones(tokens, tokens, dtype=torch.bool, device=attn_mask.device).tril()
-    return attn_mask & past if attn_mask.dtype == torch.bool else attn_mask.masked_fill(~past, -torch.inf)
+    return (
+        attn_mask & past
+        if attn_mask.dtype == torch.bool
+        else attn_mask.masked_fill(~past, -torch.inf)
+    )
 
 
 def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
@@ -164,6 +183,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(known)}" if known else "; it has none"
 
 
-def per_head(combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int) -> Tensor:
+def per_head(
+    combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int
+) -> Tensor:
     """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come back as [B, T, d]."""
     return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)

@@ -15,8 +15,17 @@ class GaussianAttention(nn.Module):
     token (the grid has no cell for one).
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, qkv_bias: bool = False, proj_bias: bool = True,
-                 proj_drop: float = 0.0, device=None, dtype=None, **_unused) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        device=None,
+        dtype=None,
+        **_unused,
+    ) -> None:
         super().__init__()
         assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
         self.num_heads = num_heads
@@ -45,8 +54,13 @@ class GaussianAttention(nn.Module):
         v = self.project(x)
         B, H, T, d_m = v.shape
         planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
-        read = F.grid_sample(planes, points.reshape(B * H, T, 1, 2), mode="bilinear", padding_mode="border",
-                             align_corners=True)                          # [B * H, d_m, T, 1]
+        read = F.grid_sample(
+            planes,
+            points.reshape(B * H, T, 1, 2),
+            mode="bilinear",
+            padding_mode="border",
+            align_corners=True,
+        )  # [B * H, d_m, T, 1]
         return self.combine(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
 
     def project(self, x: Tensor) -> Tensor:

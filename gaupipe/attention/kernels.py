@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+
 def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -105,7 +106,7 @@ def perpendicular_twice(mh: Tensor, v: Tensor, heads: int) -> tuple[Tensor, Tens
     """(D, D_s), both [B, T, d]: the part of MH perpendicular to V over all heads together and in
     each head. As :func:`perpendicular` applied to both, with fewer
     passes over memory."""
-    m, v = mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))          # [B, T, H, d_m]
+    m, v = mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))  # [B, T, H, d_m]
     project = project_out_twice if takes_operations_apart() else _PerpendicularTwice.apply
     d, d_each = project(m, v)
     return d.flatten(-2), d_each.flatten(-2)
@@ -130,15 +131,15 @@ class _PerpendicularTwice(torch.autograd.Function):
     @staticmethod
     def forward(ctx, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         wide_m, wide_v = at_least_float32(m), at_least_float32(v)
-        scale_each = scale_to_unit_length(wide_v)                                    # [B, T, H, 1]
-        scale = scale_each.amin(-2, keepdim=True)                                    # [B, T, 1, 1]
+        scale_each = scale_to_unit_length(wide_v)  # [B, T, H, 1]
+        scale = scale_each.amin(-2, keepdim=True)  # [B, T, 1, 1]
         share = scale / scale_each
         u = wide_v * scale_each
         squared_each = torch.linalg.vector_norm(u, dim=-1, keepdim=True).square()
         dot_each = torch.linalg.vecdot(wide_m, u).unsqueeze(-1)
         squared = (squared_each * share.square()).sum(-2, keepdim=True)
         dot = (dot_each * share).sum(-2, keepdim=True)
-        tiny = torch.finfo(u.dtype).tiny                           # where v is 0, and so are the dots
+        tiny = torch.finfo(u.dtype).tiny  # where v is 0, and so are the dots
         squared_each, squared = squared_each.clamp_min(tiny), squared.clamp_min(tiny)
         a_each, a = dot_each / squared_each, dot / squared
         d = torch.addcmul(wide_m, a * share, u, value=-1).to(m.dtype)

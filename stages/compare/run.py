@@ -115,9 +115,7 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
         raise UserError(f"{cell.name}: {error}") from None
 
 
-def check_distilled(
-    settings: Settings, data: ImageData, kind: str | None, encoding: str
-) -> None:
+def check_distilled(settings: Settings, data: ImageData, kind: str | None, encoding: str) -> None:
     """Raises UserError for what neither phase could do, StoreError for a kind and an encoding of
     stores that do not go together."""
     teacher = phase_a.build_teacher(settings, data)
@@ -187,6 +185,4 @@ def run_cells(comparison: Comparison, workers: Workers) -> None:
         ]
     failures = comparison.failures_of(BASELINE)
     if failures:
-        raise UserError(
-            f"{BASELINE}, which the others are compared with, failed: {failures[0]}"
-        )
+        raise UserError(f"{BASELINE}, which the others are compared with, failed: {failures[0]}")

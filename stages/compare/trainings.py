@@ -67,9 +67,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
-    return settings.model_copy(
-        update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
-    )
+    return settings.model_copy(update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()})
 
 
 def digest(settings: Settings, *more: Any) -> str:
