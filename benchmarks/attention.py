@@ -4,11 +4,11 @@
     python benchmarks/attention.py model                      whole models, forward + backward
     python benchmarks/attention.py layer --compile --only belief,xsa --shapes atto --rounds 50
 
-Everything is timed in one process. A round runs every contender once, in random order; a ratio is taken within a round,
-and the table shows the median over the rounds, the quartiles in brackets and the ratio of the best times, so that a
-machine that slows down for a while slows both sides of a ratio. On a GPU the precision is bfloat16 autocast; on a CPU
-it is float32, one thread, and the time is the processor's, not the wall clock's, so that what else runs on the machine
-counts less.
+Everything is timed in one process. A round runs every contender once, in random order; a ratio is
+taken within a round, and the table shows the median over the rounds, the quartiles in brackets and
+the ratio of the best times, so that a machine that slows down for a while slows both sides of a
+ratio. On a GPU the precision is bfloat16 autocast; on a CPU it is float32, one thread, and the time
+is the processor's, not the wall clock's, so that what else runs on the machine counts less.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def main() -> None:
 
 
 def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
-    """Yields (row, ratios) of one layer for every number of tokens, forward and forward + backward."""
+    """Yields (row, ratios) of one layer for every number of tokens, forward and forward +
+    backward."""
     width, heads = LAYERS[shape]
     layers = {BASELINE: Attention(width, heads, qkv_bias=True)}
     for name in names:
@@ -178,8 +179,8 @@ def steps_of(
 def interleaved(
     steps: dict[str, Callable], rounds: int, device: str
 ) -> dict[str, dict[str, float]]:
-    """For each contender the ratio of its time to the baseline's: median and quartiles over the rounds, the ratio of
-    their best times, and its median time in milliseconds."""
+    """For each contender the ratio of its time to the baseline's: median and quartiles over the
+    rounds, the ratio of their best times, and its median time in milliseconds."""
     order = list(steps)
     for name in order:
         for _ in range(3):

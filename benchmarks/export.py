@@ -2,8 +2,9 @@
 
     python benchmarks/export.py [--set a.b=c ...] [--repeats R] [--kind gaussian]
 
-The teacher is fresh (its speed does not depend on its weights). A repeat runs the forward alone over all images, then
-the export of the same images; both read the images through the same loader. Prints a line per repeat and the ratio.
+The teacher is fresh (its speed does not depend on its weights). A repeat runs the forward alone
+over all images, then the export of the same images; both read the images through the same loader.
+Prints a line per repeat and the ratio.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""How long a step with GauAttention takes, as a share of the same ViT's step with fused standard attention.
+"""How long a step with GauAttention takes, as a share of the same ViT's step with fused standard
+attention.
 
     python benchmarks/gauattention.py                      Atto at 64 and 196 tokens, all exact ways of computing it
     python benchmarks/gauattention.py --tokens 64 --rounds 30
 
-A step is forward and backward of the whole model, the gradient of the Gaussians' parameters included. One process; a round
-runs every contender once in random order, a ratio is taken within a round, and the table shows the median with the
-quartiles in brackets. On a CPU the time is the processor's, on one thread, so that what else runs counts less.
+A step is forward and backward of the whole model, the gradient of the Gaussians' parameters
+included. One process; a round runs every contender once in random order, a ratio is taken within a
+round, and the table shows the median with the quartiles in brackets. On a CPU the time is the
+processor's, on one thread, so that what else runs counts less.
 """
 
 from __future__ import annotations

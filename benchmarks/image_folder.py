@@ -48,7 +48,9 @@ def main() -> None:
                 data.load(settings)
                 times.append((time.perf_counter() - started, time.process_time() - worked))
         for name, times in seconds.items():
-            for clock, values in zip(("elapsed", "of the processor"), zip(*times)):
+            for clock, values in zip(
+                ("elapsed", "of the processor"), zip(*times, strict=True), strict=True
+            ):
                 print(f"{name}, seconds {clock}: {spread(values)}")
 
 

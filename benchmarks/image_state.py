@@ -1,16 +1,19 @@
-"""How fast per-image rows are gathered and updated, and what they take, for several numbers of images.
+"""How fast per-image rows are gathered and updated, and what they take, for several numbers of
+images.
 
     python benchmarks/image_state.py                           N = 1e4, 1e5, 1e6 with rows of 1024 numbers, in files
     python benchmarks/image_state.py --images 50000 --row 21504        the rows of CIFAR-10 Atto (26 GB of disk)
     python benchmarks/image_state.py overlap                   does it pay to update while the next step runs?
 
-Every N is filled by one whole epoch. Then rounds follow: each times, in random order, a gather, an update, a copy in
-memory, and a sequential read and a synchronous write on the disk of as many bytes as a batch of records has. A ratio is
-of times per byte (a gather moves the rows; an update moves the records, once in and once out, which counts once) and is
-taken within a round; the table shows the median over the rounds with the quartiles in brackets. ``mapped`` is the time
-of the same gather and update on numpy.memmap, in the same rounds, as a ratio to ours.
+Every N is filled by one whole epoch. Then rounds follow: each times, in random order, a gather, an
+update, a copy in memory, and a sequential read and a synchronous write on the disk of as many bytes
+as a batch of records has. A ratio is of times per byte (a gather moves the rows; an update moves
+the records, once in and once out, which counts once) and is taken within a round; the table shows
+the median over the rounds with the quartiles in brackets. ``mapped`` is the time of the same gather
+and update on numpy.memmap, in the same rounds, as a ratio to ours.
 
-Files go to a temporary folder below --folder and are deleted; the program stops if fewer than 20 GB would stay free.
+Files go to a temporary folder below --folder and are deleted; the program stops if fewer than 20 GB
+would stay free.
 """
 
 from __future__ import annotations
@@ -178,8 +181,8 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             )
 
             def mapped_update() -> None:
-                """What an update adds to reading and writing is the same for both: its arithmetic is left out there
-                and measured here by one on a copy."""
+                """What an update adds to reading and writing is the same for both: its
+                arithmetic is left out there and measured here by one on a copy."""
                 records = current[batch["mapped update"]]
                 scratch.update(torch.arange(BATCH), gradient)
                 other[batch["mapped update"]] = records
@@ -232,7 +235,8 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
 
 
 def overlap(arguments: argparse.Namespace) -> None:
-    """Steps of a small ViT with rows, updates in line or in a worker thread, interleaved in random order."""
+    """Steps of a small ViT with rows, updates in line or in a worker thread, interleaved in
+    random order."""
     import timm
 
     import gaupipe.models  # noqa: F401
@@ -294,7 +298,8 @@ def overlap(arguments: argparse.Namespace) -> None:
 
 
 def status() -> list[tuple[str, int]]:
-    """Memory of this process in kB: VmHWM is the most it ever had resident, RssAnon its own, RssFile mapped files."""
+    """Memory of this process in kB: VmHWM is the most it ever had resident, RssAnon its own,
+    RssFile mapped files."""
     return [
         (line.split(":")[0], int(line.split()[1]))
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -1,13 +1,15 @@
-"""What distillation costs over plain training of the same student: step time, memory, and the wait for maps.
+"""What distillation costs over plain training of the same student: step time, memory, and the wait
+for maps.
 
     python benchmarks/phase_b.py                                  Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
 
-One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of the same model on the
-same images in random order, and the ratio is taken within the round; the table shows the median with the quartiles in
-brackets. The maps come from a real store of Gaussians on disk through the reader's prefetch, in shuffled order; "wait"
-is the share of the distilled step in which it is waited for. Memory is what the step needs beyond the model and the
-optimizer's state: on a GPU its peak allocation, on a CPU the peak of resident memory.
+One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of
+the same model on the same images in random order, and the ratio is taken within the round; the
+table shows the median with the quartiles in brackets. The maps come from a real store of Gaussians
+on disk through the reader's prefetch, in shuffled order; "wait" is the share of the distilled step
+in which it is waited for. Memory is what the step needs beyond the model and the optimizer's state:
+on a GPU its peak allocation, on a CPU the peak of resident memory.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def main() -> None:
 def measure(
     key: str, tokens: int, maps: store.Store, batch: int, rounds: int, device: torch.device
 ) -> tuple[list[float], float, float]:
-    """(ratios of step time, ratio of memory, share of the distilled step spent waiting for maps)."""
+    """(ratios of step time, ratio of memory, share of the distilled step spent waiting for
+    maps)."""
     torch.manual_seed(0)
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())

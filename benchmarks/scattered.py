@@ -1,10 +1,12 @@
-"""Writes a data set in which every image has to be searched: Fashion-MNIST's images at random places among scraps of others.
+"""Writes a data set in which every image has to be searched: Fashion-MNIST's images at random
+places among scraps of others.
 
     python benchmarks/scattered.py FOLDER
     gaupipe run fashion_mnist --set data.root=FOLDER --set model.args.patch_size=7
 
-Every image is 56 x 56 pixels: one of 28 x 28 at a random place and six scraps of 10 x 10 from others, the brighter pixel where
-they overlap. Labels and order are Fashion-MNIST's, and the files have its format. The same bytes every time.
+Every image is 56 x 56 pixels: one of 28 x 28 at a random place and six scraps of 10 x 10 from
+others, the brighter pixel where they overlap. Labels and order are Fashion-MNIST's, and the files
+have its format. The same bytes every time.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ def make_numbers(schema: store.Schema, n: int, seed: int) -> np.ndarray:
 def make_gaussians(
     rng: np.random.Generator, n: int, layers: int, heads: int, size: int
 ) -> np.ndarray:
-    """[n, layers, heads, size * size, 4] float32: a prior that varies smoothly over the grid and noise of each image."""
+    """[n, layers, heads, size * size, 4] float32: a prior that varies smoothly over the grid and
+    noise of each image."""
     x, y = np.meshgrid(np.linspace(-1, 1, size), np.linspace(-1, 1, size))
     own_place = np.stack([x, y], axis=-1).reshape(-1, 2)
     head_rng = np.random.default_rng(0)
@@ -235,7 +236,8 @@ def make_gaussians(
 
 
 def expected_maps(gaussians: np.ndarray, size: int) -> np.ndarray:
-    """The expected attention maps [..., size * size] of Gaussians [..., 4] on a square grid, in their precision."""
+    """The expected attention maps [..., size * size] of Gaussians [..., 4] on a square grid, in
+    their precision."""
     axes = []
     for axis in (0, 1):
         m, s = (

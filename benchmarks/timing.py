@@ -14,8 +14,9 @@ def seconds(
     device: torch.device,
     cpu_clock: Callable[[], float] = time.process_time,
 ) -> float:
-    """Seconds of one call: the GPU's work included on a GPU, by ``cpu_clock`` on a CPU (there time.process_time leaves out
-    what else runs on the machine, and time.perf_counter counts waiting)."""
+    """Seconds of one call: the GPU's work included on a GPU, by ``cpu_clock`` on a CPU (there
+    time.process_time leaves out what else runs on the machine, and time.perf_counter counts
+    waiting)."""
     if device.type != "cuda":
         started = cpu_clock()
         step()

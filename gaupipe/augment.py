@@ -1,8 +1,10 @@
-"""Augmentation that says where each view lies in its image, so that stored Gaussians can move along.
+"""Augmentation that says where each view lies in its image, so that stored Gaussians can move
+along.
 
-Everything works on batches of uint8 images [B, C, height, width] as the data set gives them, on any device. All random
-numbers are a function of (seed, epoch, image id): not of the batch an image is in, its place there, the process, or the
-device. Axis letters: B images, C channels, H heads, T tokens.
+Everything works on batches of uint8 images [B, C, height, width] as the data set gives them, on any
+device. All random numbers are a function of (seed, epoch, image id): not of the batch an image is
+in, its place there, the process, or the device. Axis letters: B images, C channels, H heads, T
+tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ ATTEMPTS = 10
 def uniforms(
     seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
 ) -> np.ndarray:
-    """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and of nothing else.
+    """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and
+    of nothing else.
 
-    Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as its key and (image id,
-    epoch, stream, number of four draws) as its counter. ``stream`` below 2^16 tells uses apart; at most 2^18 draws each.
+    Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as
+    its key and (image id, epoch, stream, number of four draws) as its counter. ``stream`` below
+    2^16 tells uses apart; at most 2^18 draws each.
     """
     ids = np.asarray(image_ids, dtype=np.uint64)[:, None]
     blocks = np.arange(-(-k // 4), dtype=np.uint64)[None]
@@ -47,7 +51,8 @@ _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
-    """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four such arrays."""
+    """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four
+    such arrays."""
     a, b, c, d = counter
     for number in range(10):
         key_a, key_b = (
@@ -65,7 +70,8 @@ def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarr
 
 
 class Augment:
-    """The augmentation of one image at a time: everything in the settings but Mixup and CutMix (:func:`mix`)."""
+    """The augmentation of one image at a time: everything in the settings but Mixup and CutMix
+    (:func:`mix`)."""
 
     def __init__(self, settings: AugmentSettings, seed: int) -> None:
         self.settings = settings
@@ -80,9 +86,9 @@ class Augment:
         image_ids   int64 [B]
         epoch       counted from 0
 
-        The views have the shape, dtype and device of the images. The geometry is None when nothing moved, or when the
-        settings ignore geometry; else it is on the images' device. Erasing fills in uint8, so before normalisation; it
-        and the colour operations leave attention where it is.
+        The views have the shape, dtype and device of the images. The geometry is None when nothing
+        moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
+        in uint8, so before normalisation; it and the colour operations leave attention where it is.
         """
         settings, (height, width) = self.settings, images.shape[-2:]
         size = (height, width)
@@ -114,7 +120,8 @@ class Augment:
         return uniforms(self.seed, epoch, image_ids, k, stream)
 
     def _shifts(self, image_ids: Tensor, epoch: int) -> np.ndarray:
-        """Where in the image a view's first pixel lies, (x, y), from -padding to +padding: int64 [B, 2]."""
+        """Where in the image a view's first pixel lies, (x, y), from -padding to +padding: int64
+        [B, 2]."""
         padding = self.settings.crop_padding
         return (
             np.floor(self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)).astype(np.int64)
@@ -132,7 +139,8 @@ class Augment:
         epoch: int,
         size: tuple[int, int],
     ) -> np.ndarray:
-        """(top, left, height, width) in pixels, int64 [B, 4], as torchvision's RandomResizedCrop draws it."""
+        """(top, left, height, width) in pixels, int64 [B, 4], as torchvision's RandomResizedCrop
+        draws it."""
         height, width = size
         boxes, found = _boxes(
             self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP),
@@ -181,8 +189,8 @@ class Augment:
 
 
 def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Tensor:
-    """Views of the same size that start at pixel ``shifts`` [B, 2] (x, y) of their image, 0 outside it, then mirrored
-    from left to right where ``flips`` [B] says so."""
+    """Views of the same size that start at pixel ``shifts`` [B, 2] (x, y) of their image, 0
+    outside it, then mirrored from left to right where ``flips`` [B] says so."""
     height, width = images.shape[-2:]
     views = torch.zeros_like(images)
     for image, view, (x, y), flip in zip(
@@ -197,8 +205,8 @@ def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Ten
 
 
 class _Place:
-    """Follows where views lie while transforms are put one after the other: image = offset + scale * view, in border
-    coordinates, float64 [B, 2]."""
+    """Follows where views lie while transforms are put one after the other: image = offset +
+    scale * view, in border coordinates, float64 [B, 2]."""
 
     def __init__(self, images: int, size: tuple[int, int]) -> None:
         self.pixels = np.array(size[::-1], dtype=np.float64)
@@ -230,10 +238,11 @@ class _Place:
 def _boxes(
     draws: np.ndarray, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The first box of each image that fits: (top, left, height, width) int64 [B, 4], and whether there is one, bool [B].
+    """The first box of each image that fits: (top, left, height, width) int64 [B, 4], and whether
+    there is one, bool [B].
 
-    ``draws`` [B, 4 * attempts] are uniform; ``area`` bounds the share of the image, ``ratio`` bounds width / height,
-    which is uniform in its logarithm.
+    ``draws`` [B, 4 * attempts] are uniform; ``area`` bounds the share of the image, ``ratio``
+    bounds width / height, which is uniform in its logarithm.
     """
     height, width = size
     draws = draws.reshape(len(draws), -1, 4)
@@ -291,8 +300,9 @@ OPERATIONS: dict[str, Callable[[Tensor, float, int], Tensor]] = {
         images, translate=(0, int(sign * 150 / 331 * images.shape[-2] * strength))
     ),
 }
-"""Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign, which the last four colour
-operations have no use for. Strengths as in torchvision's RandAugment, whose magnitude is 30 times ours."""
+"""Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign, which
+the last four colour operations have no use for. Strengths as in torchvision's RandAugment, whose
+magnitude is 30 times ours."""
 
 
 @dataclass
@@ -311,7 +321,8 @@ class Mix:
 
     @property
     def weight(self) -> Tensor:
-        """An image's own share in its target, float32 [B]: by blend for Mixup, by area for CutMix."""
+        """An image's own share in its target, float32 [B]: by blend for Mixup, by area for
+        CutMix."""
         return self.own_share((1, 1))[:, 0]
 
     def own_share(self, grid: tuple[int, int]) -> Tensor:
@@ -331,14 +342,16 @@ class Mix:
 def mix(
     images: Tensor, image_ids: Tensor, seed: int, epoch: int, settings: AugmentSettings
 ) -> tuple[Tensor, Mix | None]:
-    """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both are off.
+    """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
+    are off.
 
     images      floating point [B, C, height, width], normalised or not: mixing is linear
 
-    The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed with the next in it:
-    partners depend on which images are in the batch, not on their places, and none is its own unless it is alone.
-    Mixup (arXiv 1710.09412) is share * own + (1 - share) * partner; CutMix (arXiv 1905.04899) puts a box of the partner
-    over the image, of the drawn area, its centre anywhere and the part outside cut off; its share is the area that stays.
+    The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
+    with the next in it: partners depend on which images are in the batch, not on their places, and
+    none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own + (1 - share) *
+    partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of the drawn area,
+    its centre anywhere and the part outside cut off; its share is the area that stays.
     """
     if not (settings.mixup or settings.cutmix):
         return images, None
@@ -367,7 +380,8 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Boxes on whole pixels over about 1 - share of the image, (left, top, right, bottom) as fractions: [B, 4]."""
+    """Boxes on whole pixels over about 1 - share of the image, (left, top, right, bottom) as
+    fractions: [B, 4]."""
     pixels = np.array(size[::-1])
     extent = np.floor(pixels * np.sqrt(1 - share)[:, None])
     start = np.floor(centres * pixels) - extent // 2
@@ -376,12 +390,14 @@ def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int])
 
 
 def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
-    """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each moved with its own view.
+    """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each
+    moved with its own view.
 
-    Every query's row is the mean of its two sources' rows, weighted by the share of the query's own area that each
-    source has: one share for all queries with Mixup; with CutMix the partner's row inside the box, the own row outside,
-    and the mean of both in tokens that the box cuts. Keys are neither weighted nor renormalised: a query keeps looking
-    where its source looked, also where the mixed image now shows the other one. So rows still sum to 1.
+    Every query's row is the mean of its two sources' rows, weighted by the share of the query's own
+    area that each source has: one share for all queries with Mixup; with CutMix the partner's row
+    inside the box, the own row outside, and the mean of both in tokens that the box cuts. Keys are
+    neither weighted nor renormalised: a query keeps looking where its source looked, also where the
+    mixed image now shows the other one. So rows still sum to 1.
     """
     if mixed is None:
         return maps
@@ -390,7 +406,8 @@ def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
 
 
 def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
-    """Probabilities of classes [B, C] for a mixed batch: one-hot labels, or the teacher's softmax (never its logits)."""
+    """Probabilities of classes [B, C] for a mixed batch: one-hot labels, or the teacher's
+    softmax (never its logits)."""
     if mixed is None:
         return probabilities
     return torch.lerp(

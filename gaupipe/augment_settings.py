@@ -84,12 +84,13 @@ class AugmentSettings(Section):
     erasing: Fraction = 0.0
     """Share of images that get one rectangle of a random colour over 2 to 33 % of their area."""
     mixup: Weight = 0.0
-    """Mixup with shares from Beta(mixup, mixup); 0 is off. With cutmix on as well, every image draws one of the two."""
+    """Mixup with shares from Beta(mixup, mixup); 0 is off. With cutmix on as well, every image
+    draws one of the two."""
     cutmix: Weight = 0.0
     """CutMix with shares from Beta(cutmix, cutmix); 0 is off."""
     geometry: Literal["follow", "ignore"] = "follow"
-    """``follow`` moves stored Gaussians with the image. ``ignore`` leaves them where they are (the paper), and allows
-    RandAugment's geometric operations, which cannot be followed."""
+    """``follow`` moves stored Gaussians with the image. ``ignore`` leaves them where they are
+    (the paper), and allows RandAugment's geometric operations, which cannot be followed."""
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> AugmentSettings:

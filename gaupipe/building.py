@@ -1,4 +1,5 @@
-"""What a training is made of: the device, a ViT, its optimizer and schedule, as the settings say."""
+"""What a training is made of: the device, a ViT, its optimizer and schedule, as the settings
+say."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from gaupipe.initialisation import start_weights
 
 
 def select_device(settings: Settings) -> torch.device:
-    """The device the settings name; ``auto`` is a GPU where there is one. Raises UserError for one that is not there."""
+    """The device the settings name; ``auto`` is a GPU where there is one. Raises UserError for
+    one that is not there."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     name = settings.device
@@ -44,10 +46,11 @@ def build_vit(
     device: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """The timm model that the settings name, sized for the data, its weights started as the settings say.
+    """The timm model that the settings name, sized for the data, its weights started as the
+    settings say.
 
-    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError where it cannot, and for images that
-    patches do not cover.
+    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError
+    where it cannot, and for images that patches do not cover.
     """
     if not timm.is_model(model.name):
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
@@ -99,10 +102,11 @@ def build_optimizer(
     steps_per_epoch: int,
     extra_groups: list[dict[str, Any]] = (),
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update number.
+    """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update
+    number.
 
-    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule. Raises UserError for
-    what timm cannot make.
+    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule.
+    Raises UserError for what timm cannot make.
     """
 
     def groups(model: nn.Module) -> list[dict[str, Any]]:

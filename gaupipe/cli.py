@@ -1,4 +1,5 @@
-"""The command line: parses, loads the settings and calls one function of ``stages``. Heavy imports wait for a command."""
+"""The command line: parses, loads the settings and calls one function of ``stages``. Heavy
+imports wait for a command."""
 
 from __future__ import annotations
 
@@ -299,7 +300,8 @@ def export_student(
     ] = None,
     plain: Plain = False,
 ) -> None:
-    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install 'gaupipe\\[onnx]')."""
+    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install
+    'gaupipe\\[onnx]')."""
     run_dir = _run(run_dir)
     from stages import export_student as stage
 
@@ -364,9 +366,11 @@ def compare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plain ViT, distilled students and controls over several seeds: epochs to accuracy, side by side.
+    """Plain ViT, distilled students and controls over several seeds: epochs to accuracy, side by
+    side.
 
-    Runs that have finished are not made again. Tables go to the terminal, CSV and JSON, curves to PNG and SVG.
+    Runs that have finished are not made again. Tables go to the terminal, CSV and JSON, curves to
+    PNG and SVG.
     """
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
@@ -446,7 +450,8 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a store holds: a summary, or where one image's queries look. With --student, what a student attends to."""
+    """What a store holds: a summary, or where one image's queries look. With --student, what a
+    student attends to."""
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
@@ -543,7 +548,8 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few steps, time."""
+    """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
+    steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
     from stages import plan as stage
 
@@ -557,7 +563,8 @@ def plan(
 
 
 def main() -> None:
-    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything else."""
+    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything
+    else."""
     for stream in (
         sys.stdout,
         sys.stderr,
@@ -599,7 +606,8 @@ def _fail(error: Exception | str) -> None:
 
 
 def _run(run_dir: Path | None) -> Path:
-    """The folder of the run that a command continues: the one named, else the one used last, which is then said."""
+    """The folder of the run that a command continues: the one named, else the one used last,
+    which is then said."""
     if run_dir is None:
         from stages.run_directory import last_used
 

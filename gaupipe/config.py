@@ -1,4 +1,5 @@
-"""Typed settings: one pydantic model a section, YAML files, ``--set a.b=c``, unknown keys refused with a suggestion."""
+"""Typed settings: one pydantic model a section, YAML files, ``--set a.b=c``, unknown keys
+refused with a suggestion."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ IN_PHASE_B = (
     "model.pos_embed_std",
     *IRRELEVANT,
 )
-"""Settings that students of one teacher may differ in; a name that ends in a dot stands for its section."""
+"""Settings that students of one teacher may differ in; a name that ends in a dot stands for its
+section."""
 
 
 MODEL_ARGS_ELSEWHERE = {
@@ -99,16 +101,19 @@ class DataSettings(Section):
     """The data set and how its images become tensors."""
 
     name: str = "digits"
-    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's ``create_dataset``."""
+    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
+    ``create_dataset``."""
     root: Path | None = None
     """Folder of the files. ``fashion_mnist`` looks by itself in the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else where Debian's package puts the files."""
     download: bool = False
     """Let torchvision fetch a data set that is not there."""
     train_images: Positive | None = None
-    """Use only this many training images, the same number of each class as far as possible; null takes all."""
+    """Use only this many training images, the same number of each class as far as possible; null
+    takes all."""
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the training images held out, class by class, for validation (``digits`` always holds out 20 %)."""
+    """Share of the training images held out, class by class, for validation (``digits`` always
+    holds out 20 %)."""
     image_size: Positive | None = None
     """Height and width given to the model, in pixels, a multiple of the patch size. Null keeps the
     size of images held in memory, and makes it 224 for images in files."""
@@ -127,18 +132,20 @@ class ModelSettings(Section):
     """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
     ``gauvit_tiny_patch16_224``."""
     args: ModelArgs = {}
-    """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96, depth: 6}``."""
+    """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
+    depth: 6}``."""
     init_std: Rate | None = None
     """Standard deviation of every linear layer's start; null keeps timm's 0.02."""
     init: Literal["normal", "mimetic"] = "normal"
-    """``mimetic`` starts the attention so that it looks trained, and the position embedding sinusoidal unless
-    ``pos_embed_std`` is set (arXiv 2305.09828)."""
+    """``mimetic`` starts the attention so that it looks trained, and the position embedding
+    sinusoidal unless ``pos_embed_std`` is set (arXiv 2305.09828)."""
     pos_embed_std: Rate | None = None
     """Standard deviation of the position embedding's start; null keeps timm's 0.02."""
 
 
 class OptimSettings(Section):
-    """The optimizer of network weights and its rate, by timm's names (``create_optimizer_v2``, ``create_scheduler_v2``)."""
+    """The optimizer of network weights and its rate, by timm's names (``create_optimizer_v2``,
+    ``create_scheduler_v2``)."""
 
     name: str = "adamw"
     """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
@@ -149,10 +156,12 @@ class OptimSettings(Section):
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
-    """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``: what follows the warm-up."""
+    """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``:
+    what follows the warm-up."""
     schedule_args: dict[str, Any] = {}
-    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30, decay_rate: 0.1}``. ``num_epochs``, one
-    cycle, is all that follows the warm-up unless given: ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts after 3."""
+    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30,
+    decay_rate: 0.1}``. ``num_epochs``, one cycle, is all that follows the warm-up unless given:
+    ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts after 3."""
     warmup_epochs: Count = 1
     """Epochs of linear warm-up, among those of the phase."""
     min_lr: Weight = 1e-5
@@ -162,7 +171,8 @@ class OptimSettings(Section):
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
     ema: Fraction | None = None
-    """Decay of an exponential moving average of the weights, which is then what is evaluated and kept; null has none."""
+    """Decay of an exponential moving average of the weights, which is then what is evaluated and
+    kept; null has none."""
 
 
 class RowSettings(Section):
@@ -177,13 +187,16 @@ class RowSettings(Section):
     initial_std: Weight = 0.0
     """Standard deviation of a row's start; 0 starts every image alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some hundred epochs at most."""
+    """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some
+    hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
-    """Rows and moments beyond this many GB are kept in files in the run directory; 0 always uses files."""
+    """Rows and moments beyond this many GB are kept in files in the run directory; 0 always uses
+    files."""
 
 
 class CompressionSettings(Section):
-    """The compression network: an embedding per image and block, decoded into the Gaussian parameters."""
+    """The compression network: an embedding per image and block, decoded into the Gaussian
+    parameters."""
 
     embedding: Positive = 256
     """Numbers in an embedding."""
@@ -195,17 +208,21 @@ class PhaseASettings(Section):
     """Phase A: the teacher finds, per image, where each token looks."""
 
     mode: Literal["stochastic", "expected"] = "expected"
-    """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact expectation."""
+    """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact
+    expectation."""
     parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
-    """``loc_scale`` learns mean and log std of a Gaussian; ``paper`` learns the eight numbers of *GauTransformer, eq. 5*."""
+    """``loc_scale`` learns mean and log std of a Gaussian; ``paper`` learns the eight numbers of
+    *GauTransformer, eq. 5*."""
     prior: bool = True
     """Add a Gaussian per block, head and query that all images share."""
     residual: bool = True
     """Give every image its own Gaussians; without them the shared prior is the whole teacher."""
     compression: CompressionSettings | None = None
-    """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian parameters themselves."""
+    """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian
+    parameters themselves."""
     prior_lr: Rate = 2e-2
-    """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch, see ``rows``)."""
+    """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch,
+    see ``rows``)."""
     max_epochs: Positive = 12
     """Epochs after which phase A stops at the latest."""
     stop_accuracy: Fraction = 0.92
@@ -233,7 +250,8 @@ class PhaseASettings(Section):
 
 
 class PhaseBSettings(Section):
-    """Phase B: an ordinary ViT learns from labels, the teacher's predictions and the stored maps."""
+    """Phase B: an ordinary ViT learns from labels, the teacher's predictions and the stored
+    maps."""
 
     student: StudentKey = "standard"
     """The student's attention."""
@@ -252,31 +270,38 @@ class PhaseBSettings(Section):
     gamma: Weight = 0.7
     """Weight of L_feat at the start of its schedule."""
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
-    """How gamma goes from its start to 0 over ``gamma_epochs``; ``constant`` keeps it (the paper)."""
+    """How gamma goes from its start to 0 over ``gamma_epochs``; ``constant`` keeps it (the
+    paper)."""
     gamma_epochs: Positive | None = None
-    """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all epochs."""
+    """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all
+    epochs."""
     model_args: ModelArgs = {}
     """Keywords that change the student's size from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: list[Count | None] | None = None
-    """For each block of the student the stored block it is compared with, or null for none; null maps block to block."""
+    """For each block of the student the stored block it is compared with, or null for none; null
+    maps block to block."""
     layer_weights: list[Weight] | None = None
     """Weight of each of the student's blocks in L_feat; null weighs all the same."""
     mean_heads: bool = False
     """Compare each head with the mean over the teacher's heads; the head counts may then differ."""
     shuffle_maps: bool = False
-    """Give every image the maps of another one: a control, which shows what the maps' belonging to an image is worth."""
+    """Give every image the maps of another one: a control, which shows what the maps' belonging
+    to an image is worth."""
     match_grid: bool = False
-    """Let the student have another token grid than the store: the Gaussians are made into maps on its grid."""
+    """Let the student have another token grid than the store: the Gaussians are made into maps
+    on its grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
     warm_start: Literal["none", "teacher", "prior"] = "none"
-    """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN, norms and head; Q and K
-    start fresh. ``prior`` then fits Q and K to the attention of the shared prior."""
+    """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
+    norms and head; Q and K start fresh. ``prior`` then fits Q and K to the attention of the
+    shared prior."""
     temperature: Rate = 1.0
-    """Both maps become softmax(log p / temperature) before they are compared; above 1 softens them."""
+    """Both maps become softmax(log p / temperature) before they are compared; above 1 softens
+    them."""
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
-    """``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's map; ``student_teacher`` is
-    KL(student || teacher), the order of *GauTransformer, eq. 9*."""
+    """``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's
+    map; ``student_teacher`` is KL(student || teacher), the order of *GauTransformer, eq. 9*."""
     augment: AugmentSettings = AugmentSettings()
     preload_gb: Weight = 2.0
     """Read the whole store into memory at the start if its numbers fit into this many GB."""
@@ -304,7 +329,8 @@ class Settings(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Where all random numbers of the run start."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one; else a torch device that computes, e.g. ``cpu``, ``cuda:1``."""
+    """``auto`` takes a GPU where there is one; else a torch device that computes, e.g. ``cpu``,
+    ``cuda:1``."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Processor threads for torch; null leaves torch's choice."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -327,9 +353,11 @@ class Settings(Section):
 
 
 def load(source: str | Path, overrides: list[str] = ()) -> Settings:
-    """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its bare name.
+    """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its
+    bare name.
 
-    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for whatever is wrong.
+    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for
+    whatever is wrong.
     """
     tree = read_yaml(source) or {}
     if not isinstance(tree, dict):
@@ -368,7 +396,8 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def shipped(kind: str = "") -> list[str]:
-    """Names of the configurations inside the package, or of what lies in a folder beside them: ``sweeps``."""
+    """Names of the configurations inside the package, or of what lies in a folder beside them:
+    ``sweeps``."""
     return sorted(
         path.name.removesuffix(".yaml")
         for path in (resources.files("gaupipe.configs") / kind).iterdir()
@@ -393,7 +422,8 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without what a settings file cannot mean: a key given twice, or aliases, which can refer to themselves."""
+    """YAML without what a settings file cannot mean: a key given twice, or aliases, which can
+    refer to themselves."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -415,7 +445,8 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for. Raises ValueError for whatever is no plain, finite value."""
+    """The value that a YAML text stands for. Raises ValueError for whatever is no plain, finite
+    value."""
     try:
         value = yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, AttributeError) as error:  # AttributeError: '!!timestamp x'

@@ -19,8 +19,8 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common.
 
     Each attention says itself how it starts from another one's output matrices
-    (:meth:`~gaupipe.attention.functional.StudentAttention.start_from`). AttentionX's update is
-    (V - gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
+    (:meth:`~gaupipe.attention.functional.StudentAttention.start_from`). AttentionX's update is (V -
+    gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
     and back. The outputs do not change
 
     * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small for
@@ -31,8 +31,9 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
 
     In every other case they do change, and the model wants fine-tuning.
 
-    Raises UserError for an unknown attention or option, and for what it cannot convert: a model that is not a timm
-    ``VisionTransformer``, a block without timm's standard ``Attention``, and "gaussian" as the target.
+    Raises UserError for an unknown attention or option, and for what it cannot convert: a model
+    that is not a timm ``VisionTransformer``, a block without timm's standard ``Attention``, and
+    "gaussian" as the target.
     """
     attention_type = attention_class(attention)
     check_options(attention_type, options)
@@ -60,8 +61,9 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
 def swap(
     old: nn.Module, attention_type: type[StudentAttention], options: dict, where: str
 ) -> StudentAttention:
-    """An attention of another class that shares the modules, and so the weights, of ``old``. Raises UserError, naming
-    ``where``, if ``old`` is neither timm's ``Attention`` nor one of gaupipe's."""
+    """An attention of another class that shares the modules, and so the weights, of ``old``.
+    Raises UserError, naming ``where``, if ``old`` is neither timm's ``Attention`` nor one of
+    gaupipe's."""
     if type(old) is not Attention and not isinstance(old, StudentAttention):
         raise UserError(
             f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's Attention and "

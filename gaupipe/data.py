@@ -1,7 +1,7 @@
 """Data sets whose samples have a stable image id, and the batches made from them.
 
-An image id is the position of a training image in its split's canonical order: the order of the source with the
-held-out images left out. Splits do not depend on the seed of a run.
+An image id is the position of a training image in its split's canonical order: the order of the
+source with the held-out images left out. Splits do not depend on the seed of a run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Split:
         return self.source.labels[self.positions]
 
     def evenly_spaced(self, count: int) -> np.ndarray:
-        """``count`` image ids from the first to the last, int64; all of them where there are fewer."""
+        """``count`` image ids from the first to the last, int64; all of them where there are
+        fewer."""
         return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
 
     def image(self, image_id: int) -> np.ndarray:
@@ -72,7 +73,8 @@ class _Batches(Dataset):
 
 
 class _Order:
-    """A batch sampler whose order can be changed between epochs while the loader's workers live on."""
+    """A batch sampler whose order can be changed between epochs while the loader's workers live
+    on."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -163,8 +165,8 @@ class Batches:
     ) -> Iterator[Batch]:
         """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
 
-        (seed of ``augment``, epoch) alone determine the order, and the store is read by the very ids
-        of each batch.
+        (seed of ``augment``, epoch) alone determine the order, and the store is read by the very
+        ids of each batch.
         """
         self.order.image_ids = self._shuffled(augment.seed, number)
         stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches())
@@ -177,8 +179,8 @@ class Batches:
         return np.random.default_rng((seed, epoch)).permutation(len(self.split))
 
     def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(images uint8, labels, ids) in the order that was set. Raises the UserError of an image that
-        cannot be read."""
+        """(images uint8, labels, ids) in the order that was set. Raises the UserError of an
+        image that cannot be read."""
         for batch in self.loader:
             if isinstance(batch, UserError):
                 raise batch
@@ -221,7 +223,8 @@ class ImageData:
 
 
 def load_data(settings: DataSettings) -> ImageData:
-    """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is not there."""
+    """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is
+    not there."""
     train, test = open_sources(settings)
     labels = train.labels
     if len(np.unique(labels)) < 2:
@@ -266,8 +269,8 @@ def load_data(settings: DataSettings) -> ImageData:
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as shares of 255, from counts of
-    the 256 values: no copy of the images is made."""
+    """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as
+    shares of 255, from counts of the 256 values: no copy of the images is made."""
     values, means, stds = torch.arange(256, dtype=torch.float64) / 255, [], []
     for channel in images.unbind(1):
         counts = torch.bincount(channel.flatten(), minlength=256).double()

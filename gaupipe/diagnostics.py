@@ -1,4 +1,5 @@
-"""What the orthogonal projection does to the tokens, block by block (*BeliefFormer, figures 4 and 8*)."""
+"""What the orthogonal projection does to the tokens, block by block (*BeliefFormer, figures 4
+and 8*)."""
 
 from __future__ import annotations
 
@@ -17,10 +18,12 @@ from gaupipe.models import embed
 
 @dataclass
 class BlockGeometry:
-    """Norms, and angles in degrees, of one block's attention, each [B, T] float32: a number per image and token.
+    """Norms, and angles in degrees, of one block's attention, each [B, T] float32: a number per
+    image and token.
 
-    X are the tokens that enter the block, MH the heads' weighted sums of V, D their part perpendicular to V (in "xsa"
-    head by head, else over all heads together) and W the output projection without its bias.
+    X are the tokens that enter the block, MH the heads' weighted sums of V, D their part
+    perpendicular to V (in "xsa" head by head, else over all heads together) and W the output
+    projection without its bias.
     """
 
     mh_norm: Tensor
@@ -39,9 +42,9 @@ class BlockGeometry:
 
 @torch.no_grad()
 def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeometry]:
-    """The geometry of every block of a model with any of gaupipe's student attentions, for a batch of images
-    [B, C, height, width]. In a model of another attention than "belief", D is what that one would use. Call
-    ``model.eval()`` first unless dropout is wanted."""
+    """The geometry of every block of a model with any of gaupipe's student attentions, for a
+    batch of images [B, C, height, width]. In a model of another attention than "belief", D is
+    what that one would use. Call ``model.eval()`` first unless dropout is wanted."""
     x = embed(model, images)
     blocks = []
     modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"

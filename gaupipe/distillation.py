@@ -43,7 +43,8 @@ class TeacherMaps:
     mixed: Mix | None = None
 
     def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student, where it has factors."""
+        """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student,
+        where it has factors."""
         if self.dense or self.mean_heads or self.mixed:
             return None
         return self._axes(layer)
@@ -71,14 +72,16 @@ def forward_with_feature_loss(
     temperature: float = 1.0,
     direction: str = "teacher_student",
 ) -> tuple[Tensor, Tensor]:
-    """(logits [B, C], L_feat): the pass of ``student(images)`` with the divergence of each block's rows from the teacher's.
+    """(logits [B, C], L_feat): the pass of ``student(images)`` with the divergence of each block's
+    rows from the teacher's.
 
-    The update comes from the same fused kernel as in plain training, and no T x T map is kept for the backward pass, so
-    memory stays close to that of plain training. For an attention that hides the diagonal, the teacher's rows lose
-    theirs too and are renormalised. ``layer_weights`` holds one weight for each block of the student.
+    The update comes from the same fused kernel as in plain training, and no T x T map is kept for
+    the backward pass, so memory stays close to that of plain training. For an attention that hides
+    the diagonal, the teacher's rows lose theirs too and are renormalised. ``layer_weights`` holds
+    one weight for each block of the student.
 
-    A student may have class and register tokens, which the teacher has not: what is compared are the
-    rows of its patches over the keys of patches, renormalised (:func:`patch_rows`).
+    A student may have class and register tokens, which the teacher has not: what is compared are
+    the rows of its patches over the keys of patches, renormalised (:func:`patch_rows`).
     """
     divergences = []
     prefix = student.num_prefix_tokens
@@ -138,18 +141,21 @@ def separable_divergence(
     scale: float,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map with two factors.
+    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map
+    with two factors.
 
-    With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k) - H(P): the student's
-    map is not needed, only its log-normaliser Z [B, H, T], and the entropy of P is that of its factors. Keys that are
-    ``hidden`` [T, T] leave P without factors, so its entropy is then taken entry by entry.
+    With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k)
+    - H(P): the student's map is not needed, only its log-normaliser Z [B, H, T], and the entropy of
+    P is that of its factors. Keys that are ``hidden`` [T, T] leave P without factors, so its
+    entropy is then taken entry by entry.
     """
     pulled, entropy = _MapTimesKeys.apply(*axes, hidden, k)
     return (log_normaliser - scale * (q.float() * pulled.float()).sum(-1) - entropy).mean()
 
 
 def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
-    """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where there are some."""
+    """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where
+    there are some."""
     rows = outer(rows_y, rows_x)
     if hidden is None:
         return rows
@@ -158,7 +164,8 @@ def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 class _MapTimesKeys(torch.autograd.Function):
-    """P k [B, H, T, d_m] for keys k and the map P of two factors, which is made again for the gradient; and H(P) [B, H, T]."""
+    """P k [B, H, T, d_m] for keys k and the map P of two factors, which is made again for the
+    gradient; and H(P) [B, H, T]."""
 
     @staticmethod
     def forward(
@@ -179,11 +186,12 @@ class _MapTimesKeys(torch.autograd.Function):
 
 
 class _AttentionWithNormaliser(torch.autograd.Function):
-    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of its rows, both differentiable, by the CPU's
-    fused kernel.
+    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of its rows, both
+    differentiable, by the CPU's fused kernel.
 
-    The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient of the scores, and
-    the kernel computes s_ij (dO_i v_j - sum(dO_i * O_i)): one more channel in which v is 1, O is 0 and dO is g does it.
+    The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient
+    of the scores, and the kernel computes s_ij (dO_i v_j - sum(dO_i * O_i)): one more channel in
+    which v is 1, O is 0 and dO is g does it.
     """
 
     @staticmethod

@@ -1,9 +1,9 @@
 """Two-dimensional axis-aligned Gaussians over the token grid: where a query looks.
 
-A *Gaussian* is four float32 numbers on the last axis, (mean_x, mean_y, std_x, std_y), in normalised coordinates: -1 and
-+1 are the centres of the first and last token of an axis, so that the pixel coordinate is u = (s + 1) / 2 * (n - 1).
-Points outside the grid read the border. x runs along the width w of a grid (h, w), y along its height h; tokens are in
-row-major order, j = j_y * w + j_x.
+A *Gaussian* is four float32 numbers on the last axis, (mean_x, mean_y, std_x, std_y), in normalised
+coordinates: -1 and +1 are the centres of the first and last token of an axis, so that the pixel
+coordinate is u = (s + 1) / 2 * (n - 1). Points outside the grid read the border. x runs along the
+width w of a grid (h, w), y along its height h; tokens are in row-major order, j = j_y * w + j_x.
 
 Axis letters: B images, L blocks, H heads, T tokens (T = h * w), P raw numbers per Gaussian.
 """
@@ -20,11 +20,13 @@ RAW_SIZE = {"loc_scale": 4, "paper": 8}
 """Raw numbers per Gaussian of each parametrisation."""
 
 MIN_STD_PIXELS, MAX_STD_PIXELS = 1e-3, 2e3
-"""Narrower than the first a Gaussian is a point to float32; wider than the second, all its mass is on the borders."""
+"""Narrower than the first a Gaussian is a point to float32; wider than the second, all its mass
+is on the borders."""
 
 
 def initial_raw(parametrisation: str) -> Tensor:
-    """The raw numbers [P] of a Gaussian with mean 0 and std 1 (*GauTransformer, section 3.2*: mu 0, sigma 1)."""
+    """The raw numbers [P] of a Gaussian with mean 0 and std 1 (*GauTransformer, section 3.2*: mu
+    0, sigma 1)."""
     if parametrisation == "loc_scale":
         return torch.zeros(4)
     return torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
@@ -33,9 +35,9 @@ def initial_raw(parametrisation: str) -> Tensor:
 def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
     """Turns raw learned numbers [..., P] into Gaussians [..., 4], float32.
 
-    ``loc_scale``: (mean_x, mean_y, log std_x, log std_y).
-    ``paper``: (mu_s, sigma_s, mu_l, sigma_l), each for x and y, with mean = (mu_s + mu_l) / sigma_l^2 and
-    std = |sigma_s| / sigma_l^2 (*GauTransformer, eq. 5*; the sign of sigma_s does not change the distribution).
+    ``loc_scale``: (mean_x, mean_y, log std_x, log std_y). ``paper``: (mu_s, sigma_s, mu_l,
+    sigma_l), each for x and y, with mean = (mu_s + mu_l) / sigma_l^2 and std = |sigma_s| /
+    sigma_l^2 (*GauTransformer, eq. 5*; the sign of sigma_s does not change the distribution).
     """
     raw = raw.float()
     if parametrisation == "loc_scale":
@@ -46,7 +48,8 @@ def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
 
 
 def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
-    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq. 5*).
+    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq.
+    5*).
 
     ``noise`` [..., 2] is drawn from the standard normal distribution.
     """
@@ -55,20 +58,23 @@ def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
 
 
 def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Bilinear weights of points [..., 2] along each axis: ([..., h], [..., w]), every row summing to 1.
+    """Bilinear weights of points [..., 2] along each axis: ([..., h], [..., w]), every row summing
+    to 1.
 
-    The weight of key j is max(0, 1 - |u_y - j_y|) * max(0, 1 - |u_x - j_x|), the product of the two returned rows, with
-    u clamped to the grid (*GauTransformer, eq. 6*, read as ordinary bilinear interpolation).
+    The weight of key j is max(0, 1 - |u_y - j_y|) * max(0, 1 - |u_x - j_x|), the product of the two
+    returned rows, with u clamped to the grid (*GauTransformer, eq. 6*, read as ordinary bilinear
+    interpolation).
     """
     h, w = grid
     return _hat(points[..., 1], h), _hat(points[..., 0], w)
 
 
 def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Expectation of :func:`point_axes` over each Gaussian [..., 4]: ([..., h], [..., w]), exact, rows sum to 1.
+    """Expectation of :func:`point_axes` over each Gaussian [..., 4]: ([..., h], [..., w]), exact,
+    rows sum to 1.
 
-    The bilinear weight is separable and the Gaussian axis-aligned, so the expected row of the attention map is the
-    outer product of the two.
+    The bilinear weight is separable and the Gaussian axis-aligned, so the expected row of the
+    attention map is the outer product of the two.
     """
     h, w = grid
     gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
@@ -84,13 +90,15 @@ def outer(rows_y: Tensor, rows_x: Tensor) -> Tensor:
 
 
 def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, rows sum to 1."""
+    """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, rows sum
+    to 1."""
     return outer(*expected_axes(gaussians, grid))
 
 
 def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Gaussians [..., T, 4] of a grid's queries for the queries of another grid: [..., T', 4], by bilinear interpolation
-    between tokens. In normalised coordinates means and stds fit any grid, so only the queries change."""
+    """Gaussians [..., T, 4] of a grid's queries for the queries of another grid: [..., T', 4],
+    by bilinear interpolation between tokens. In normalised coordinates means and stds fit any
+    grid, so only the queries change."""
     shape = gaussians.shape
     planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)  # [..., 4, h, w]
     planes = torch.nn.functional.interpolate(
@@ -170,7 +178,8 @@ def _row(slopes: Tensor) -> Tensor:
 
 @dataclass
 class Geometry:
-    """Where each view of a batch lies in its image: per axis, position in image = offset + scale * position in view.
+    """Where each view of a batch lies in its image: per axis, position in image = offset + scale *
+    position in view.
 
     offset, scale   [B, 2] float32, (x, y), in coordinates in which -1 and +1 are the outer *borders* of the image and of
                     the view, which have the same size in pixels. So a geometry belongs to no grid: (0, 1) is the image
@@ -181,13 +190,13 @@ class Geometry:
     scale: Tensor
 
     def on_grid(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(offset, scale) of the same map in the coordinates of Gaussians, where -1 and +1 are the *centres* of the first
-        and last token: [B, 2] each.
+        """(offset, scale) of the same map in the coordinates of Gaussians, where -1 and +1 are the
+        *centres* of the first and last token: [B, 2] each.
 
-        On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in border coordinates, and
-        s = e * n / (n - 1) in token coordinates, as the outer centres lie half a patch inside the borders. Both have
-        their origin in the middle, so the scale stays and the offset grows by n / (n - 1). An axis of one token has one
-        position, 0, and offset 0.
+        On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in
+        border coordinates, and s = e * n / (n - 1) in token coordinates, as the outer centres lie
+        half a patch inside the borders. Both have their origin in the middle, so the scale stays
+        and the offset grows by n / (n - 1). An axis of one token has one position, 0, and offset 0.
         """
         h, w = grid
         stretch = [n / (n - 1) if n > 1 else 0.0 for n in (w, h)]
@@ -205,16 +214,19 @@ class Geometry:
 
 
 def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) -> Tensor:
-    """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views [B, ..., T, 4], float32.
+    """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views [B,
+    ..., T, 4], float32.
 
-    The query at position q of the view takes the Gaussian that the image has at position offset + scale * q: bilinear
-    interpolation between the four queries around it, clamped to the border, and exactly one query's Gaussian where the
-    position falls on a token. That Gaussian's coordinates then become those of the view, mean = (mean - offset) / scale
-    and std = std / abs(scale). Attention that lies outside the view reads its border, as everywhere. Differentiable in the
+    The query at position q of the view takes the Gaussian that the image has at position offset +
+    scale * q: bilinear interpolation between the four queries around it, clamped to the border, and
+    exactly one query's Gaussian where the position falls on a token. That Gaussian's coordinates
+    then become those of the view, mean = (mean - offset) / scale and std = std / abs(scale).
+    Attention that lies outside the view reads its border, as everywhere. Differentiable in the
     Gaussians; ``geometry`` None is the identity.
 
-    A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as attention stays inside
-    the view. Between tokens the interpolation of parameters stands in for a query that was never learned.
+    A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as
+    attention stays inside the view. Between tokens the interpolation of parameters stands in for a
+    query that was never learned.
     """
     if geometry is None:
         return gaussians
@@ -235,11 +247,13 @@ def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) ->
 
 
 ON_TOKEN = 1e-4
-"""Part of a token's width: a query this close to a token is on it. Float32 offsets are good to about 1e-6."""
+"""Part of a token's width: a query this close to a token is on it. Float32 offsets are good to
+about 1e-6."""
 
 
 def _query_weights(offset: Tensor, scale: Tensor, n: int) -> Tensor:
-    """Weights [B, n, n] of the n stored queries of an axis for each of the view's n, offset and scale [B]."""
+    """Weights [B, n, n] of the n stored queries of an axis for each of the view's n, offset and
+    scale [B]."""
     view = (
         torch.linspace(-1, 1, n, device=offset.device, dtype=offset.dtype)
         if n > 1

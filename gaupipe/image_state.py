@@ -1,14 +1,18 @@
-"""Per-image rows: numbers that belong to one training image each, kept on the CPU and stepped once per epoch.
+"""Per-image rows: numbers that belong to one training image each, kept on the CPU and stepped once
+per epoch.
 
-A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward their gradient
-updates the same rows at once. Every image occurs once per epoch, so that is the same as one optimizer step over all
-rows at the end of the epoch, without holding the gradients of all images (*GauTransformer, section 3.3.1*).
+A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward
+their gradient updates the same rows at once. Every image occurs once per epoch, so that is the same
+as one optimizer step over all rows at the end of the epoch, without holding the gradients of all
+images (*GauTransformer, section 3.3.1*).
 
-A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in files are kept twice:
-an epoch reads each row's committed record and writes the updated one to the other place, and :meth:`ImageState.end_epoch`
-commits them all. A process killed in the middle of an epoch has therefore destroyed nothing that the last checkpoint
-needs, and a checkpoint says only which of its two records each row has, the record's checksum and the row's step count:
-nine bytes an image. A record is compared with its checksum the first time it is read after a checkpoint was loaded.
+A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in
+files are kept twice: an epoch reads each row's committed record and writes the updated one to the
+other place, and :meth:`ImageState.end_epoch` commits them all. A process killed in the middle of an
+epoch has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says only
+which of its two records each row has, the record's checksum and the row's step count: nine bytes an
+image. A record is compared with its checksum the first time it is read after a checkpoint was
+loaded.
 
 Axis letters: N images, B images of a batch, R numbers of a row, W int32 words of a record.
 """
@@ -34,15 +38,17 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def record_words(row_size: int, moments_dtype: torch.dtype = torch.float32) -> int:
-    """W, the int32 words of one record: a row of ``row_size`` float32 numbers and its two moments."""
+    """W, the int32 words of one record: a row of ``row_size`` float32 numbers and its two
+    moments."""
     return row_size * (3 if moments_dtype == torch.float32 else 2)
 
 
 class ImageState:
-    """N rows of one shape (float32), their Adam moments and step counts, outside the model and on the CPU.
+    """N rows of one shape (float32), their Adam moments and step counts, outside the model and on
+    the CPU.
 
-    Rows are keyed by image id, the image's position in the data set's canonical order. What a step costs does not
-    depend on N: nothing is written for a row before its first update.
+    Rows are keyed by image id, the image's position in the data set's canonical order. What a step
+    costs does not depend on N: nothing is written for a row before its first update.
     """
 
     def __init__(
@@ -58,13 +64,13 @@ class ImageState:
         initial_std: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial_row`` [*row], plus normal noise of
-        ``initial_std`` that (``seed``, image id) alone determine.
+        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial_row`` [*row],
+        plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
 
-        ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away changes of less than
-        0.4 %: with beta2 = 0.999 the second moment follows well for the first hundred or so steps of a row and then
-        stops adapting.
-        ``folder``: keep the records in files there (made at the first update); None keeps them in memory.
+        ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away
+        changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
+        hundred or so steps of a row and then stops adapting. ``folder``: keep the records in files
+        there (made at the first update); None keeps them in memory.
         """
         if moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
@@ -83,16 +89,18 @@ class ImageState:
         return len(self.steps)
 
     def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """The rows of ``image_ids`` [B] int64 as a leaf tensor [B, *row] on ``device`` that collects a gradient."""
+        """The rows of ``image_ids`` [B] int64 as a leaf tensor [B, *row] on ``device`` that
+        collects a gradient."""
         return self._read_rows(image_ids).to(device).requires_grad_()
 
     @torch.no_grad()
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
-        """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B, *row], any device.
+        """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B,
+        *row], any device.
 
-        Each row has its own step count for the bias correction, so a row behaves as if it were alone in
-        ``torch.optim.Adam``. An image whose gradient is not finite, as float16 makes it now and then, is left as it
-        was. Raises UserError where files cannot be written.
+        Each row has its own step count for the bias correction, so a row behaves as if it were
+        alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16 makes it
+        now and then, is left as it was. Raises UserError where files cannot be written.
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
@@ -134,17 +142,21 @@ class ImageState:
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the first row and nine bytes an image for records in files, else all of them.
+        """What a checkpoint needs: the first row and nine bytes an image for records in files, else
+        all of them.
 
-        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch` has committed.
+        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch`
+        has committed.
         """
         start = {"row": self.initial_row, "std": self.initial_std, "seed": self.seed}
         return {"start": start, "steps": self.steps, **self._records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a killed process's.
+        """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
+        killed process's.
 
-        Raises UserError for a checkpoint of other rows, or one whose files are missing or have moved on.
+        Raises UserError for a checkpoint of other rows, or one whose files are missing or have
+        moved on.
         """
         if "records" in state and not isinstance(self._records, MemoryRecords):
             raise UserError(
@@ -216,7 +228,8 @@ class MemoryRecords:
         )  # torch.zeros touches every page
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where not ``used`` [B]."""
+        """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where
+        not ``used`` [B]."""
         return self.records[:, :words].index_select(0, image_ids)
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
@@ -243,11 +256,12 @@ class MemoryRecords:
 class FileRecords:
     """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
 
-    Read and written by position, not mapped into memory: a first touch of a mapped page costs a page fault, and a
-    write reads the page from disk before it overwrites it (``benchmarks/image_state.py`` has both).
+    Read and written by position, not mapped into memory: a first touch of a mapped page costs a
+    page fault, and a write reads the page from disk before it overwrites it
+    (``benchmarks/image_state.py`` has both).
 
-    ``files.json`` names the epoch whose records are intact: writes have begun on top of it, never of a later one. It
-    is how a checkpoint that the files have left behind is noticed.
+    ``files.json`` names the epoch whose records are intact: writes have begun on top of it, never
+    of a later one. It is how a checkpoint that the files have left behind is noticed.
     """
 
     def __init__(self, folder: Path, num_images: int, words: int) -> None:
@@ -257,14 +271,17 @@ class FileRecords:
         self.written = torch.zeros(num_images, dtype=torch.bool)
         """Rows whose other place holds a newer record, not committed yet."""
         self.checksums = np.zeros((2, num_images), dtype=np.uint32)
-        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of earlier versions."""
+        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of
+        earlier versions."""
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
-        """Rows whose committed record was written by another process and has not been compared yet."""
+        """Rows whose committed record was written by another process and has not been compared
+        yet."""
         self.epoch = 0
         self._descriptors: list[int] = []
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros where not ``used``.
+        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros
+        where not ``used``.
 
         Raises UserError for a record that is not what was written.
         """
@@ -281,7 +298,8 @@ class FileRecords:
         return records
 
     def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
-        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of ``records`` [B, words]."""
+        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of
+        ``records`` [B, words]."""
         size = records.shape[1] * 4
         bytes_ = memoryview(records.numpy()).cast("B")
         places = zip(positions.tolist(), self._places(image_ids), strict=True)
@@ -309,7 +327,8 @@ class FileRecords:
         self.doubtful[image_ids] = False
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
-        """Stores records [B, W] beside the committed ones. Raises UserError where that cannot be done."""
+        """Stores records [B, W] beside the committed ones. Raises UserError where that cannot be
+        done."""
         try:
             if not self.written.any():
                 self._open()
@@ -407,7 +426,8 @@ class FileRecords:
                 weakref.finalize(self, os.close, descriptor)
 
     def _mark(self) -> None:
-        """Notes, before the first write of an epoch, which epoch's records stay intact meanwhile."""
+        """Notes, before the first write of an epoch, which epoch's records stay intact
+        meanwhile."""
         partial = self.folder / "files.json.partial"
         with partial.open("w") as file:
             json.dump(

@@ -14,11 +14,13 @@ from gaupipe.errors import UserError
 
 QUERY_KEY = (0.7, 0.7)
 VALUE_PROJECTION = (0.4, -0.4)
-"""(scale of the noise, multiple of the identity) of W_Q W_K' and of W_V W_proj at a mimetic start."""
+"""(scale of the noise, multiple of the identity) of W_Q W_K' and of W_V W_proj at a mimetic
+start."""
 
 
 def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
-    """Gives a freshly built ``vit`` the start that the settings ask for. Raises UserError where it cannot be."""
+    """Gives a freshly built ``vit`` the start that the settings ask for. Raises UserError where
+    it cannot be."""
     if vit.pos_embed is None and (model.init == "mimetic" or model.pos_embed_std is not None):
         raise UserError(
             "model.args: without a position embedding, model.init should be normal and model.pos_embed_std null"
@@ -36,11 +38,13 @@ def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
 
 @torch.no_grad()
 def start_mimetic(vit: VisionTransformer) -> None:
-    """Mimetic initialisation (*Trockman and Kolter, arXiv 2305.09828*): weights that look like those of a trained ViT.
+    """Mimetic initialisation (*Trockman and Kolter, arXiv 2305.09828*): weights that look like
+    those of a trained ViT.
 
-    In every block W_Q W_K' of each head is close to 0.7 Z + 0.7 I, at the rank a head has, and W_V W_proj is
-    0.4 Z - 0.4 I, with Z of variance 1/d; biases start at 0. The position embedding starts sinusoidal. Q and K are left
-    alone in an attention without them. Raises UserError for a width that is no multiple of 4.
+    In every block W_Q W_K' of each head is close to 0.7 Z + 0.7 I, at the rank a head has, and W_V
+    W_proj is 0.4 Z - 0.4 I, with Z of variance 1/d; biases start at 0. The position embedding
+    starts sinusoidal. Q and K are left alone in an attention without them. Raises UserError for a
+    width that is no multiple of 4.
     """
     dim = vit.embed_dim
     if dim % 4:
@@ -74,8 +78,8 @@ def start_mimetic(vit: VisionTransformer) -> None:
 def factors(
     dim: int, noise: float, identity: float, rank: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(L [dim, rank], R [rank, dim]) with L R as close to noise * Z + identity * I as the rank allows; Z is normal with
-    variance 1/dim."""
+    """(L [dim, rank], R [rank, dim]) with L R as close to noise * Z + identity * I as the rank
+    allows; Z is normal with variance 1/dim."""
     wanted = noise * torch.randn(dim, dim) / dim**0.5 + identity * torch.eye(dim)
     left, values, right = torch.linalg.svd(wanted)
     root = values[:rank].sqrt()

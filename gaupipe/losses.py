@@ -10,16 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FLOOR = 1e-8
-"""Less attention than this is rounding error of a float32 map, not something a student can learn from."""
+"""Less attention than this is rounding error of a float32 map, not something a student can learn
+from."""
 
 
 def hard_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B], or with probabilities [B, C] (*eq. 1*), optionally smoothed."""
+    """Cross-entropy of logits [B, C] with labels [B], or with probabilities [B, C] (*eq. 1*),
+    optionally smoothed."""
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
-    """Cross-entropy of the student's logits [B, C] with the teacher's probabilities [B, C] (*eq. 10*)."""
+    """Cross-entropy of the student's logits [B, C] with the teacher's probabilities [B, C] (*eq.
+    10*)."""
     return F.cross_entropy(logits, teacher_probabilities)
 
 
@@ -30,7 +33,8 @@ def feature_loss(
     direction: str = "teacher_student",
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and queries.
+    """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and
+    queries.
 
     student_rows  [B, H, T, T] log-probabilities over keys
     teacher_map   [B, H, T, T] probabilities over keys
@@ -40,7 +44,8 @@ def feature_loss(
     hidden        keys that the student cannot see, bool broadcastable to [B, H, T, T]: the teacher's rows lose them too
                   and are renormalised
 
-    A key that the teacher gives less than ``FLOOR`` counts as having that much, so both directions are finite.
+    A key that the teacher gives less than ``FLOOR`` counts as having that much, so both directions
+    are finite.
     """
     teacher_rows = teacher_map.clamp_min(FLOOR).log()
     if hidden is not None:
@@ -80,8 +85,8 @@ def feature_losses(
 def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
     """gamma during an epoch counted from 0.
 
-    ``constant`` (the paper); ``linear`` and ``cosine`` fall from gamma to 0 over ``epochs``; ``stop_after`` is gamma
-    for ``epochs`` epochs, then 0.
+    ``constant`` (the paper); ``linear`` and ``cosine`` fall from gamma to 0 over ``epochs``;
+    ``stop_after`` is gamma for ``epochs`` epochs, then 0.
     """
     progress = min(epoch / epochs, 1.0)
     match schedule:

@@ -1,8 +1,9 @@
-"""GauViT models for timm: entrypoints, the ReZero baseline, forward passes that show the attention, student folders.
+"""GauViT models for timm: entrypoints, the ReZero baseline, forward passes that show the attention,
+student folders.
 
 Importing this module makes ``gauvit_*`` known to ``timm.create_model`` and the attentions of
-:data:`gaupipe.attention.ATTENTION` to timm's ``attn_layer`` as ``gau_<key>``. Axis letters: B images, L blocks, H heads,
-T tokens, d model width.
+:data:`gaupipe.attention.ATTENTION` to timm's ``attn_layer`` as ``gau_<key>``. Axis letters: B
+images, L blocks, H heads, T tokens, d model width.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ STUDENT_FILES = ("config.json", "model.safetensors")
 """What timm reads from a student's folder."""
 
 STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
-"""The timm model whose name a plain student is saved under; every size is overridden by ``model_args``."""
+"""The timm model whose name a plain student is saved under; every size is overridden by
+``model_args``."""
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -76,7 +78,8 @@ class ReZeroBlock(Block):
 
 
 class NoFFN(nn.Module):
-    """Stands where a block has its FFN and adds nothing (*Belief2, table 3, "without FFN layers"*)."""
+    """Stands where a block has its FFN and adds nothing (*Belief2, table 3, "without FFN
+    layers"*)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
@@ -101,10 +104,11 @@ def without_ffn(block_class: type[Block]) -> type[Block]:
 class GauViT(VisionTransformer):
     """timm's ``VisionTransformer`` with an attention chosen by key.
 
-    ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword arguments of its class;
-    ``rezero``: blocks without normalisation, behind scalars that start at 0; ``match_params``: the FFN shrinks by what
-    the attention adds to the standard one. ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class.
-    ``gaupipe_args`` holds the keywords that rebuild the model. Raises UserError for an unknown attention or option.
+    ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword
+    arguments of its class; ``rezero``: blocks without normalisation, behind scalars that start at
+    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one.
+    ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class. ``gaupipe_args`` holds
+    the keywords that rebuild the model. Raises UserError for an unknown attention or option.
     """
 
     def __init__(
@@ -132,7 +136,8 @@ class GauViT(VisionTransformer):
 
 
 def matching_mlp_ratio(attention_type: type[nn.Module], options: dict, sizes: dict) -> float:
-    """The FFN's width, over d, at which a block of this attention has as many parameters as a standard one."""
+    """The FFN's width, over d, at which a block of this attention has as many parameters as a
+    standard one."""
     dim = sizes["embed_dim"]
     arguments = dict(
         dim=dim,
@@ -156,10 +161,12 @@ def matching_mlp_ratio(attention_type: type[nn.Module], options: dict, sizes: di
 def run_blocks(
     model: VisionTransformer, images: Tensor, attend: Callable[[int, nn.Module, Tensor], Tensor]
 ) -> Tensor:
-    """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's hands.
+    """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
+    hands.
 
-    ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the normalised tokens
-    [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width]; returns logits [B, classes].
+    ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the
+    normalised tokens [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width];
+    returns logits [B, classes].
     """
     x = embed(model, images)
     for layer, block in enumerate(model.blocks):
@@ -174,8 +181,8 @@ def embed(model: VisionTransformer, images: Tensor) -> Tensor:
 
 
 def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(logits [B, classes], rows): rows is a list over blocks of float32 log-probabilities [B, H, T, T], the attention
-    maps that the logits were computed with."""
+    """(logits [B, classes], rows): rows is a list over blocks of float32 log-probabilities [B,
+    H, T, T], the attention maps that the logits were computed with."""
     maps = []
 
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
@@ -246,7 +253,8 @@ def _is_replaceable(folder: Path) -> bool:
 
 
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
-    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is enough."""
+    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
+    enough."""
     now = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),
@@ -343,8 +351,8 @@ def gauvit_converted(
     attention_options: dict | None = None,
     **kwargs,
 ) -> VisionTransformer:
-    """Any of timm's ``VisionTransformer`` entrypoints, ``base``, with another attention and its options. What
-    :func:`convert` makes of a timm model is saved under this name."""
+    """Any of timm's ``VisionTransformer`` entrypoints, ``base``, with another attention and its
+    options. What :func:`convert` makes of a timm model is saved under this name."""
     attention_type = bind_options(attention_class(attention), attention_options or {})
     model = model_entrypoint(base)(pretrained=pretrained, attn_layer=attention_type, **kwargs)
     model.gaupipe_args = dict(

@@ -1,4 +1,5 @@
-"""How a job shows its progress: a bar on a terminal, one plain line per epoch elsewhere, and metrics.jsonl."""
+"""How a job shows its progress: a bar on a terminal, one plain line per epoch elsewhere, and
+metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 
 class EpochProgress:
-    """Progress of a job: a bar with speed and time left on a terminal, one plain line per epoch elsewhere."""
+    """Progress of a job: a bar with speed and time left on a terminal, one plain line per epoch
+    elsewhere."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
@@ -56,8 +58,9 @@ class EpochProgress:
 
 
 class MetricsLog:
-    """metrics.jsonl: one JSON object per finished epoch. The lines also live in the checkpoint, which is what counts:
-    starting from a checkpoint rewrites the file with the lines the checkpoint knows."""
+    """metrics.jsonl: one JSON object per finished epoch. The lines also live in the checkpoint,
+    which is what counts: starting from a checkpoint rewrites the file with the lines the
+    checkpoint knows."""
 
     def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
         self.path, self.rows = path, rows

@@ -14,6 +14,7 @@ Rate = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A group of settings that refuses unknown keys and numbers that are not finite, and cannot be changed once made."""
+    """A group of settings that refuses unknown keys and numbers that are not finite, and cannot
+    be changed once made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

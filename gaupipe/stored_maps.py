@@ -1,7 +1,7 @@
 """The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
 
-One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis letters:
-B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width.
+One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis
+letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class GaussianKind:
 
     name = "gaussian"
     are_maps = False
-    """Whether what is read are maps [B, L, H, T, T]; else they are Gaussians, which follow flips and
-    crops and fit any grid."""
+    """Whether what is read are maps [B, L, H, T, T]; else they are Gaussians, which follow flips
+    and crops and fit any grid."""
 
     def refusal(self, teacher: Teacher, per_image: bool) -> str | None:
         """Why a store of this kind cannot hold what a teacher knows, with or without per-image
@@ -129,8 +129,8 @@ class PriorKind(GaussianKind):
 
 
 def shared_weights(maps: store.Store, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a decoder that
-    is not a teacher's."""
+    """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a
+    decoder that is not a teacher's."""
     schema = maps.schema
     with teachers_decoder(maps):
         weights = {

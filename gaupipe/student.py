@@ -1,4 +1,5 @@
-"""The student of phase B: how it is built, and whether a teacher's maps can be compared with its own."""
+"""The student of phase B: how it is built, and whether a teacher's maps can be compared with its
+own."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class MapShape:
 
 
 def build_student(settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
-    """The student with the weights that the seed starts it with, on the CPU; without any on the ``device`` "meta"."""
+    """The student with the weights that the seed starts it with, on the CPU; without any on the
+    ``device`` "meta"."""
     phase = settings.phase_b
     torch.manual_seed(settings.seed)
     model = settings.model.model_copy(update={"args": {**settings.model.args, **phase.model_args}})
@@ -44,8 +46,9 @@ def build_student(settings: Settings, data: ImageData, device: str | None = None
 
 
 def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
-    """Raises UserError if maps with the ``grid``, ``layers``, ``heads`` and ``kind`` of ``schema`` cannot be compared with
-    the student's as the settings say. ``where`` names the store."""
+    """Raises UserError if maps with the ``grid``, ``layers``, ``heads`` and ``kind`` of
+    ``schema`` cannot be compared with the student's as the settings say. ``where`` names the
+    store."""
     phase = settings.phase_b
     depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
     grid = tuple(student.patch_embed.grid_size)
@@ -78,7 +81,9 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
     if phase.gamma and not any(
         (weight and layer is not None)
         for weight, layer in zip(
-            phase.layer_weights or [1.0] * depth, phase.layer_map or range(depth)
+            phase.layer_weights or [1.0] * depth,
+            phase.layer_map or range(depth),
+            strict=True,
         )
     ):
         raise UserError(
@@ -99,8 +104,8 @@ def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -
 def check_student(
     settings: Settings, data: ImageData, teacher: Teacher, kind: str = "gaussian"
 ) -> None:
-    """Raises UserError now for what phase B could not do with this teacher after hours of phase A. Nothing is
-    computed: the student is built on the meta device."""
+    """Raises UserError now for what phase B could not do with this teacher after hours of phase
+    A. Nothing is computed: the student is built on the meta device."""
     student = build_student(settings, data, "meta")
     shape = MapShape(kind, teacher.grid, teacher.layers, teacher.heads)
     check_fit(student, shape, settings, "the teacher")

@@ -1,4 +1,5 @@
-"""The teacher of phase A: a ViT with GauAttention, the Gaussians it reads through, and its two forward modes."""
+"""The teacher of phase A: a ViT with GauAttention, the Gaussians it reads through, and its two
+forward modes."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from gaupipe.models import run_blocks
 
 
 class Decoder(nn.Module):
-    """Compression network: one two-layer network per block turns an image's embedding into its Gaussians' raw numbers
-    (*GauTransformer, section 3.3.2*)."""
+    """Compression network: one two-layer network per block turns an image's embedding into its
+    Gaussians' raw numbers (*GauTransformer, section 3.3.2*)."""
 
     def __init__(self, layers: int, embedding: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -34,10 +35,10 @@ class Decoder(nn.Module):
 class Teacher(nn.Module):
     """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
 
-    The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The per-image parameters are
-    that residual itself, or with a ``compression`` (embedding, hidden) an embedding that a :class:`Decoder` turns into
-    it.
-    The prior is learned from every image; without one it stays where it starts, at mean 0 and std 1.
+    The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The
+    per-image parameters are that residual itself, or with a ``compression`` (embedding, hidden) an
+    embedding that a :class:`Decoder` turns into it. The prior is learned from every image; without
+    one it stays where it starts, at mean 0 and std 1.
     """
 
     def __init__(
@@ -80,18 +81,20 @@ class Teacher(nn.Module):
         return self.decoder(parameters).view(len(parameters), *self.raw_shape)
 
     def gaussians(self, parameters: Tensor | None) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B = 1, for None."""
+        """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B =
+        1, for None."""
         raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
         if parameters is not None:
             raw = raw + self.residual(parameters)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
     def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or 1, L, H, T, 4] say.
+        """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
+        1, L, H, T, 4] say.
 
-        Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H, T, 2], standard
-        normal, it reads at one sampled point: one pass is one draw, and predictions are the mean of several
-        (:func:`predict`).
+        Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
+        T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
+        are the mean of several (:func:`predict`).
         """
 
         def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
@@ -121,8 +124,8 @@ def predict(
 ) -> Tensor:
     """Log-probabilities [B, C] of the teacher, which must be in eval mode.
 
-    In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single pass at the means is
-    not the function that was trained. In ``expected`` mode one pass is exact.
+    In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single
+    pass at the means is not the function that was trained. In ``expected`` mode one pass is exact.
     """
     if mode == "expected":
         return teacher(images, gaussians).float().log_softmax(-1)

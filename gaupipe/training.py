@@ -1,4 +1,5 @@
-"""What the loops of both phases share: the epochs, with their log and checkpoints, the update of the network, scores."""
+"""What the loops of both phases share: the epochs, with their log and checkpoints, the update of
+the network, scores."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ from gaupipe.progress import EpochProgress, MetricsLog
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
-    """Starts torch's generators from (seed, epoch) alone, so that a resumed run draws what an unbroken one draws."""
+    """Starts torch's generators from (seed, epoch) alone, so that a resumed run draws what an
+    unbroken one draws."""
     torch.manual_seed((seed * 1_000_003 + epoch) * 7)
 
 
 @dataclass
 class TrainingState:
-    """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random numbers from (seed, epoch)
-    and the schedule from the update number."""
+    """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random
+    numbers from (seed, epoch) and the schedule from the update number."""
 
     modules: nn.Module
     optimizer: torch.optim.Optimizer
@@ -53,8 +55,8 @@ class TrainingState:
         return self.ema.module if self.ema else self.modules
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds the old one or the new
-        one, never a part."""
+        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
+        the old one or the new one, never a part."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
         with partial.open("wb") as file:
@@ -77,8 +79,9 @@ class TrainingState:
         digests.replace(partial, folder / "state.pt", hashed.hexdigest())
 
     def load(self, folder: Path) -> bool:
-        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises UserError for a checkpoint
-        that is damaged or not one of ours, and, with the difference, for one of another identity."""
+        """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
+        UserError for a checkpoint that is damaged or not one of ours, and, with the difference,
+        for one of another identity."""
         path = folder / "state.pt"
         if not path.is_file():
             return False
@@ -132,7 +135,8 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 class Update:
-    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a step."""
+    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a
+    step."""
 
     def __init__(self, state: TrainingState, steps: int) -> None:
         """``steps`` is the number of batches in an epoch."""
@@ -164,8 +168,8 @@ class Update:
         self.batch += 1
 
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
-        """The gradient of per-image parameters [B, ...], for each image that of its own loss, whatever
-        the size of the batch."""
+        """The gradient of per-image parameters [B, ...], for each image that of its own loss,
+        whatever the size of the batch."""
         return parameters.grad * (len(parameters) * self.group / self.scale)
 
     def _step(self) -> None:
@@ -226,8 +230,8 @@ def epochs(
 ) -> Iterator[Epoch]:
     """The epochs that are left until the caller sets ``state.finished``.
 
-    Each starts torch's generators from (seed, epoch) alone. When the caller comes back for the next,
-    the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
+    Each starts torch's generators from (seed, epoch) alone. When the caller comes back for the
+    next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
     """
     log = MetricsLog(folder / "metrics.jsonl", state.metrics)
     while not state.finished:
@@ -241,7 +245,8 @@ def epochs(
 
 @torch.no_grad()
 def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Accuracy, top-5 accuracy and cross-entropy of batches of (log-probabilities or logits [B, C], labels [B])."""
+    """Accuracy, top-5 accuracy and cross-entropy of batches of (log-probabilities or logits [B,
+    C], labels [B])."""
     right = right5 = count = 0
     loss = 0.0
     for logits, labels in log_probabilities:

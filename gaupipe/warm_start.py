@@ -1,4 +1,5 @@
-"""A student that starts from the teacher: its weights and, if asked for, Q and K fitted to the shared prior."""
+"""A student that starts from the teacher: its weights and, if asked for, Q and K fitted to the
+shared prior."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 
 @torch.no_grad()
 def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
-    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and position
-    embedding, V, output projection, FFN, norms and head. Q and K keep the start they have.
+    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and
+    position embedding, V, output projection, FFN, norms and head. Q and K keep the start they have.
 
     The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
     update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
@@ -57,15 +58,16 @@ def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
 def fit_queries_and_keys(
     student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0
 ) -> list[float | None]:
-    """Trains Q and K alone, block after block, until the student's rows look like given maps on these images.
+    """Trains Q and K alone, block after block, until the student's rows look like given maps on
+    these images.
 
     maps    for each block [1, H or 1, T, T] float32, rows sum to 1: the expected maps of the shared prior; None leaves a
             block as it is
     images  [N, C, height, width], on the student's device
 
     Of a student with class and register tokens the rows of patches over the keys of patches are
-    fitted. Everything else of the student stays. Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the
-    last batch. The draws of batches depend on ``seed`` alone.
+    fitted. Everything else of the student stays. Returns each block's divergence from its map
+    (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()
     divergences: list[float | None] = []

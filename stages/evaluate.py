@@ -1,4 +1,5 @@
-"""Evaluate: how good a trained student is, on the validation split unless the test split is asked for."""
+"""Evaluate: how good a trained student is, on the validation split unless the test split is
+asked for."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def load_student(
 ) -> tuple[Settings, nn.Module, str]:
     """The settings of a student, the student as timm loads its folder, in eval mode, and its name.
 
-    ``name`` None is the student trained last. Raises UserError where the student is not there, damaged
-    or no ViT.
+    ``name`` None is the student trained last. Raises UserError where the student is not there,
+    damaged or no ViT.
     """
     run = RunDirectory(run_dir)
     run.settings()
@@ -75,14 +76,15 @@ def load_student(
 
 
 def check_sizes(folder: Path) -> None:
-    """Raises ValueError unless a student's config.json describes a ViT with the weights of its model.safetensors.
+    """Raises ValueError unless a student's config.json describes a ViT with the weights of its
+    model.safetensors.
 
-    timm adapts weights to another size where it can, without a word, and makes the model first, however large. So the
-    model is made on the meta device, which takes no memory.
+    timm adapts weights to another size where it can, without a word, and makes the model first,
+    however large. So the model is made on the meta device, which takes no memory.
     """
     config = json.loads((folder / "config.json").read_bytes())
     with safe_open(folder / "model.safetensors", "pt") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
     arguments = config["model_args"]
     if arguments.get("depth", 1) > len(stored):
         raise ValueError(f"{arguments['depth']} blocks cannot have {len(stored)} weights in all")
@@ -107,9 +109,10 @@ def run(
     split: str = "val",
     distilled: bool = True,
 ) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's store is complete
-    and fits the student, also how far student and teacher agree on training images. Raises StoreError for the store of
-    another teacher or data set, and for a damaged one."""
+    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's
+    store is complete and fits the student, also how far student and teacher agree on training
+    images. Raises StoreError for the store of another teacher or data set, and for a damaged
+    one."""
     settings, student, name = load_student(run_dir, name, distilled)
     data = load_data(settings.data)
     images = getattr(data, split)
@@ -142,7 +145,8 @@ def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
 def open_maps(
     run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings
 ) -> store.Store | None:
-    """The run's store; None where it is not there, not finished, or of other blocks and heads than the student."""
+    """The run's store; None where it is not there, not finished, or of other blocks and heads
+    than the student."""
     teacher_sha256 = run.teacher_digest()
     try:
         maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
@@ -168,8 +172,8 @@ def predictions(
 def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
     """top1, top5, loss (cross-entropy) and calibration_error of logits [N, C] for labels [N].
 
-    The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean distance of
-    accuracy from confidence, weighted by the images in the bin.
+    The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
+    distance of accuracy from confidence, weighted by the images in the bin.
     """
     scores = score([(logits, labels)])
     right = logits.argmax(-1) == labels
@@ -192,8 +196,9 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
 def teacher_agreement(
     student: nn.Module, maps: store.Store, data: ImageData, settings: Settings, device: torch.device
 ) -> dict[str, Any]:
-    """Over training images: the share on which student and teacher predict the same class, and the KL of each block's
-    map from the teacher's (teacher first, mean over images, heads and queries; null for a block without one)."""
+    """Over training images: the share on which student and teacher predict the same class, and
+    the KL of each block's map from the teacher's (teacher first, mean over images, heads and
+    queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)

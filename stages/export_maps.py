@@ -1,4 +1,5 @@
-"""Export: what the finished teacher knows about every training image goes to the attention-map store."""
+"""Export: what the finished teacher knows about every training image goes to the attention-map
+store."""
 
 from __future__ import annotations
 
@@ -115,12 +116,14 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
 
 
 def default_kind(settings: Settings, encoding: str = "float16") -> str:
-    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images. Only the first has 8-bit codes."""
+    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images. Only the
+    first has 8-bit codes."""
     return "gaussian" if settings.phase_a.residual or encoding == "uint8" else "prior"
 
 
 def stored_kind(url: str) -> str | None:
-    """The kind of the store that is there, finished or not; None where there is none whose metadata can be read."""
+    """The kind of the store that is there, finished or not; None where there is none whose
+    metadata can be read."""
     try:
         return store.open(url, allow_incomplete=True).schema.kind
     except store.StoreError:
@@ -130,8 +133,9 @@ def stored_kind(url: str) -> str | None:
 def make_schema(
     job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None
 ) -> store.Schema:
-    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is known. Raises UserError for
-    a kind that this teacher does not have, StoreError for an encoding that the kind does not have."""
+    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
+    known. Raises UserError for a kind that this teacher does not have, StoreError for an
+    encoding that the kind does not have."""
     phase = job.settings.phase_a
     if (reason := KINDS[kind].refusal(job.teacher, phase.residual)) is not None:
         raise UserError(f"--kind {kind}: {reason}")
@@ -168,7 +172,8 @@ def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
 
 
 def write(job: PhaseA, writer: store.Writer) -> None:
-    """Runs the teacher over the images of every pending shard; shards are encoded and stored while the next are made."""
+    """Runs the teacher over the images of every pending shard; shards are encoded and stored
+    while the next are made."""
     schema, pending = writer.schema, writer.pending()
     images = sum(shard.stop - shard.start for shard in pending)
     started = time.monotonic()
@@ -210,10 +215,11 @@ def write(job: PhaseA, writer: store.Writer) -> None:
 def outputs(
     job: PhaseA, kind: str, batches: Batches, image_ids: np.ndarray, seed: int | None = None
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """(image ids, {name: array}) of every batch of ``image_ids``: what a store of this kind holds for them.
+    """(image ids, {name: array}) of every batch of ``image_ids``: what a store of this kind holds
+    for them.
 
-    The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a batch alone, so that any
-    batch can be made again.
+    The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
+    batch alone, so that any batch can be made again.
     """
     seed = job.settings.seed if seed is None else seed
     generator = torch.Generator(job.device)

@@ -23,10 +23,12 @@ def run(
     out: Path | None = None,
     distilled: bool = True,
 ) -> tuple[Path, float]:
-    """Writes a student as ONNX, for any number of images, and returns the file and the largest difference between its
-    logits and torch's on random images. A model that differs by more than ``TOLERANCE`` is not left behind.
+    """Writes a student as ONNX, for any number of images, and returns the file and the largest
+    difference between its logits and torch's on random images. A model that differs by more than
+    ``TOLERANCE`` is not left behind.
 
-    A file that is there is replaced, through a link too. Raises UserError for a place that holds anything else.
+    A file that is there is replaced, through a link too. Raises UserError for a place that holds
+    anything else.
     """
     try:
         import onnxruntime
@@ -69,8 +71,8 @@ def run(
 
 
 def check_place(out: Path) -> Path:
-    """The file that ``--out`` names, links followed. Raises UserError unless a file can be written there: nothing but
-    a regular file is replaced."""
+    """The file that ``--out`` names, links followed. Raises UserError unless a file can be
+    written there: nothing but a regular file is replaced."""
     target = Path(os.path.realpath(out))
     if not target.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {target.parent}")

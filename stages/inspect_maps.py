@@ -32,8 +32,9 @@ BLOCKS, LETTERS = " ░▒▓█", " .:+#"
 def summary(
     url: str | None, run_dir: Path | None = None, student: str | None = None
 ) -> dict[str, Any]:
-    """Kind, shapes, size on disk, bytes an image and whether the store is complete; of a ``student`` its attention, its
-    settings and its last metrics. Without a ``url`` the store is that of the run."""
+    """Kind, shapes, size on disk, bytes an image and whether the store is complete; of a
+    ``student`` its attention, its settings and its last metrics. Without a ``url`` the store is
+    that of the run."""
     if student is not None:
         return student_summary(run_dir, student)
     url = url or str(RunDirectory(run_dir).maps)
@@ -61,7 +62,8 @@ def summary(
 
 
 def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
-    """What a student is, in what its settings differ from the run's, and the metrics of its last epoch."""
+    """What a student is, in what its settings differ from the run's, and the metrics of its last
+    epoch."""
     settings, model, name = load_student(run_dir, name)
     run = RunDirectory(run_dir)
     metrics = (run.student(name) / "metrics.jsonl").read_text().splitlines()
@@ -88,11 +90,13 @@ def attention(
     query: str = "mean",
     png: str | None = None,
 ) -> dict[str, Any]:
-    """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain numbers for JSON, from a
-    store (that of the run without a ``url``) or, where one is named, from a ``student``. ``png`` is drawn as well.
+    """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain
+    numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
+    a ``student``. ``png`` is drawn as well.
 
-    ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x, std_y) in normalised
-    coordinates where one head and one query are asked for and the store holds Gaussians or embeddings.
+    ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
+    std_y) in normalised coordinates where one head and one query are asked for and the store holds
+    Gaussians or embeddings.
     """
     if png is not None:
         check_png(png)
@@ -203,8 +207,8 @@ def check_png(png: str) -> None:
 
 
 def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
-    """The map of :func:`attention` for a terminal: two characters a token, the query's token in brackets. ``blocks``
-    shades with block characters, which not every terminal has."""
+    """The map of :func:`attention` for a terminal: two characters a token, the query's token in
+    brackets. ``blocks`` shades with block characters, which not every terminal has."""
     weights = np.array(seen["map"])
     top = weights.max()
     shades = BLOCKS if blocks else LETTERS
@@ -244,7 +248,8 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
 
 
 def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
-    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it."""
+    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over
+    it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle

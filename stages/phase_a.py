@@ -1,4 +1,5 @@
-"""Phase A: train the teacher, a ViT with GauAttention, until its training accuracy enters the window.
+"""Phase A: train the teacher, a ViT with GauAttention, until its training accuracy enters the
+window.
 
 Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, C classes.
 """
@@ -192,7 +193,8 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
 
 
 def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
-    """Raises UserError if the folder holds another run, or a phase A that is not to be continued."""
+    """Raises UserError if the folder holds another run, or a phase A that is not to be
+    continued."""
     run.check(settings)
     if not resume and run.phase_a.exists():
         raise UserError(
@@ -202,8 +204,8 @@ def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
 
 
 def build(settings: Settings, folder: Path, data: ImageData) -> PhaseA:
-    """Everything phase A needs, freshly started; per-image parameters beyond the memory budget are to
-    lie in ``folder``/rows. Writes nothing; raises UserError for what is wrong."""
+    """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
+    are to lie in ``folder``/rows. Writes nothing; raises UserError for what is wrong."""
     device = select_device(settings)
     teacher = build_teacher(settings, data)
     per_image = None

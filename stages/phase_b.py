@@ -1,4 +1,5 @@
-"""Phase B: an ordinary ViT learns from the labels, the teacher's predictions and the stored attention maps.
+"""Phase B: an ordinary ViT learns from the labels, the teacher's predictions and the stored
+attention maps.
 
 Axis letters: B images, L blocks, H heads, T tokens, C classes.
 """
@@ -45,7 +46,8 @@ WARM_START_IMAGES = 256
 
 @dataclass
 class PhaseB:
-    """A student on its data; ``maps`` is None for the baseline, which learns from the labels alone."""
+    """A student on its data; ``maps`` is None for the baseline, which learns from the labels
+    alone."""
 
     settings: Settings
     data: ImageData
@@ -87,9 +89,11 @@ class PhaseB:
     def losses(
         self, logits: Tensor, batch: Batch, gamma: float, loss_feat: Tensor
     ) -> dict[str, Tensor]:
-        """Each loss of a batch by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc".
+        """Each loss of a batch by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and
+        "acc".
 
-        ``logits`` [B, C] are the student's, ``loss_feat`` its L_feat; where ``gamma`` is 0 there is none.
+        ``logits`` [B, C] are the student's, ``loss_feat`` its L_feat; where ``gamma`` is 0 there is
+        none.
         """
         phase = self.settings.phase_b
         labels = label_targets(batch.labels, batch.mixed, logits)
@@ -176,7 +180,8 @@ def train_student(
     overrides: Sequence[str] = (),
     data: ImageData | None = None,
 ) -> list[dict[str, Any]]:
-    """Trains a student into ``folder``, or goes on with the one that is there, and returns its metrics.
+    """Trains a student into ``folder``, or goes on with the one that is there, and returns its
+    metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher
@@ -257,9 +262,11 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
 def build(
     settings: Settings, data: ImageData, teacher: RunDirectory | None, maps_url: str | None = None
 ) -> PhaseB:
-    """Everything phase B needs, freshly started; the baseline without a ``teacher``. Writes nothing.
+    """Everything phase B needs, freshly started; the baseline without a ``teacher``. Writes
+    nothing.
 
-    Raises UserError for settings that do not fit, StoreError for maps of another data set or teacher.
+    Raises UserError for settings that do not fit, StoreError for maps of another data set or
+    teacher.
     """
     device = select_device(settings)
     student = build_student(settings, data).to(device)

@@ -13,7 +13,8 @@ from stages import export_maps, phase_a, phase_b
 
 
 def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
-    """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary table."""
+    """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary
+    table."""
     key = key or settings.phase_b.student
     settings = settings.model_copy(
         update={"phase_b": settings.phase_b.model_copy(update={"student": key})}

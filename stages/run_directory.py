@@ -43,7 +43,8 @@ class RunDirectory:
         return self.path / "maps.zarr"
 
     def teacher_digest(self) -> str | None:
-        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a damaged file."""
+        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a
+        damaged file."""
         if not self.teacher_sha256.is_file():
             return None
         text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()
@@ -81,8 +82,8 @@ class RunDirectory:
         return json.loads(path.read_text()) if path.is_file() else []
 
     def with_overrides(self, overrides: Sequence[str]) -> Settings:
-        """The run's settings with those of one student. Raises UserError for a setting in which students of one
-        teacher cannot differ."""
+        """The run's settings with those of one student. Raises UserError for a setting in which
+        students of one teacher cannot differ."""
         settings = config.load(self.config, overrides)
         for key in changed(self.settings(), settings):
             if not allowed(key, config.IN_PHASE_B):
@@ -123,8 +124,9 @@ class RunDirectory:
             write_whole(self.config, config.dump(settings))
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Keeps other processes out of the run while it is written; :func:`locked`. Students of one teacher may
-        be trained at once, each with a ``shared`` lock on the run and a lock on its own folder."""
+        """Keeps other processes out of the run while it is written; :func:`locked`. Students of
+        one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
+        its own folder."""
         return locked(self.path, "run", shared)
 
 
@@ -133,7 +135,8 @@ FREE = ("phase_b.student", *config.IRRELEVANT)
 
 
 def last_used() -> RunDirectory:
-    """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is none."""
+    """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is
+    none."""
     runs = [RunDirectory(path.parent) for path in RUNS.glob("*/config.yaml")]
     if not runs:
         raise UserError(
@@ -151,11 +154,12 @@ def last_used() -> RunDirectory:
 
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """Holds the file ``folder``/lock, which is made with the folder where it is missing; the operating system lets go of
-    it when the process ends, however it ends. The file's time is when the folder was last worked on.
+    """Holds the file ``folder``/lock, which is made with the folder where it is missing; the
+    operating system lets go of it when the process ends, however it ends. The file's time is when
+    the folder was last worked on.
 
-    Raises UserError while another process holds it, unless both are ``shared``. ``what`` is the folder's role in the
-    message.
+    Raises UserError while another process holds it, unless both are ``shared``. ``what`` is the
+    folder's role in the message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("a+") as file:
@@ -201,7 +205,8 @@ def changed(old: Settings, new: Settings) -> list[str]:
 
 
 def allowed(key: str, names: Iterable[str]) -> bool:
-    """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of its section."""
+    """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of
+    its section."""
     return any(
         key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.")
         for name in names

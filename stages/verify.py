@@ -1,4 +1,5 @@
-"""Verify: every file of a store is what was written, and what was written is what the teacher says."""
+"""Verify: every file of a store is what was written, and what was written is what the teacher
+says."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ def run(url: str) -> list[store.Problem]:
 
 
 def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) -> list[str]:
-    """Runs the teacher of a run again on at least ``sample`` images and says where the store differs from it.
+    """Runs the teacher of a run again on at least ``sample`` images and says where the store
+    differs from it.
 
-    ``run_dir`` is by default the folder that the store lies in. Whole batches of the export are compared, chosen at
-    random, so that predictions that are the mean of sampled passes are made of the same draws. Raises UserError if the
-    run is not there and StoreError if the store is another teacher's.
+    ``run_dir`` is by default the folder that the store lies in. Whole batches of the export are
+    compared, chosen at random, so that predictions that are the mean of sampled passes are made of
+    the same draws. Raises UserError if the run is not there and StoreError if the store is another
+    teacher's.
     """
     from stages import export_maps, phase_a
     from stages.run_directory import RunDirectory
@@ -101,8 +104,8 @@ def same(stored: np.ndarray | None, own: np.ndarray | None) -> bool:
 def unequal(
     name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16"
 ) -> str | None:
-    """Which of these images' rows differ by more than their encoding and another device's arithmetic explain, in words.
-    Of 8-bit Gaussians that is one code."""
+    """Which of these images' rows differ by more than their encoding and another device's
+    arithmetic explain, in words. Of 8-bit Gaussians that is one code."""
     coarse = encoding == "uint8" and name == "gaussians"
     own, stored = own.astype(np.float32), stored.astype(np.float32)
     if coarse:
@@ -134,9 +137,11 @@ def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:
 
 
 def noise(job: PhaseA, batches: Batches, span: tuple[int, int]) -> float:
-    """Twice the mean total variation between predictions of these images from different draws; 0 in ``expected`` mode.
+    """Twice the mean total variation between predictions of these images from different draws; 0 in
+    ``expected`` mode.
 
-    A kind of device other than the export's draws other random numbers; the same kind draws the same.
+    A kind of device other than the export's draws other random numbers; the same kind draws the
+    same.
     """
     from stages import export_maps
 

@@ -76,7 +76,7 @@ def decode(name: str, stored: np.ndarray, schema: Schema) -> np.ndarray:
     if stored.dtype != np.uint8:
         return stored
     values = np.empty(
-        stored.shape[:-1] + (2,), np.uint32
+        (*stored.shape[:-1], 2), np.uint32
     )  # two float16 in each: a pair of codes is looked up at once
     for pair, table in enumerate(_pair_tables()):
         values[..., pair] = table[stored.view("<u2")[..., pair]]

@@ -135,20 +135,22 @@ class Schema:
 
     def arrays(self) -> dict[str, ArraySpec]:
         """The arrays `gather` returns, by name, with the whole store's shapes."""
-        n, l, h, t = self.num_images, self.layers, self.heads, self.tokens
+        n, layers, h, t = self.num_images, self.layers, self.heads, self.tokens
         half = np.dtype("float16")
         main = {
             "gaussian": (
                 "gaussians",
-                ArraySpec((n, l, h, t, 4), half, ("image", "layer", "head", "query", "parameter")),
+                ArraySpec(
+                    (n, layers, h, t, 4), half, ("image", "layer", "head", "query", "parameter")
+                ),
             ),
             "embedding": (
                 "embeddings",
-                ArraySpec((n, l, self.embedding_dim), half, ("image", "layer", "feature")),
+                ArraySpec((n, layers, self.embedding_dim), half, ("image", "layer", "feature")),
             ),
             "dense": (
                 "maps",
-                ArraySpec((n, l, h, t, t), half, ("image", "layer", "head", "query", "key")),
+                ArraySpec((n, layers, h, t, t), half, ("image", "layer", "head", "query", "key")),
             ),
         }
         own = dict([main[self.kind]] if self.kind in main else [])

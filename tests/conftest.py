@@ -1,4 +1,5 @@
-"""One thread a test process: the models are tiny, and threads that wait for each other cost more than they bring."""
+"""One thread a test process: the models are tiny, and threads that wait for each other cost more
+than they bring."""
 
 import gzip
 import sys

@@ -1,4 +1,5 @@
-"""The student attentions against the papers' equations, written out in numpy with loops over heads and tokens."""
+"""The student attentions against the papers' equations, written out in numpy with loops over
+heads and tokens."""
 
 import math
 
@@ -38,8 +39,8 @@ VARIANT_NAMES = [
 
 
 def oracle(key, options, weights, x, heads, visible, bias):
-    """Update [T, d] and attention maps [H, T, T] of one image x [T, d]. ``visible`` [T, T] says which keys a query may
-    use, ``bias`` [T, T] is added to the scores."""
+    """Update [T, d] and attention maps [H, T, T] of one image x [T, d]. ``visible`` [T, T] says
+    which keys a query may use, ``bias`` [T, T] is added to the scores."""
     defaults = {
         "signal": "perpendicular",
         "activation": "gelu",

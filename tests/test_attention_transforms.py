@@ -1,4 +1,5 @@
-"""The hand-written gradients: vectors of any length, second derivatives, torch.func's transforms."""
+"""The hand-written gradients: vectors of any length, second derivatives, torch.func's
+transforms."""
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_compiled_as_well(projection):
 
 
 def test_float64_has_a_range_of_its_own():
-    m, v, sensitivity = (torch.tensor(x, dtype=torch.float64) for x in numbers(5, 8))
+    m, v, _sensitivity = (torch.tensor(x, dtype=torch.float64) for x in numbers(5, 8))
     expected = perpendicular(m, v)
     for size in (1e-250, 1e-160, 1e-30, 1e160, 1e300):
         torch.testing.assert_close(perpendicular(m, v * size), expected)

@@ -1,4 +1,5 @@
-"""Augmentation: its random numbers, its pixels against torchvision on single images, its geometry, and mixed targets."""
+"""Augmentation: its random numbers, its pixels against torchvision on single images, its
+geometry, and mixed targets."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def random_images(count: int, channels: int = 3, height: int = 16, width: int = 
 
 
 def coordinate_images(count: int, height: int, width: int) -> torch.Tensor:
-    """Pixels that hold their own place: channel 0 is 1 + x, channel 1 is 1 + y, channel 2 is 255; 0 is outside."""
+    """Pixels that hold their own place: channel 0 is 1 + x, channel 1 is 1 + y, channel 2 is
+    255; 0 is outside."""
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return (
         torch.stack([1 + x, 1 + y, torch.full_like(x, 255)])
@@ -125,7 +127,8 @@ def test_images_given_are_not_changed():
 
 @pytest.mark.parametrize("height,width,patch", [(16, 16, 4), (12, 20, 4), (14, 28, 2)])
 def test_shifts_and_flips_lie_where_their_geometry_says(height, width, patch):
-    """In an image of coordinates, the mean over a token is the place in the image of that token's centre."""
+    """In an image of coordinates, the mean over a token is the place in the image of that
+    token's centre."""
     grid = (height // patch, width // patch)
     views, geometry = Augment(AugmentSettings(flip=True, crop_padding=3), 0)(
         coordinate_images(64, height, width), torch.arange(64), 0
@@ -434,7 +437,8 @@ def test_mixup_shares_follow_a_beta_distribution(settings, alpha):
 
 
 def test_cutmix_boxes_have_the_drawn_area_where_the_border_does_not_cut_them():
-    """With alpha 1 the drawn share is uniform, and so is the square of a box's extent along either axis."""
+    """With alpha 1 the drawn share is uniform, and so is the square of a box's extent along
+    either axis."""
     _, mixed = mix(torch.zeros(3000, 1, 64, 64), torch.arange(3000), 0, 0, CUTMIX)
     left, top, right, bottom = mixed.box.T.numpy()
     whole = (left > 0) & (top > 0) & (right < 1) & (bottom < 1) & (right > left)
@@ -477,7 +481,8 @@ def test_a_tokens_share_is_the_mean_over_its_pixels(settings, grid):
 
 
 def test_a_box_of_known_place_gives_known_shares():
-    """A 4 x 4 grid, the box from 1.5 to 3 tokens along x and from the upper border to a quarter of the first token."""
+    """A 4 x 4 grid, the box from 1.5 to 3 tokens along x and from the upper border to a quarter
+    of the first token."""
     mixed = Mix(
         torch.tensor([0]),
         torch.ones(1, dtype=torch.float64),

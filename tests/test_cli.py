@@ -54,7 +54,8 @@ def metrics(path: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it printed."""
+    """A folder in which 'gaupipe run' has finished in the run directory 'run', and what it
+    printed."""
     folder = tmp_path_factory.mktemp("cli")
     return folder, gaupipe("run", "--run-dir", "run", *sets(*TINY), cwd=folder)
 

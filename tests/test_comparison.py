@@ -1,4 +1,5 @@
-"""The arithmetic of comparisons on made-up curves; which runs are the same run; a tiny comparison from end to end."""
+"""The arithmetic of comparisons on made-up curves; which runs are the same run; a tiny
+comparison from end to end."""
 
 import csv
 import json

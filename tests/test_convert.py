@@ -78,7 +78,7 @@ def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
 @pytest.mark.parametrize("source", ["DeiT, distilled", "qk-norm"])
 def test_weights_are_kept_and_the_source_left_alone(source, key):
     """All of them, but for the sign of AttentionX's W: its update is (V - gamma MH) W."""
-    model, x = trained_like(**SOURCES[source])
+    model, _x = trained_like(**SOURCES[source])
     before = {name: value.clone() for name, value in model.state_dict().items()}
     converted = convert(model, key)
     state = converted.state_dict()
@@ -97,7 +97,7 @@ def student_like(key, **options):
     model = timm.create_model(
         "gauvit_pico_patch2_8", attention=key, attention_options=options, depth=2
     ).eval()
-    for name, parameter in model.named_parameters():
+    for _name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.15)
     return model, torch.randn(2, 3, 8, 8)
 
@@ -153,7 +153,7 @@ def test_belief_stars_two_matrices_are_added_up_where_only_one_is():
 @pytest.mark.parametrize("gamma, mask_diagonal", [(1.0, True), (3.0, False)])
 def test_a_converted_attentionx_adds_mh_where_the_trained_model_did(gamma, mask_diagonal):
     """(gamma MH - V) W + b with the trained W and b, MH by loops over heads and queries."""
-    model, x = student_like("standard")
+    model, _x = student_like("standard")
     old = model.blocks[0].attn
     new = convert(model, "attentionx", gamma=gamma, mask_diagonal=mask_diagonal).blocks[0].attn
     tokens = torch.randn(5, 64, dtype=torch.float64)

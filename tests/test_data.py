@@ -182,7 +182,8 @@ def test_images_that_patches_cover_are_not_refused():
 
 @pytest.fixture
 def image_folder(tmp_path):
-    """Two classes of 10 RGB images each: red ones and blue ones, larger than the model wants them."""
+    """Two classes of 10 RGB images each: red ones and blue ones, larger than the model wants
+    them."""
     for split in ("train", "val"):
         for name, colour in (("blue", (0, 0, 255)), ("red", (255, 0, 0))):
             folder = tmp_path / split / name

@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_ends_a_command_in_one_line(tmp_path, in_process, c
         "export-maps": ["--overwrite"],
         "phase-b": ["--student", "standard", "--resume"],
     }[command]
-    code, out, err = in_process(command, *arguments, "--run-dir", run)
+    code, _out, err = in_process(command, *arguments, "--run-dir", run)
     assert (code, err.count("\n")) == (2, 1) and "state.pt" in err and "Traceback" not in err
 
 
@@ -247,9 +247,9 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
         others = torch.tensor([i for i in range(6) if i != image])
         assert state.gather(others).shape == (5, 5)
         for read in (
-            lambda: state.gather(torch.tensor([0, image])),
-            lambda: list(state.chunks()),
-            lambda: state.update(torch.tensor([image]), torch.ones(1, 5)),
+            lambda state=state: state.gather(torch.tensor([0, image])),
+            lambda state=state: list(state.chunks()),
+            lambda state=state: state.update(torch.tensor([image]), torch.ones(1, 5)),
         ):
             with pytest.raises(UserError, match=f"the record of image {image} is damaged") as error:
                 read()

@@ -135,8 +135,8 @@ def test_hiding_the_diagonal_renormalises_the_teachers_row():
 
 
 def rows_by_loops(model, images) -> list[np.ndarray]:
-    """Every block's attention of patches to patches, [B, H, 16, 16] float64: the softmax over all keys, in loops,
-    without the prefix tokens and divided by what is left."""
+    """Every block's attention of patches to patches, [B, H, 16, 16] float64: the softmax over
+    all keys, in loops, without the prefix tokens and divided by what is left."""
     model, prefix, found = copy.deepcopy(model).double(), model.num_prefix_tokens, []
 
     def attend(layer, attention, tokens):

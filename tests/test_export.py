@@ -1,4 +1,5 @@
-"""Export, verify and repair as a user meets them: interrupted, damaged, and compared with the teacher."""
+"""Export, verify and repair as a user meets them: interrupted, damaged, and compared with the
+teacher."""
 
 import itertools
 import json

@@ -129,7 +129,8 @@ def make_bucket(filer_port: int, name: str) -> bool:
 
 
 class Proxy(socketserver.ThreadingTCPServer):
-    """Passes bytes to ``port`` until ``limit`` of them went there; then every connection is cut and none accepted."""
+    """Passes bytes to ``port`` until ``limit`` of them went there; then every connection is cut
+    and none accepted."""
 
     daemon_threads = True
 

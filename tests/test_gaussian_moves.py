@@ -1,4 +1,5 @@
-"""Gaussians that move with their image: against pixel arithmetic, loops, and the maps they stand for."""
+"""Gaussians that move with their image: against pixel arithmetic, loops, and the maps they stand
+for."""
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ def geometry(*rows: tuple[tuple[float, float], tuple[float, float]]) -> Geometry
 
 
 def token_shift(grid: tuple[int, int], x: int, y: int) -> Geometry:
-    """The view starts x tokens to the right of the image's first and y below it: two borders are w tokens apart."""
+    """The view starts x tokens to the right of the image's first and y below it: two borders are
+    w tokens apart."""
     return geometry(((2 * x / grid[1], 2 * y / grid[0]), (1.0, 1.0)))
 
 
@@ -34,7 +36,8 @@ FLIP = geometry(((0.0, 0.0), (-1.0, 1.0)))
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7), (14, 14)])
 @pytest.mark.parametrize("patch", [2, 5])
 def test_token_coordinates_of_a_geometry_follow_from_pixels(grid, patch):
-    """A view that starts at pixel ``start`` and has ``extent`` of the image's pixels, mirrored along x."""
+    """A view that starts at pixel ``start`` and has ``extent`` of the image's pixels, mirrored
+    along x."""
     n = np.array([grid[1], grid[0]])
     pixels = n * patch
     start, extent = np.array([3.0, -2.5]), pixels * [0.6, 1.3]
@@ -143,7 +146,8 @@ def test_a_shift_by_whole_tokens_takes_exactly_their_gaussians_and_back_is_the_i
 
 @pytest.mark.parametrize("x,y", [(0, 0), (2, 0), (-1, 1), (2, -2)])
 def test_a_crop_at_tokens_shows_the_part_of_the_map_that_it_shows_of_the_image(x, y):
-    """Gaussians well inside both image and view, so that no attention falls off the border of either."""
+    """Gaussians well inside both image and view, so that no attention falls off the border of
+    either."""
     grid, n = (9, 9), 9
     generator = torch.Generator().manual_seed(3)
     pixels = 3.5 + torch.rand(
@@ -169,7 +173,8 @@ def test_a_crop_at_tokens_shows_the_part_of_the_map_that_it_shows_of_the_image(x
 )
 @settings(max_examples=30, deadline=None)
 def test_any_view_looks_at_the_point_of_the_image_that_was_learned(seed, offset, scale, mirrored):
-    """All queries share one Gaussian, so that only the change of coordinates is left; and back is the identity."""
+    """All queries share one Gaussian, so that only the change of coordinates is left; and back
+    is the identity."""
     grid = (4, 6)
     where = geometry(((offset, -offset), (-scale if mirrored else scale, 2.2 - scale)))
     stored = gaussians_of(seed, 1, 1, 1).expand(1, 1, 24, 4)
@@ -203,7 +208,8 @@ def test_no_geometry_returns_the_gaussians_themselves():
 
 
 def test_gradients_reach_the_stored_gaussians():
-    """A move is affine, so a step in any direction changes it by the gradient times the step, whatever its length."""
+    """A move is affine, so a step in any direction changes it by the gradient times the step,
+    whatever its length."""
     where = geometry(((0.1, -0.2), (-0.6, 0.8)), ((0.4, 0.0), (1.0, 1.0)))
     stored = gaussians_of(2, 2, 3, 12).requires_grad_()
     weights, step = torch.randn(2, 3, 12, 4), torch.randn(2, 3, 12, 4)
@@ -233,7 +239,8 @@ def test_a_view_beyond_the_border_takes_the_border_querys_gaussian():
 
 
 def test_query_coordinates_of_a_view_are_the_positions_that_move_reads():
-    """Stored means that hold their own query's position come back as the view's own query positions."""
+    """Stored means that hold their own query's position come back as the view's own query
+    positions."""
     grid, where = (
         (5, 5),
         geometry(((0.1, -0.15), (0.6, 0.7))),

@@ -98,7 +98,8 @@ def test_gradient_of_the_expected_map_is_exact():
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7)])
 def test_sampled_attention_equals_grid_sample(grid):
-    """W V with W the bilinear weights is torch's grid_sample of V with aligned corners and border padding."""
+    """W V with W the bilinear weights is torch's grid_sample of V with aligned corners and
+    border padding."""
     torch.manual_seed(0)
     B, H, d_m, (h, w) = 2, 3, 5, grid
     T = h * w

@@ -1,4 +1,5 @@
-"""Rows of single images: their own Adam, against torch's; in memory and in files; killed and continued."""
+"""Rows of single images: their own Adam, against torch's; in memory and in files; killed and
+continued."""
 
 import os
 import signal
@@ -20,7 +21,8 @@ def folder_of(place, tmp_path):
 
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
-    """Fits every row to a target of its own; every image once an epoch, in an order that the epoch determines."""
+    """Fits every row to a target of its own; every image once an epoch, in an order that the
+    epoch determines."""
     target = torch.randn(
         len(state), *state.initial_row.shape, generator=torch.Generator().manual_seed(7)
     )
@@ -57,7 +59,8 @@ def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch(plac
 
 
 def test_a_row_counts_its_own_steps():
-    """A row that is updated for the first time late gets the bias correction of a first step: it moves by lr."""
+    """A row that is updated for the first time late gets the bias correction of a first step: it
+    moves by lr."""
     state = ImageState(2, torch.zeros(1), lr=0.1)
     for _ in range(50):
         state.update(torch.tensor([0]), torch.ones(1, 1))
@@ -135,7 +138,8 @@ def test_an_update_is_seen_before_the_epoch_ends(tmp_path):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupted_epoch_is_repeated_exactly(place, tmp_path):
-    """Half an epoch after the checkpoint is thrown away; the run goes on as if it had never been."""
+    """Half an epoch after the checkpoint is thrown away; the run goes on as if it had never
+    been."""
     unbroken = ImageState(10, torch.zeros(6), lr=0.1)
     train(unbroken, 5)
     state = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
@@ -248,9 +252,10 @@ def test_a_random_start_depends_on_seed_and_image_id_alone():
 
 
 def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
-    """Stored to 2^-9, a moment is off by at most 0.2 % a step. Over 30 noisy steps these roundings, of either sign, add
-    up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's length lr. The rows, which moved by up to 30 lr, stay
-    within half an lr of float32's at worst, and within 0.05 lr on average."""
+    """Stored to 2^-9, a moment is off by at most 0.2 % a step. Over 30 noisy steps these
+    roundings, of either sign, add up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's
+    length lr. The rows, which moved by up to 30 lr, stay within half an lr of float32's at
+    worst, and within 0.05 lr on average."""
     N, R, epochs, lr = 20, 200, 30, 0.1
     states = [
         ImageState(N, torch.zeros(R), lr=lr, moments_dtype=dtype)

@@ -137,7 +137,7 @@ def test_an_old_phase_a_with_rows_in_files_is_continued(tmp_path):
     rows = phase_a.run(config.load(run / "config.yaml"), run, resume=True)
     assert [row["epoch"] for row in rows] == [1, 2, 3]
     assert rows[0]["train_loss"] == EXPECTED["rows_in_files"][0]["train_loss"]
-    for row, expected in zip(rows, EXPECTED["rows_in_files"]):
+    for row, expected in zip(rows, EXPECTED["rows_in_files"], strict=True):
         assert row["train_loss"] == pytest.approx(expected["train_loss"], abs=0.05)
     assert (
         torch.load(run / "phase_a/checkpoint/state.pt", weights_only=True)["rows"][

@@ -1,4 +1,5 @@
-"""Phase B as a whole, small: every student learns from every kind of store, under augmentation, and exports to ONNX."""
+"""Phase B as a whole, small: every student learns from every kind of store, under augmentation,
+and exports to ONNX."""
 
 import json
 from pathlib import Path
@@ -302,7 +303,8 @@ def test_mixup_in_phase_a_and_unfollowable_augmentation_are_refused():
 
 
 def test_calibration_error_by_hand():
-    """Ten images with confidence 0.8 of which 6 are right, ten with 0.6 of which all are: (0.2 + 0.4) / 2."""
+    """Ten images with confidence 0.8 of which 6 are right, ten with 0.6 of which all are: (0.2 +
+    0.4) / 2."""
     sure, unsure = torch.log(torch.tensor([0.8, 0.2])), torch.log(torch.tensor([0.6, 0.4]))
     logits = torch.stack([sure] * 10 + [unsure] * 10)
     labels = torch.tensor([0] * 6 + [1] * 4 + [0] * 10)

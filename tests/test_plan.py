@@ -1,4 +1,5 @@
-"""What a run needs: the paper's counts, the store's own sizes, the files that phase A really writes."""
+"""What a run needs: the paper's counts, the store's own sizes, the files that phase A really
+writes."""
 
 import dataclasses
 import json

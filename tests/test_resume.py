@@ -1,4 +1,5 @@
-"""Killed at any moment and resumed, a run ends with the metrics and the student of an unbroken one."""
+"""Killed at any moment and resumed, a run ends with the metrics and the student of an unbroken
+one."""
 
 import json
 import multiprocessing

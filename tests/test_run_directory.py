@@ -1,4 +1,5 @@
-"""A run directory: found again without being named, several students of one teacher, one process at a time."""
+"""A run directory: found again without being named, several students of one teacher, one process
+at a time."""
 
 import json
 import os

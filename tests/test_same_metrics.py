@@ -1,7 +1,7 @@
 """What a seed gives stays what version 0.1 gave: the metrics of two small runs on the digits.
 
-``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must give
-the same bits; elsewhere sums are rounded in another order.
+``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must
+give the same bits; elsewhere sums are rounded in another order.
 """
 
 import json

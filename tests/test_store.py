@@ -1,4 +1,5 @@
-"""The store as a user of it alone meets it: what goes in comes out, and every mistake is answered in one line."""
+"""The store as a user of it alone meets it: what goes in comes out, and every mistake is
+answered in one line."""
 
 import os
 import pickle
@@ -245,7 +246,8 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
 
 
 def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:
-    """The expected attention map of one query on an n x n grid, in float64, written from its closed form."""
+    """The expected attention map of one query on an n x n grid, in float64, written from its
+    closed form."""
     from math import erf, exp, pi, sqrt
 
     def axis(mean: float, std: float) -> np.ndarray:

@@ -189,7 +189,7 @@ def test_any_file_put_in_the_place_of_another_is_found(tmp_path_factory, data):
             assert bool(store.verify(url)) != same
             rows = store.open(url).gather(np.arange(7))
         except store.StoreError as error:
-            assert not same and "\n" not in str(error)
+            assert not same and "\n" not in str(error)  # noqa: PT017
         else:
             assert all(np.array_equal(rows[name], truth[name]) for name in truth)
     finally:

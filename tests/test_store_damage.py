@@ -1,4 +1,5 @@
-"""Nothing wrong is ever read: any changed bit or lost file of a store is found, named, and can be written again."""
+"""Nothing wrong is ever read: any changed bit or lost file of a store is found, named, and can
+be written again."""
 
 import json
 import shutil

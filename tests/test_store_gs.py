@@ -1,4 +1,5 @@
-"""A store under a gs:// URL, against a server on loopback that speaks the few requests of Google's JSON API it needs."""
+"""A store under a gs:// URL, against a server on loopback that speaks the few requests of
+Google's JSON API it needs."""
 
 import http.server
 import json

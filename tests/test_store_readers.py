@@ -1,4 +1,5 @@
-"""A store is read by zarr-python, tensorstore and zarrita with no code of ours, and all see the same numbers."""
+"""A store is read by zarr-python, tensorstore and zarrita with no code of ours, and all see the
+same numbers."""
 
 import hashlib
 import json

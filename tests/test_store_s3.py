@@ -1,4 +1,5 @@
-"""A store on object storage, read by zarr-python's own object store (see test_export_s3.py for the commands)."""
+"""A store on object storage, read by zarr-python's own object store (see test_export_s3.py for
+the commands)."""
 
 import numpy as np
 import pytest

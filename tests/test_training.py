@@ -1,4 +1,5 @@
-"""The pieces of a training loop: updates against plain torch, epochs with their log and checkpoints."""
+"""The pieces of a training loop: updates against plain torch, epochs with their log and
+checkpoints."""
 
 import json
 

@@ -53,7 +53,8 @@ def test_warm_start_copies_all_but_q_and_k(attention):
 
 
 def prior() -> list[torch.Tensor]:
-    """A map for each of two blocks, [1, 4, 16, 16]: heads that look up, left, around and everywhere."""
+    """A map for each of two blocks, [1, 4, 16, 16]: heads that look up, left, around and
+    everywhere."""
     torch.manual_seed(1)
     y, x = torch.meshgrid(torch.linspace(-1, 1, 4), torch.linspace(-1, 1, 4), indexing="ij")
     here = torch.stack([x, y], dim=-1).view(1, 16, 2)

@@ -51,7 +51,7 @@ def box(
 
 def arrow(axes: Axes, corners: list[tuple], text: str, at: tuple, linestyle: str = "-") -> None:
     """A line through ``corners`` that ends in an arrow head, and its text."""
-    axes.plot(*zip(*corners[:-1]), color=INK, linewidth=1.2, linestyle=linestyle)
+    axes.plot(*zip(*corners[:-1], strict=True), color=INK, linewidth=1.2, linestyle=linestyle)
     axes.annotate(
         "",
         corners[-1],
@@ -133,12 +133,16 @@ def tokens(axes: Axes, weights: np.ndarray, title: str, note: str) -> None:
 
 def pixels(values: torch.Tensor) -> tuple[float, float]:
     """Token coordinates of a normalised (x, y)."""
-    return tuple((float(value) + 1) / 2 * (n - 1) for value, n in zip(values, reversed(GRID)))
+    return tuple(
+        (float(value) + 1) / 2 * (n - 1) for value, n in zip(values, reversed(GRID), strict=True)
+    )
 
 
 def show_gaussian(axes: Axes) -> None:
     x, y = pixels(GAUSSIAN[:2])
-    std_x, std_y = (float(std) * (n - 1) / 2 for std, n in zip(GAUSSIAN[2:], reversed(GRID)))
+    std_x, std_y = (
+        float(std) * (n - 1) / 2 for std, n in zip(GAUSSIAN[2:], reversed(GRID), strict=True)
+    )
     for times in (1, 2):
         axes.add_patch(
             Ellipse(

@@ -11,9 +11,10 @@ from gaupipe.attention.functional import StudentAttention, matrix_of_mh
 class AttentionX(StudentAttention):
     """Update (V - gamma MH) W, the consensus discrepancy (*AttentionX, eqs. 10-11*).
 
-    ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses ``gamma`` = 1;
-    without it, gamma > 1 (3 for language). A token left without any key (the first one of a causal sequence) attends to
-    nothing: MH = 0, update V W, and its row of log-probabilities is -inf throughout, as the diagonal is.
+    ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
+    ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
+    one of a causal sequence) attends to nothing: MH = 0, update V W, and its row of
+    log-probabilities is -inf throughout, as the diagonal is.
     """
 
     def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:
@@ -51,7 +52,8 @@ class AttentionX(StudentAttention):
 
 
 def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The additive mask in the type of q [B, H, T, d_m] that hides the diagonal and what else is not to be seen."""
+    """The additive mask in the type of q [B, H, T, d_m] that hides the diagonal and what else is
+    not to be seen."""
     tokens = q.shape[-2]
     hidden = torch.eye(tokens, dtype=torch.bool, device=q.device)
     if is_causal:

@@ -15,9 +15,11 @@ SIGNALS = {
 
 
 class BeliefAttention(StudentAttention):
-    """Update D W, D the part of MH perpendicular to V per token, over all heads together (*BeliefFormer, eqs. 10-14*).
+    """Update D W, D the part of MH perpendicular to V per token, over all heads together
+    (*BeliefFormer, eqs. 10-14*).
 
-    ``signal``: "perpendicular" (D) or, as ablations, "projected" (MH - D) and "value" (V) (*Belief2, figure 3*).
+    ``signal``: "perpendicular" (D) or, as ablations, "projected" (MH - D) and "value" (V)
+    (*Belief2, figure 3*).
     """
 
     def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:

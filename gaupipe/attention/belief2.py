@@ -1,4 +1,5 @@
-"""Belief2-attention: the projected component gets a projection of its own, and scores a symmetric part."""
+"""Belief2-attention: the projected component gets a projection of its own, and scores a
+symmetric part."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
 
 class Belief2Attention(StudentAttention):
-    """Update D W + phi(a V) W_p, with scores (Q K' + Z Z') / sqrt(d_m) (*Belief2, eqs. 11-17*). Adds ``proj_parallel``
-    (W_p, d x d) and, with ``zz``, ``z`` (W_Z, d x d).
+    """Update D W + phi(a V) W_p, with scores (Q K' + Z Z') / sqrt(d_m) (*Belief2, eqs. 11-17*).
+    Adds ``proj_parallel`` (W_p, d x d) and, with ``zz``, ``z`` (W_Z, d x d).
 
-    ``activation`` is phi: "gelu" or "silu" from scratch, "identity" for pretrained weights, where W_p = W and Z = 0 is
-    standard attention (*Belief2, proposition 1*). The paper advises ``zz=False`` for pretrained weights.
+    ``activation`` is phi: "gelu" or "silu" from scratch, "identity" for pretrained weights, where
+    W_p = W and Z = 0 is standard attention (*Belief2, proposition 1*). The paper advises
+    ``zz=False`` for pretrained weights.
     """
 
     conversion_options = {"activation": "identity"}
@@ -51,7 +53,8 @@ class Belief2Attention(StudentAttention):
             nn.init.normal_(self.z.weight, std=1e-5)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q K' + Z Z'."""
+        """Q, K and V; with ``zz`` [Q, Z] and [K, Z] of twice the head width, whose product is Q
+        K' + Z Z'."""
         q, k, v = super().project(x)
         if self.z is None:
             return q, k, v

@@ -1,4 +1,5 @@
-"""Belief-attention*: perpendicular over all heads together and head by head, each with its projection."""
+"""Belief-attention*: perpendicular over all heads together and head by head, each with its
+projection."""
 
 from __future__ import annotations
 
@@ -22,11 +23,12 @@ MULTIPLIED = {
 
 
 class BeliefStarAttention(StudentAttention):
-    """Update D W + D_s W_s, D perpendicular to V over all heads together and D_s in each head (*BeliefFormer,
-    eqs. 15-17*; *Belief2, eqs. 2-7*). Adds ``proj_local`` (W_s, d x d).
+    """Update D W + D_s W_s, D perpendicular to V over all heads together and D_s in each head
+    (*BeliefFormer, eqs. 15-17*; *Belief2, eqs. 2-7*). Adds ``proj_local`` (W_s, d x d).
 
-    ``signal``: "perpendicular" (D, D_s) or, as ablations, "projected" (MH - D, MH - D_s) (*Belief2, figure 3*) and
-    "concat" (MH, V), which is [MH, V] through one projection of twice the size (*BeliefFormer, appendix C*).
+    ``signal``: "perpendicular" (D, D_s) or, as ablations, "projected" (MH - D, MH - D_s) (*Belief2,
+    figure 3*) and "concat" (MH, V), which is [MH, V] through one projection of twice the size
+    (*BeliefFormer, appendix C*).
     """
 
     def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:

@@ -19,8 +19,8 @@ from gaupipe.errors import UserError
 
 
 class StudentAttention(Attention):
-    """Base of the student attentions: project, attend, combine. Arguments and parameters are those of timm's
-    ``Attention``, so that its weights load.
+    """Base of the student attentions: project, attend, combine. Arguments and parameters are those
+    of timm's ``Attention``, so that its weights load.
 
     A variant overrides :meth:`combine`, which turns what standard attention would hand to its
     output projection into the update that the block adds to its tokens; if it compares other things
@@ -70,7 +70,8 @@ class StudentAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel. A query without a key gets zeros."""
+        """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel. A query without a key
+        gets zeros."""
         if attn_mask is not None and is_causal:
             attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
         return F.scaled_dot_product_attention(
@@ -84,8 +85,8 @@ class StudentAttention(Attention):
         )
 
     def log_rows(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32. A masked key has
-        log-probability -inf, also in the row of a query without any key."""
+        """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32.
+        A masked key has log-probability -inf, also in the row of a query without any key."""
         with torch.autocast(q.device.type, enabled=False):
             scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT  # [B, H, T, T]
         if is_causal:
@@ -93,13 +94,15 @@ class StudentAttention(Attention):
         return masked_log_softmax(scores, attn_mask)
 
     def merge(self, heads: Tensor, x: Tensor) -> Tensor:
-        """MH [B, T, d]: heads [B, H, T, d_m] concatenated, with timm's optional normalisation and gate (from x)."""
+        """MH [B, T, d]: heads [B, H, T, d_m] concatenated, with timm's optional normalisation
+        and gate (from x)."""
         mh = self.norm(merge_heads(heads))
         gate = getattr(self, "gate", None)
         return mh if gate is None else mh * gate(x).sigmoid()
 
     def perpendicular(self, mh: Tensor, v: Tensor) -> Tensor:
-        """D [B, T, d], the part of MH perpendicular to V; over all heads together unless a variant says otherwise."""
+        """D [B, T, d], the part of MH perpendicular to V; over all heads together unless a
+        variant says otherwise."""
         return perpendicular(mh, v)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
@@ -111,8 +114,8 @@ class StudentAttention(Attention):
     ) -> Tensor:
         """The update [B, T, d] that a block adds to its tokens x [B, T, d].
 
-        ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the scores;
-        ``is_causal`` hides the future. Given both, both hold.
+        ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the
+        scores; ``is_causal`` hides the future. Given both, both hold.
         """
         q, k, v = self.project(x)
         heads = self.attend(q, k, v, attn_mask, is_causal)
@@ -121,8 +124,9 @@ class StudentAttention(Attention):
     def forward_with_rows(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H, T, T]), rows being
-        log-probabilities in float32, -inf where a key is masked. The update is computed from these rows."""
+        """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H,
+        T, T]), rows being log-probabilities in float32, -inf where a key is masked. The update
+        is computed from these rows."""
         q, k, v = self.project(x)
         rows = self.log_rows(q, k, attn_mask, is_causal)
         heads = self.attn_drop(rows.exp()).to(v.dtype) @ v
@@ -130,14 +134,15 @@ class StudentAttention(Attention):
 
 
 def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
-    """What MH, or its part perpendicular to V, is multiplied by in :meth:`StudentAttention.matrices`;
-    for an ablation that does without both, its W."""
+    """What MH, or its part perpendicular to V, is multiplied by in
+    :meth:`StudentAttention.matrices`; for an ablation that does without both, its W."""
     found = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
     return sum(found[1:], found[0]) if found else next(iter(matrices.values()))
 
 
 def merge_heads(heads: Tensor) -> Tensor:
-    """[B, H, T, d_m] to [B, T, H * d_m]; a view for what a fused kernel returns and for Q, K and V."""
+    """[B, H, T, d_m] to [B, T, H * d_m]; a view for what a fused kernel returns and for Q, K and
+    V."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -156,8 +161,8 @@ def causal_mask(
 
 
 def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Log-softmax of scores [B, H, T, T] over the keys, under a boolean or additive mask. A query without a key has
-    a row of -inf, whose exponential is what a fused kernel uses: zeros."""
+    """Log-softmax of scores [B, H, T, T] over the keys, under a boolean or additive mask. A
+    query without a key has a row of -inf, whose exponential is what a fused kernel uses: zeros."""
     if attn_mask is None:
         return scores.log_softmax(-1)
     if attn_mask.dtype == torch.bool:
@@ -186,5 +191,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def per_head(
     combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int
 ) -> Tensor:
-    """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come back as [B, T, d]."""
+    """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come
+    back as [B, T, d]."""
     return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)

@@ -9,10 +9,11 @@ from gaupipe.gaussians import outer, point_axes
 
 
 class GaussianAttention(nn.Module):
-    """Reads V where the queries' Gaussians point, then projects (*GauTransformer, eq. 8*). There are no Q and K.
+    """Reads V where the queries' Gaussians point, then projects (*GauTransformer, eq. 8*). There
+    are no Q and K.
 
-    Takes the arguments of timm's ``Attention``; those that concern queries and keys are ignored. There is no class
-    token (the grid has no cell for one).
+    Takes the arguments of timm's ``Attention``; those that concern queries and keys are ignored.
+    There is no class token (the grid has no cell for one).
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class GaussianAttention(nn.Module):
         return self.combine(outer(*axes).to(v.dtype) @ v)
 
     def at_points(self, x: Tensor, points: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Residual update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T, 2], (x, y) in
-        normalised coordinates, by bilinear interpolation.
+        """Residual update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H,
+        T, 2], (x, y) in normalised coordinates, by bilinear interpolation.
 
-        The same numbers as :meth:`forward` with :func:`gaupipe.gaussians.point_axes`. On a CPU torch's grid_sample is the
-        faster way; elsewhere its gradient adds up in no fixed order, and a run would not repeat.
+        The same numbers as :meth:`forward` with :func:`gaupipe.gaussians.point_axes`. On a CPU
+        torch's grid_sample is the faster way; elsewhere its gradient adds up in no fixed order, and
+        a run would not repeat.
         """
         if x.device.type != "cpu":
             return self(x, point_axes(points, grid))

@@ -1,7 +1,8 @@
-"""Gradients by hand: the orthogonal projection, and fused attention that also gives its log-normaliser.
+"""Gradients by hand: the orthogonal projection, and fused attention that also gives its
+log-normaliser.
 
-Every function here has a plain counterpart with the same values; these make fewer passes over memory.
-Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
+Every function here has a plain counterpart with the same values; these make fewer passes over
+memory. Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def project_out(m: Tensor, v: Tensor) -> Tensor:
 
 
 LARGEST_SCALE = {torch.float32: 2.0**90, torch.float64: 2.0**700}
-"""Brings the shortest v there is to a length that can be squared; 1 / this does so for the longest."""
+"""Brings the shortest v there is to a length that can be squared; 1 / this does so for the
+longest."""
 
 SHORTEST_WITH_GRADIENT = {torch.float32: 1e-30, torch.float64: 1e-270}
 

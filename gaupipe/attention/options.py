@@ -35,8 +35,8 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
 def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
     """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options.
 
-    timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle as
-    ever. Raises UserError for an option that ``cls`` does not have.
+    timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle
+    as ever. Raises UserError for an option that ``cls`` does not have.
     """
     check_options(cls, options)
 

@@ -9,8 +9,8 @@ from gaupipe.attention.kernels import perpendicular
 
 
 class ExclusiveAttention(StudentAttention):
-    """Update D_s W, D_s the part of MH perpendicular to V in each head (*BeliefFormer, eqs. 15-16*, alone: the case
-    W = 0 of *Belief2, eq. 7*)."""
+    """Update D_s W, D_s the part of MH perpendicular to V in each head (*BeliefFormer, eqs.
+    15-16*, alone: the case W = 0 of *Belief2, eq. 7*)."""
 
     def matrices(self) -> dict[str, Tensor]:
         return {"D_s": self.proj.weight}
