@@ -15,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.augment import Mix, mixed_map
 from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
-from gaupipe.losses import FLOOR, feature_loss
+from gaupipe.losses import feature_loss
 from gaupipe.models import run_blocks
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 @dataclass
@@ -159,7 +162,9 @@ def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
     rows = outer(rows_y, rows_x)
     if hidden is None:
         return rows
-    rows = rows.clamp_min_(FLOOR).masked_fill_(hidden, 0.0)
+    rows = rows.clamp_min_(SMALLEST).masked_fill_(
+        hidden, 0.0
+    )  # a row of hidden keys becomes uniform
     return rows.div_(rows.sum(-1, keepdim=True))
 
 
@@ -176,7 +181,7 @@ class _MapTimesKeys(torch.autograd.Function):
         if hidden is None:
             entropy = torch.special.entr(rows_y).sum(-1) + torch.special.entr(rows_x).sum(-1)
         else:
-            entropy = -torch.linalg.vecdot(rows, rows.clamp_min(FLOOR).log_())
+            entropy = -torch.linalg.vecdot(rows, rows.clamp_min(SMALLEST).log_())
         ctx.mark_non_differentiable(entropy)
         return rows.to(k.dtype) @ k, entropy
 

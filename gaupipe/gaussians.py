@@ -24,6 +24,11 @@ MIN_STD_PIXELS, MAX_STD_PIXELS = 1e-3, 2e3
 is on the borders."""
 
 
+MAX_LOG_STD = 11.0
+"""Larger ones change nothing but overflow: exp(11) is more than MAX_STD_PIXELS on every grid, and
+the largest power that a float16 store can hold."""
+
+
 def initial_raw(parametrisation: str) -> Tensor:
     """The raw numbers [P] of a Gaussian with mean 0 and std 1 (*GauTransformer, section 3.2*: mu
     0, sigma 1)."""
@@ -35,13 +40,14 @@ def initial_raw(parametrisation: str) -> Tensor:
 def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
     """Turns raw learned numbers [..., P] into Gaussians [..., 4], float32.
 
-    ``loc_scale``: (mean_x, mean_y, log std_x, log std_y). ``paper``: (mu_s, sigma_s, mu_l,
-    sigma_l), each for x and y, with mean = (mu_s + mu_l) / sigma_l^2 and std = |sigma_s| /
-    sigma_l^2 (*GauTransformer, eq. 5*; the sign of sigma_s does not change the distribution).
+    ``loc_scale``: (mean_x, mean_y, log std_x, log std_y), log std at most ``MAX_LOG_STD``.
+    ``paper``: (mu_s, sigma_s, mu_l, sigma_l), each for x and y, with mean = (mu_s + mu_l) /
+    sigma_l^2 and std = |sigma_s| / sigma_l^2 (*GauTransformer, eq. 5*; the sign of sigma_s does not
+    change the distribution).
     """
     raw = raw.float()
     if parametrisation == "loc_scale":
-        return torch.cat([raw[..., :2], raw[..., 2:].exp()], dim=-1)
+        return torch.cat([raw[..., :2], raw[..., 2:].clamp_max(MAX_LOG_STD).exp()], dim=-1)
     mu_s, sigma_s, mu_l, sigma_l = raw.split(2, dim=-1)
     shrink = sigma_l.square().clamp_min(1e-6)
     return torch.cat([(mu_s + mu_l) / shrink, sigma_s.abs() / shrink], dim=-1)
@@ -96,24 +102,38 @@ def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Gaussians [..., T, 4] of a grid's queries for the queries of another grid: [..., T', 4],
-    by bilinear interpolation between tokens. In normalised coordinates means and stds fit any
-    grid, so only the queries change."""
-    shape = gaussians.shape
+    """Gaussians [..., T, 4] on a grid (h, w) for the queries of another grid: [..., T', 4].
+
+    Both grids divide the same image, border to border, so a query of the new grid takes the
+    Gaussian at its own position in the image: bilinear interpolation between the queries around it,
+    and beyond the outermost centres the nearest query's. Its coordinates then become those of the
+    new grid, in which -1 and +1 are other positions (:func:`token_stretch`): means and stds are
+    multiplied by (n - 1) / n * n' / (n' - 1) along an axis of n, then n', tokens. Along an axis
+    that has one token before or after, both become 0.
+    """
+    shape, (h, w) = gaussians.shape, new_grid
     planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)  # [..., 4, h, w]
     planes = torch.nn.functional.interpolate(
-        planes, size=new_grid, mode="bilinear", align_corners=True
+        planes, size=new_grid, mode="bilinear", align_corners=False
     )
-    return planes.permute(0, 2, 3, 1).reshape(*shape[:-2], new_grid[0] * new_grid[1], 4)
+    taken = planes.permute(0, 2, 3, 1).reshape(*shape[:-2], h * w, 4)
+    factor = [
+        new / old if old else 0.0
+        for old, new in zip(token_stretch(grid), token_stretch(new_grid), strict=True)
+    ]
+    return taken * taken.new_tensor([*factor, *factor])
 
 
-def query_coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
-    """Normalised (x, y) of every token, [T, 2], row-major. An axis of one token sits at 0."""
-    y, x = (
-        torch.linspace(-1, 1, n, device=device) if n > 1 else torch.zeros(1, device=device)
-        for n in grid
-    )
-    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1).reshape(-1, 2)
+def token_stretch(grid: tuple[int, int]) -> list[float]:
+    """(x, y) of the border of the image in token coordinates of a grid (h, w): n / (n - 1).
+
+    On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in border
+    coordinates, in which -1 and +1 are the image's borders, and s = e * n / (n - 1) in token
+    coordinates, as the outer centres lie half a patch inside. An axis of one token has one
+    position, 0, and the stretch 0.
+    """
+    h, w = grid
+    return [n / (n - 1) if n > 1 else 0.0 for n in (w, h)]
 
 
 def _pixels(s: Tensor, n: int) -> Tensor:
@@ -138,22 +158,24 @@ def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
     With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an
     inner key is the second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what
     lies beyond them. Large terms would cancel there, so R(a) is split into its kink max(0, m - a),
-    whose differences are exact, and a small even rest.
+    whose differences are exact, and a small even rest, which vanishes on both sides of the mean:
+    also the smallest weights have a small relative error.
     """
     if n == 1:
         return torch.ones_like(mean).unsqueeze(-1)
-    m, s = _pixels(mean, n), (std * ((n - 1) / 2)).clamp_min(MIN_STD_PIXELS)
-    shrink = (MAX_STD_PIXELS / s).clamp_max(1)
-    m, s = m * shrink, (s * shrink).unsqueeze(-1)
+    m, pixels = _pixels(mean, n), std * ((n - 1) / 2)
+    m = m * (MAX_STD_PIXELS / pixels.clamp_min(MAX_STD_PIXELS))
+    s = pixels.clamp(MIN_STD_PIXELS, MAX_STD_PIXELS).unsqueeze(-1)
     distance = _distances(m, n)
     far = distance.abs()
-    z = far / s
-    density = torch.exp(-0.5 * z.square()) * (1 / math.sqrt(2 * math.pi))
-    rest = s * density - far * torch.special.ndtr(-z)
-    # R(j) - R(j+1) for j = 0 ... n-2: 1 far left of the mean, 0 far right of it.
+    z = far / (s * math.sqrt(2))
+    # s phi - far Phi(-z), with Phi by erfc: in float32 ndtr gives up five stds from the mean
+    rest = torch.sub(
+        s * math.sqrt(0.5 / math.pi) * torch.exp(-z.square()), far * torch.erfc(z), alpha=0.5
+    )
     # Where the mean lies on a token, the rest has a kink that cancels the ramp's: abs has the
     # derivative 0 there, and the ramp one half.
-    return _row(_ramp(distance) + rest[..., :-1] - rest[..., 1:]).clamp_min(0)
+    return _row(_ramp(distance), rest[..., :-1] - rest[..., 1:]).clamp_min(0)
 
 
 def _distances(u: Tensor, n: int) -> Tensor:
@@ -170,10 +192,17 @@ def _ramp(distance: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(distance[..., :-1], zero), one)
 
 
-def _row(slopes: Tensor) -> Tensor:
-    """Weights [..., n] of an axis from slopes [..., n-1]: the weight of all keys right of key j."""
-    inner = slopes[..., :-1] - slopes[..., 1:]
-    return torch.cat([1 - slopes[..., :1], inner, slopes[..., -1:]], dim=-1)
+def _row(slopes: Tensor, more: Tensor | None = None) -> Tensor:
+    """Weights [..., n] of an axis from slopes [..., n-1]: the weight of all keys right of key j.
+
+    ``more`` is added to the slopes, but only after their differences were taken: so what is small
+    in it does not drown.
+    """
+    first, inner, last = 1 - slopes[..., :1], slopes[..., :-1] - slopes[..., 1:], slopes[..., -1:]
+    if more is not None:
+        first, last = first - more[..., :1], last + more[..., -1:]
+        inner = inner + (more[..., :-1] - more[..., 1:])
+    return torch.cat([first, inner, last], dim=-1)
 
 
 @dataclass
@@ -193,14 +222,10 @@ class Geometry:
         """(offset, scale) of the same map in the coordinates of Gaussians, where -1 and +1 are the
         *centres* of the first and last token: [B, 2] each.
 
-        On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in
-        border coordinates, and s = e * n / (n - 1) in token coordinates, as the outer centres lie
-        half a patch inside the borders. Both have their origin in the middle, so the scale stays
-        and the offset grows by n / (n - 1). An axis of one token has one position, 0, and offset 0.
+        Both have their origin in the middle, so the scale stays and the offset grows by
+        :func:`token_stretch`.
         """
-        h, w = grid
-        stretch = [n / (n - 1) if n > 1 else 0.0 for n in (w, h)]
-        return self.offset * self.offset.new_tensor(stretch), self.scale
+        return self.offset * self.offset.new_tensor(token_stretch(grid)), self.scale
 
     def inverse(self) -> Geometry:
         """The geometry of the image in its view, which undoes this one."""

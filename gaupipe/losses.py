@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-FLOOR = 1e-8
-"""Less attention than this is rounding error of a float32 map, not something a student can learn
-from."""
 
 
 def hard_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -44,42 +39,38 @@ def feature_loss(
     hidden        keys that the student cannot see, bool broadcastable to [B, H, T, T]: the teacher's rows lose them too
                   and are renormalised
 
-    A key that the teacher gives less than ``FLOOR`` counts as having that much, so both directions
-    are finite.
+    A key that the teacher gives nothing adds nothing to KL(teacher || student). KL(student ||
+    teacher) would be infinite there: such a key counts as having the smallest normal number of the
+    map's type, 1.2e-38 in float32.
     """
-    teacher_rows = teacher_map.clamp_min(FLOOR).log()
     if hidden is not None:
-        teacher_rows = teacher_rows.masked_fill(hidden, -torch.inf)
+        teacher_map = without_keys(teacher_map, hidden)
     if temperature != 1.0:
         student_rows = (student_rows / temperature).log_softmax(-1)
-    if temperature != 1.0 or hidden is not None:
+    if hidden is not None:  # both sides get a 0 there, so that a hidden key adds nothing
+        student_rows = student_rows.masked_fill(hidden, 0.0)
+    if direction == "teacher_student":
+        if temperature != 1.0:
+            teacher_map = (teacher_map.log() / temperature).softmax(-1)
+        divergence = F.kl_div(student_rows, teacher_map, reduction="sum")
+    else:
+        teacher_rows = teacher_map.clamp_min(torch.finfo(teacher_map.dtype).tiny).log()
+        if hidden is not None:
+            teacher_rows = teacher_rows.masked_fill(hidden, -torch.inf)
         teacher_rows = (teacher_rows / temperature).log_softmax(-1)
-    if hidden is not None:  # equal on both sides, so that a hidden key adds nothing
-        student_rows, teacher_rows = (
-            student_rows.masked_fill(hidden, 0.0),
-            teacher_rows.masked_fill(hidden, 0.0),
-        )
-    target, given = (
-        (teacher_rows, student_rows)
-        if direction == "teacher_student"
-        else (student_rows, teacher_rows)
-    )
-    divergence = F.kl_div(given, target, log_target=True, reduction="sum")
+        if hidden is not None:
+            teacher_rows = teacher_rows.masked_fill(hidden, 0.0)
+        divergence = F.kl_div(teacher_rows, student_rows, log_target=True, reduction="sum")
     return divergence / student_rows[..., 0].numel()
 
 
-def feature_losses(
-    student_rows: Iterable[Tensor],
-    teacher_maps: Iterable[Tensor],
-    temperature: float = 1.0,
-    direction: str = "teacher_student",
-) -> Tensor:
-    """Sum over blocks of :func:`feature_loss`; both arguments hold one tensor per block."""
-    losses = [
-        feature_loss(student, teacher, temperature, direction)
-        for student, teacher in zip(student_rows, teacher_maps, strict=True)
-    ]
-    return sum(losses, start=torch.zeros(()))
+def without_keys(rows: Tensor, hidden: Tensor) -> Tensor:
+    """Rows [..., T] of a map without their ``hidden`` keys, summing to 1 again. What looks only at
+    hidden keys looks at all the others alike."""
+    rows = rows.masked_fill(hidden, 0.0)
+    left = rows.sum(-1, keepdim=True)
+    rows = torch.where(left == 0, (~hidden).to(rows.dtype), rows)
+    return rows / rows.sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
 
 
 def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:

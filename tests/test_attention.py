@@ -226,6 +226,7 @@ vectors = st.tuples(
 )
 
 
+@settings(deadline=None)
 @given(vectors)
 def test_the_perpendicular_component_is_orthogonal_to_v_and_not_longer_than_mh(case):
     rows, width, seed, size = case
@@ -312,6 +313,41 @@ def test_attentionx_gives_the_first_token_of_a_sequence_its_own_value():
     torch.testing.assert_close(update[:, 0], module.proj(value))
     update.sum().backward()
     assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lowest", ["finfo.min", "half of finfo.min", "-inf"])
+def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype, lowest):
+    """The first token of a causal sequence sees itself alone, and padding nothing: both read
+    nothing."""
+    torch.manual_seed(0)
+    module, x = (
+        ATTENTION["attentionx"](8, 2, qkv_bias=True).to(dtype),
+        torch.randn(2, 5, 8, dtype=dtype),
+    )
+    least = {
+        "finfo.min": torch.finfo(dtype).min,
+        "half of finfo.min": torch.finfo(dtype).min / 2,
+        "-inf": -torch.inf,
+    }
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    visible[:, 4] = visible[4] = False
+    mask = torch.zeros(5, 5, dtype=dtype).masked_fill(~visible, least[lowest])
+    for update, reference in (
+        (module(x, attn_mask=mask), module(x, attn_mask=visible)),
+        (
+            module.forward_with_rows(x, attn_mask=mask)[0],
+            module.forward_with_rows(x, attn_mask=visible)[0],
+        ),
+    ):
+        torch.testing.assert_close(update, reference)
+    changed = x.clone()
+    changed[:, 1:] += 1
+    torch.testing.assert_close(
+        module(changed, attn_mask=mask)[:, 0], module(x, attn_mask=mask)[:, 0]
+    )
+    rows = module.forward_with_rows(x, attn_mask=mask)[1]
+    assert (rows[..., [0, 4], :] == -torch.inf).all()
 
 
 # ---- what the classes promise beyond values -------------------------------------------------------------------------

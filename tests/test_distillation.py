@@ -218,12 +218,31 @@ def test_a_layer_map_and_mean_heads_and_a_dense_store():
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_a_finer_grid_keeps_the_gaussians_of_the_tokens_it_shares():
-    stored = gaussians(tokens=9)
-    fine = TeacherMaps(stored, (3, 3), [0, 1], match_grid=(5, 5)).map(0)
-    assert fine.shape == (B, H, 25, 25)
-    torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 25), atol=1e-4, rtol=0)
-    corners = fine.view(B, H, 5, 5, 25)[:, :, ::2, ::2].flatten(
-        2, 3
-    )  # every other token of 5 x 5 is one of 3 x 3
-    torch.testing.assert_close(corners, expected_map(stored[:, 0], (5, 5)), atol=1e-4, rtol=1e-3)
+def test_a_finer_grid_looks_at_the_same_places_of_the_image():
+    """Every coarse token is 3 x 3 fine ones, whose middle one has its position: a narrow
+    Gaussian at a coarse token's centre is one at the middle fine token's."""
+    along = torch.linspace(-1, 1, 3)
+    stored = torch.zeros(B, L, H, 9, 4)
+    stored[..., 0], stored[..., 1] = (
+        along.repeat(3),
+        along.repeat_interleave(3),
+    )  # every query at itself
+    stored[..., 2:] = 1e-4
+    fine = TeacherMaps(stored, (3, 3), [0, 1], match_grid=(9, 9)).map(0).view(B, H, 9, 9, 9, 9)
+    for y in (1, 4, 7):
+        for x in (1, 4, 7):
+            expected = torch.zeros(9, 9)
+            expected[y, x] = 1
+            torch.testing.assert_close(fine[0, 0, y, x], expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        fine[0, 0, 2, 4, 2, 4].item(), 1.0, atol=2e-3, rtol=0
+    )  # between queries as well
+    torch.testing.assert_close(
+        fine[0, 0, 0, 0, 1, 1].item(), 1.0, atol=2e-3, rtol=0
+    )  # beyond the outermost query
+
+
+def test_a_grid_of_another_shape_gives_rows():
+    fine = TeacherMaps(gaussians(tokens=9), (3, 3), [0, 1], match_grid=(5, 4)).map(0)
+    assert fine.shape == (B, H, 20, 20)
+    torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 20), atol=1e-4, rtol=0)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gaupipe.gaussians import Geometry, expected_map, move, query_coordinates
+from gaupipe.gaussians import Geometry, expected_map, move, resample_queries
 
 GRIDS = [(4, 4), (3, 7), (1, 5), (8, 8)]
 
@@ -28,6 +28,18 @@ def token_shift(grid: tuple[int, int], x: int, y: int) -> Geometry:
     """The view starts x tokens to the right of the image's first and y below it: two borders are
     w tokens apart."""
     return geometry(((2 * x / grid[1], 2 * y / grid[0]), (1.0, 1.0)))
+
+
+def centres(grid: tuple[int, int]) -> torch.Tensor:
+    """(x, y) of every token in token coordinates, [T, 2], row-major."""
+    h, w = grid
+    return torch.tensor(
+        [
+            [2 * x / max(w - 1, 1) - (w > 1), 2 * y / max(h - 1, 1) - (h > 1)]
+            for y in range(h)
+            for x in range(w)
+        ]
+    )
 
 
 FLIP = geometry(((0.0, 0.0), (-1.0, 1.0)))
@@ -245,6 +257,59 @@ def test_query_coordinates_of_a_view_are_the_positions_that_move_reads():
         (5, 5),
         geometry(((0.1, -0.15), (0.6, 0.7))),
     )  # inside the image: nothing is clamped
-    position = query_coordinates(grid)
+    position = centres(grid)
     stored = torch.cat([position, torch.ones_like(position)], dim=-1)[None]
     torch.testing.assert_close(move(stored, where, grid)[0, :, :2], position, atol=1e-5, rtol=0)
+
+
+def borders(grid: tuple[int, int], points: np.ndarray) -> np.ndarray:
+    """Points (x, y) in token coordinates of a grid -> positions in the image, whose borders are
+    0 and 1."""
+    n = np.array([grid[1], grid[0]])
+    return ((points + 1) / 2 * (n - 1) + 0.5) / n
+
+
+@pytest.mark.parametrize(
+    "grid,new_grid",
+    [((4, 4), (8, 8)), ((7, 7), (14, 7)), ((6, 8), (3, 5)), ((3, 3), (9, 15)), ((2, 5), (5, 2))],
+)
+def test_queries_of_another_grid_look_at_the_same_places_of_the_image(grid, new_grid):
+    """Means that are an affine function of the query's place in the image stay that, between the
+    outermost centres."""
+    here = borders(grid, centres(grid).numpy())  # [T, 2], positions in the image
+    matrix, shift, std = (
+        np.array([[0.7, -0.2], [0.1, 0.5]]),
+        np.array([0.05, 0.2]),
+        np.array([0.13, 0.3]),
+    )
+    n, m = np.array([grid[1], grid[0]]), np.array([new_grid[1], new_grid[0]])
+
+    def gaussian(positions: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """Token coordinates, on a grid of n tokens, of what the queries at these positions look
+        at."""
+        mean = ((positions @ matrix.T + shift) * n - 0.5) / (n - 1) * 2 - 1
+        return np.concatenate([mean, np.broadcast_to(std * n / (n - 1) * 2, mean.shape)], axis=1)
+
+    stored = torch.from_numpy(gaussian(here, n)).float()
+    found = resample_queries(stored.expand(2, 3, -1, 4), grid, new_grid)
+    assert found.shape == (2, 3, new_grid[0] * new_grid[1], 4)
+    there = borders(new_grid, centres(new_grid).numpy())
+    nearest = there.clip(0.5 / n, 1 - 0.5 / n)  # no query was learned further out
+    np.testing.assert_allclose(found[1, 2], gaussian(nearest, m), atol=2e-6)
+
+
+def test_queries_of_the_same_grid_keep_their_gaussians_and_back_is_the_identity():
+    stored = gaussians_of(0, 2, 12)
+    torch.testing.assert_close(resample_queries(stored, (3, 4), (3, 4)), stored)
+    finer = resample_queries(stored, (3, 4), (9, 12))  # every third token's centre is an old one's
+    old = finer.view(2, 9, 12, 4)[:, 1::3, 1::3].flatten(1, 2)
+    factor = torch.tensor([3 / 4 * 12 / 11, 2 / 3 * 9 / 8]).repeat(2)
+    torch.testing.assert_close(old, stored * factor)
+
+
+def test_gaussians_along_an_axis_of_one_token():
+    stored = gaussians_of(1, 5)
+    found = resample_queries(stored, (1, 5), (2, 10))
+    assert not found[..., [1, 3]].any() and found.isfinite().all()
+    assert resample_queries(found, (2, 10), (1, 5)).isfinite().all()
+    torch.testing.assert_close(expected_map(found, (2, 10)).sum(-1), torch.ones(20))

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.gaussians import (
+    MAX_LOG_STD,
     expected_axes,
     expected_map,
     from_raw,
     initial_raw,
     outer,
     point_axes,
-    query_coordinates,
     sample,
 )
 
@@ -76,7 +76,9 @@ def test_extreme_gaussians_stay_finite_and_normalised(mean, std):
 
 def test_a_narrow_gaussian_on_a_token_attends_to_that_token_alone():
     grid = (3, 4)
-    centres = torch.cat([query_coordinates(grid), torch.full((12, 2), 1e-6)], dim=-1)
+    centres = torch.tensor(
+        [[x / 3 * 2 - 1, y - 1.0, 1e-6, 1e-6] for y in range(3) for x in range(4)]
+    )
     torch.testing.assert_close(
         expected_map(centres, grid), torch.eye(12), atol=2e-3, rtol=0
     )  # a std of 1e-3 pixels
@@ -138,16 +140,30 @@ def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():
     )
 
 
-def test_query_coordinates_are_row_major():
-    assert query_coordinates((2, 3)).tolist() == [
-        [-1, -1],
-        [0, -1],
-        [1, -1],
-        [-1, 1],
-        [0, 1],
-        [1, 1],
-    ]
-    assert query_coordinates((1, 2)).tolist() == [[-1, 0], [1, 0]]
+@pytest.mark.parametrize("log_std", [11.0, 88.7, 89.0, 1e4, 3e38, -88.0, -1e4, -3e38])
+def test_any_log_std_gives_a_map_and_gradients(log_std):
+    """exp overflows from 88.8 on; from a tenth of that on all attention is on the borders."""
+    raw = torch.tensor([0.1, -0.2, log_std, log_std], requires_grad=True)
+    gaussians = from_raw(raw, "loc_scale")
+    assert gaussians.half().isfinite().all()  # as the store keeps them
+    rows = expected_map(gaussians, (5, 7))
+    rows.square().sum().backward()
+    assert rows.isfinite().all() and raw.grad.isfinite().all()
+    rows = rows.detach().view(5, 7)
+    if log_std > 0:
+        assert rows[[0, 0, -1, -1], [0, -1, 0, -1]].tolist() == pytest.approx([0.25] * 4, abs=2e-3)
+    else:  # pixel (3.3, 1.6)
+        assert rows[1:3, 3:5].flatten().tolist() == pytest.approx(
+            [0.28, 0.12, 0.42, 0.18], abs=2e-3
+        )
+
+
+@pytest.mark.parametrize("n", [2, 14, 1000])
+def test_the_largest_std_is_beyond_every_grid(n):
+    wide = torch.tensor([0.3, 0.3, math.exp(MAX_LOG_STD), math.exp(MAX_LOG_STD)])
+    wider = wide * torch.tensor([1, 1, 1e3, 1e3])
+    rows, limit = expected_axes(wide, (n, n))[0], expected_axes(wider, (n, n))[0]
+    torch.testing.assert_close(rows, limit, atol=1e-3, rtol=0)
 
 
 def weights_of_a_point(u: float, n: int) -> np.ndarray:
@@ -240,3 +256,26 @@ def test_gradient_of_sampled_points_is_central_at_kinks(pixels):
     narrow = torch.tensor([*point, 1e-3, 1.0], dtype=torch.float64)
     limit = axis_jacobian(lambda g: expected_axes(g, (1, n)), narrow)
     np.testing.assert_allclose(jacobian[:, 0], limit[:, 0], atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "m,s", [(3.0, 0.5), (2.5, 0.4), (0.0, 1.0), (6.0, 0.7), (-2.0, 1.0), (4.2, 2.0)]
+)
+def test_small_weights_have_a_small_relative_error(m, s):
+    """Down to 1e-30, in float32, against the integral of hat times density over each key's two
+    sides."""
+    n, half = 8, 3.5
+    nodes, weights = np.polynomial.legendre.leggauss(300)
+    expected = np.zeros(n)
+    for j in range(n):
+        for left, right in ((j - 1, j), (j, j + 1)):
+            if 0 <= left and right < n:
+                u = (nodes + left + right) / 2
+                density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi))
+                expected[j] += (weights * density * (1 - np.abs(u - j))).sum() / 2
+    expected[0] += math.erfc(m / s / math.sqrt(2)) / 2
+    expected[-1] += math.erfc((n - 1 - m) / s / math.sqrt(2)) / 2
+    gaussian = torch.tensor([m / half - 1, 0.0, s / half, 1.0])
+    found = expected_axes(gaussian, (1, n))[1].double().numpy()
+    kept = expected > 1e-30
+    np.testing.assert_allclose(found[kept], expected[kept], rtol=1e-3)

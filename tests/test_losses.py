@@ -1,10 +1,13 @@
 """The three losses against numpy loops from the equations, and the schedule of gamma."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
-from gaupipe.losses import feature_loss, feature_losses, gamma_at, hard_loss, soft_loss
+from gaupipe.gaussians import expected_map
+from gaupipe.losses import feature_loss, gamma_at, hard_loss, soft_loss
 
 B, H, T, C = 2, 3, 5, 4
 
@@ -50,12 +53,113 @@ def test_feature_loss_is_zero_on_the_teacher_and_finite_where_the_teacher_has_ze
     assert torch.isfinite(feature_loss(rows(0), one_hot, 1.0, direction))
 
 
-def test_feature_losses_sum_over_blocks():
-    students, teachers = [rows(0), rows(1)], [rows(2).exp(), rows(3).exp()]
-    parts = [feature_loss(s, t) for s, t in zip(students, teachers, strict=True)]
-    assert feature_losses(students, teachers).item() == pytest.approx(sum(parts).item())
-    with pytest.raises(ValueError, match="shorter"):
-        feature_losses(students, teachers[:1])
+def steep_map() -> np.ndarray:
+    """A teacher's map [1, 2, 8, 8] float64 whose rows fall to 1e-35, as those of narrow
+    Gaussians do."""
+    distance = np.abs(np.arange(8)[:, None] - np.arange(8)[None, :])
+    maps = np.stack([np.exp(-1.6 * distance**2), np.exp(-0.02 * (distance + 1.3) ** 2)])[None]
+    return maps / maps.sum(-1, keepdims=True)
+
+
+def divergence(
+    student: np.ndarray, teacher: np.ndarray, temperature: float, direction: str
+) -> float:
+    """Mean over rows of the KL between tempered rows, float64, 0 log 0 = 0."""
+
+    def tempered(p: np.ndarray) -> np.ndarray:
+        power = p ** (1 / temperature)
+        return power / power.sum(-1, keepdims=True)
+
+    s, t = tempered(student), tempered(teacher)
+    p, other = (t, s) if direction == "teacher_student" else (s, t)
+    seen = p > 0
+    return (p[seen] * np.log(p[seen] / other[seen])).sum() / p[..., 0].size
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0, 40.0])
+@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
+def test_small_attention_counts_for_what_it_is_at_every_temperature(direction, temperature):
+    teacher = steep_map()
+    scores = np.random.default_rng(0).standard_normal((1, 2, 8, 8)) * 3
+    if (
+        direction == "student_teacher"
+    ):  # away from where a float32 divergence is a difference of huge numbers
+        scores = np.log(teacher) * 0.8 + scores / 3
+
+    def softmax(scores: np.ndarray) -> np.ndarray:
+        power = np.exp(scores - scores.max(-1, keepdims=True))
+        return power / power.sum(-1, keepdims=True)
+
+    leaf = torch.tensor(scores, dtype=torch.float32, requires_grad=True)
+    loss = feature_loss(
+        leaf.log_softmax(-1), torch.tensor(teacher, dtype=torch.float32), temperature, direction
+    )
+    assert loss.item() == pytest.approx(
+        divergence(softmax(scores), teacher, temperature, direction), rel=2e-5, abs=2e-7
+    )
+    loss.backward()
+    along, eps = np.random.default_rng(1).standard_normal(scores.shape), 1e-6
+    slope = (
+        divergence(softmax(scores + eps * along), teacher, temperature, direction)
+        - divergence(softmax(scores - eps * along), teacher, temperature, direction)
+    ) / (2 * eps)
+    assert (leaf.grad.double().numpy() * along).sum() == pytest.approx(slope, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 8.0])
+def test_a_key_the_teacher_gives_nothing_gets_nothing_at_any_temperature(temperature):
+    teacher = np.zeros((1, 1, 2, 4))
+    teacher[..., 0, :2], teacher[..., 1, 3] = (0.9, 0.1), 1
+    student = rows(2)[:1, :1, :2, :4].exp().double()
+    student = (student / student.sum(-1, keepdim=True)).numpy()
+    loss = feature_loss(
+        torch.tensor(student).log().float(), torch.tensor(teacher).float(), temperature
+    )
+    assert loss.item() == pytest.approx(
+        divergence(student, teacher, temperature, "teacher_student"), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 8.0])
+@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
+def test_the_divergence_from_gaussians_at_high_temperature(direction, temperature):
+    """Over the whole way from Gaussians to the loss in float32, against integrals of the
+    bilinear weights in float64."""
+    n, half = 8, 3.5
+    nodes, weights = np.polynomial.legendre.leggauss(300)
+
+    def axis(m: float, s: float) -> np.ndarray:
+        row = np.zeros(n)
+        for j in range(n):
+            for left, right in ((j - 1, j), (j, j + 1)):
+                if 0 <= left and right < n:
+                    u = (right - left) / 2 * nodes + (left + right) / 2
+                    density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi))
+                    row[j] += (weights * density * (1 - np.abs(u - j))).sum() / 2
+        row[0] += 0.5 * math.erfc(m / s / math.sqrt(2))
+        row[-1] += 0.5 * math.erfc((n - 1 - m) / s / math.sqrt(2))
+        return row
+
+    cases = [
+        (3.0, 4.2, 0.9, 0.8),
+        (0.0, 7.0, 1.1, 1.0),
+        (2.5, 3.5, 0.8, 1.5),
+        (-1.0, 6.2, 1.5, 0.9),
+    ]
+    teacher = np.stack([np.outer(axis(my, sy), axis(mx, sx)).ravel() for mx, my, sx, sy in cases])[
+        None, None
+    ]
+    gaussians = torch.tensor(
+        [[mx / half - 1, my / half - 1, sx / half, sy / half] for mx, my, sx, sy in cases]
+    )
+    maps = expected_map(gaussians, (n, n))[None, None]
+    student = torch.randn(
+        1, 1, len(cases), n * n, generator=torch.Generator().manual_seed(0)
+    ).log_softmax(-1)
+    expected = divergence(student.double().exp().numpy(), teacher, temperature, direction)
+    assert feature_loss(student, maps, temperature, direction).item() == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_soft_and_hard_loss():

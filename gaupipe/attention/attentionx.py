@@ -14,7 +14,8 @@ class AttentionX(StudentAttention):
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
     ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
     one of a causal sequence) attends to nothing: MH = 0, update V W, and its row of
-    log-probabilities is -inf throughout, as the diagonal is.
+    log-probabilities is -inf throughout, as the diagonal is. In an additive mask a key is hidden
+    from half the type's lowest number on.
     """
 
     def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:
@@ -52,8 +53,13 @@ class AttentionX(StudentAttention):
 
 
 def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The additive mask in the type of q [B, H, T, d_m] that hides the diagonal and what else is
-    not to be seen."""
+    """The additive mask, in the type of q [B, H, T, d_m] unless ``attn_mask`` has another one, that
+    hides the diagonal and what else is not to be seen.
+
+    What ``attn_mask`` adds to a score hides the key from half the type's lowest number on, which
+    stands for -inf in many programs: against it alone a token whose only visible key was itself
+    would read all the hidden ones.
+    """
     tokens = q.shape[-2]
     hidden = torch.eye(tokens, dtype=torch.bool, device=q.device)
     if is_causal:
@@ -62,4 +68,6 @@ def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Te
         attn_mask = torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device)
     elif attn_mask.dtype == torch.bool:
         hidden, attn_mask = hidden | ~attn_mask, torch.zeros_like(attn_mask, dtype=q.dtype)
+    else:
+        hidden = hidden | (attn_mask <= torch.finfo(attn_mask.dtype).min / 2)
     return attn_mask.masked_fill(hidden, -torch.inf)
