@@ -188,7 +188,7 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
         if not isinstance(attention, StudentAttention):
             attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
-        update, rows = attention.forward_with_rows(tokens)
+        update, rows = attention.forward_with_map(tokens)
         maps.append(rows)
         return update
 

@@ -91,15 +91,11 @@ def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
-    hidden = (
-        torch.eye(wanted.shape[-1], dtype=torch.bool, device=tokens.device)
-        if getattr(attention, "mask_diagonal", False)
-        else None
-    )
+    hidden = attention.hidden_keys(wanted.shape[-1], tokens.device)
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
-        rows = attention.log_rows(q[..., prefix:, :], k[..., prefix:, :], None, False)
+        rows = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
         loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()

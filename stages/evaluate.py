@@ -18,7 +18,7 @@ from gaupipe import digests
 from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData, Split, load_data
-from gaupipe.distillation import patch_rows
+from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import STUDENT_FILES, forward_with_maps
@@ -211,7 +211,7 @@ def teacher_agreement(
         teacher = job.teacher_maps(batch)
         for layer, row in enumerate(rows):
             if teacher.layers[layer] is not None:
-                row = patch_rows(row, student.num_prefix_tokens)
+                row = patch_map(row, student.num_prefix_tokens)
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
                 divergence[layer] = divergence.get(layer, 0.0) + kl * len(batch) / count

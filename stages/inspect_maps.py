@@ -17,7 +17,7 @@ from torch import Tensor
 import store
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, load_data
-from gaupipe.distillation import patch_rows
+from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
 from gaupipe.models import forward_with_maps
@@ -184,7 +184,7 @@ def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
     batch = next(batches.in_order(np.array([image])))
     with torch.inference_mode():
         logits, rows = forward_with_maps(model, batch.images)
-    patches = patch_rows(rows[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
+    patches = patch_map(rows[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
     return ImageMaps(
         tuple(model.patch_embed.grid_size),
         patches,

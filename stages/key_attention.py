@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
-from gaupipe.distillation import patch_rows
+from gaupipe.distillation import patch_map
 from gaupipe.models import forward_with_maps
 
 Attention = Callable[[Tensor, Tensor], list[Tensor]]
@@ -53,7 +53,7 @@ def student_attention(student: nn.Module, device: torch.device) -> Attention:
         student.eval()
         log_probabilities = forward_with_maps(student, images.to(device))[1]
         prefix = student.num_prefix_tokens
-        return [patch_rows(block, prefix).exp() for block in log_probabilities]
+        return [patch_map(block, prefix).exp() for block in log_probabilities]
 
     return attention
 

@@ -173,7 +173,7 @@ def test_update_and_maps_follow_the_equations(key, options, case):
     module, x, masks, rest = build(key, options, case)
     expected = [oracle(key, options, numpy_weights(module), image.numpy(), *rest) for image in x]
     update = module(x, **masks)
-    update_too, rows = module.forward_with_rows(x, **masks)
+    update_too, rows = module.forward_with_map(x, **masks)
     for i, (expected_update, expected_map) in enumerate(expected):
         np.testing.assert_allclose(update[i].detach(), expected_update, atol=1e-9)
         np.testing.assert_allclose(update_too[i].detach(), expected_update, atol=1e-9)
@@ -206,7 +206,7 @@ def test_gradients_are_the_slopes_of_the_equations(key, options, case):
 
     eps = 1e-6
     slope = (loss(eps) - loss(-eps)) / (2 * eps)
-    for forward in (module.forward, lambda *a, **k: module.forward_with_rows(*a, **k)[0]):
+    for forward in (module.forward, lambda *a, **k: module.forward_with_map(*a, **k)[0]):
         x.grad = None
         module.zero_grad()
         (forward(x.requires_grad_(), **masks) * torch.from_numpy(sensitivity)).sum().backward()
@@ -270,9 +270,9 @@ def test_the_projection_of_half_precision_vectors_is_exact_up_to_the_last_roundi
 def test_autocast_stays_close_to_float32(key):
     torch.manual_seed(0)
     module, x = ATTENTION[key](32, 4, qkv_bias=True), torch.randn(2, 9, 32)
-    exact, exact_rows = module.forward_with_rows(x)
+    exact, exact_rows = module.forward_with_map(x)
     with torch.autocast("cpu", torch.bfloat16):
-        update, rows = module.forward_with_rows(x)
+        update, rows = module.forward_with_map(x)
         fused = module(x)
     assert rows.dtype == torch.float32
     torch.testing.assert_close(rows.exp(), exact_rows.exp(), rtol=0.02, atol=0.02)
@@ -293,7 +293,7 @@ def test_attentionx_masking_the_diagonal_makes_the_discrepancy_larger():
         torch.nn.init.eye_(module.proj.weight)
         torch.nn.init.zeros_(module.proj.bias)
     x = torch.randn(2, 7, 24)
-    update, rows = unmasked.forward_with_rows(x)
+    update, rows = unmasked.forward_with_map(x)
     with_itself = (
         rows.exp().diagonal(dim1=-2, dim2=-1).transpose(1, 2).unsqueeze(-1)
     )  # [B, T, H, 1]
@@ -336,8 +336,8 @@ def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype, low
     for update, reference in (
         (module(x, attn_mask=mask), module(x, attn_mask=visible)),
         (
-            module.forward_with_rows(x, attn_mask=mask)[0],
-            module.forward_with_rows(x, attn_mask=visible)[0],
+            module.forward_with_map(x, attn_mask=mask)[0],
+            module.forward_with_map(x, attn_mask=visible)[0],
         ),
     ):
         torch.testing.assert_close(update, reference)
@@ -346,7 +346,7 @@ def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype, low
     torch.testing.assert_close(
         module(changed, attn_mask=mask)[:, 0], module(x, attn_mask=mask)[:, 0]
     )
-    rows = module.forward_with_rows(x, attn_mask=mask)[1]
+    rows = module.forward_with_map(x, attn_mask=mask)[1]
     assert (rows[..., [0, 4], :] == -torch.inf).all()
 
 
@@ -374,7 +374,7 @@ def test_no_attention_map_in_memory_unless_asked_for(key):
         module(x).sum().backward()
     assert seen.numel < images * heads * tokens * tokens
     with LargestTensor() as seen:
-        module.forward_with_rows(x)
+        module.forward_with_map(x)
     assert seen.numel == images * heads * tokens * tokens
 
 

@@ -22,7 +22,7 @@ def test_the_geometry_of_the_first_block(key):
         x = model.patch_embed(images) + model.pos_embed
         attention = model.blocks[0].attn
         tokens = model.blocks[0].norm1(x)
-        _, rows = attention.forward_with_rows(tokens)
+        _, rows = attention.forward_with_map(tokens)
         v = torch.nn.functional.linear(tokens, attention.qkv.weight[128:], attention.qkv.bias[128:])
     x, maps, v, w = (
         tensor.double().numpy() for tensor in (x, rows.exp(), v, attention.proj.weight.detach())

@@ -17,11 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gaupipe import digests, folders
+from gaupipe.building import build_optimizer
 from gaupipe.config import OptimSettings
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
 from gaupipe.models import save_student
-from gaupipe.training import TrainingState, build_optimizer
+from gaupipe.training import TrainingState
 from stages import evaluate
 
 PICO = "gauvit_pico_patch2_8"
@@ -50,9 +51,9 @@ def killed_at(step: int, work) -> bool:
         changes = itertools.count()
 
         def hook(event, arguments):
-            if event in CHANGES and (event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-                if next(changes) == step:
-                    os._exit(9)
+            writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            if event in CHANGES and writes and next(changes) == step:
+                os._exit(9)
 
         try:
             sys.addaudithook(hook)

@@ -114,7 +114,7 @@ def test_a_teacher_that_looks_only_at_what_is_hidden():
 
 
 def test_hiding_the_diagonal_renormalises_the_teachers_row():
-    log_rows = (
+    log_map = (
         torch.randn(1, 1, 3, 3)
         .masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf)
         .log_softmax(-1)
@@ -127,10 +127,10 @@ def test_hiding_the_diagonal_renormalises_the_teachers_row():
         (2, (0,), (1.0,)),
     ]:
         total += sum(
-            p * (torch.log(torch.tensor(p)) - log_rows[0, 0, query, key])
+            p * (torch.log(torch.tensor(p)) - log_map[0, 0, query, key])
             for key, p in zip(keys, target, strict=True)
         )
-    loss = feature_loss(log_rows, teacher, hidden=torch.eye(3, dtype=torch.bool))
+    loss = feature_loss(log_map, teacher, hidden=torch.eye(3, dtype=torch.bool))
     assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
 
 

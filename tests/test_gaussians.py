@@ -269,7 +269,7 @@ def test_small_weights_have_a_small_relative_error(m, s):
     expected = np.zeros(n)
     for j in range(n):
         for left, right in ((j - 1, j), (j, j + 1)):
-            if 0 <= left and right < n:
+            if left >= 0 and right < n:
                 u = (nodes + left + right) / 2
                 density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi))
                 expected[j] += (weights * density * (1 - np.abs(u - j))).sum() / 2

@@ -132,7 +132,7 @@ def test_the_divergence_from_gaussians_at_high_temperature(direction, temperatur
         row = np.zeros(n)
         for j in range(n):
             for left, right in ((j - 1, j), (j, j + 1)):
-                if 0 <= left and right < n:
+                if left >= 0 and right < n:
                     u = (right - left) / 2 * nodes + (left + right) / 2
                     density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi))
                     row[j] += (weights * density * (1 - np.abs(u - j))).sum() / 2

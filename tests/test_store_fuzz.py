@@ -284,10 +284,11 @@ def test_the_decoder_of_someone_else(tmp_path, array, message):
     import torch
 
     from gaupipe.errors import UserError
-    from stages.export_maps import gaussians_reader
+    from gaupipe.stored_maps import KINDS
 
     schema = make_schema(kind="prior", grid=(2, 2), layers=1)
     write_store(tmp_path / "s", schema, make_arrays(schema), decoder=array)
+    maps = store.open(tmp_path / "s")
     with pytest.raises(UserError, match=message) as error:
-        gaussians_reader(store.open(tmp_path / "s"), torch.device("cpu"))
+        KINDS["prior"].reader(maps, torch.device("cpu"))
     assert "\n" not in str(error.value)

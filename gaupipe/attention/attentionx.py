@@ -33,6 +33,11 @@ class AttentionX(StudentAttention):
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(torch.sub(v, mh, alpha=self.gamma))
 
+    def hidden_keys(self, tokens: int, device: torch.device) -> Tensor | None:
+        if not self.mask_diagonal:
+            return None
+        return torch.eye(tokens, dtype=torch.bool, device=device)
+
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
@@ -46,10 +51,10 @@ class AttentionX(StudentAttention):
         heads = super().attend(q, k, v, visible.masked_fill(keyless, 0), False)
         return heads.masked_fill(keyless, 0)
 
-    def log_rows(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         if not self.mask_diagonal:
-            return super().log_rows(q, k, attn_mask, is_causal)
-        return super().log_rows(q, k, without_diagonal(q, attn_mask, is_causal), False)
+            return super().log_map(q, k, attn_mask, is_causal)
+        return super().log_map(q, k, without_diagonal(q, attn_mask, is_causal), False)
 
 
 def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:

@@ -84,7 +84,7 @@ class StudentAttention(Attention):
             dropout_p=self.attn_drop.p if self.training else 0.0,
         )
 
-    def log_rows(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
+    def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32.
         A masked key has log-probability -inf, also in the row of a query without any key."""
         with torch.autocast(q.device.type, enabled=False):
@@ -92,6 +92,11 @@ class StudentAttention(Attention):
         if is_causal:
             attn_mask = causal_mask(attn_mask, q.shape[-2], q.device)
         return masked_log_softmax(scores, attn_mask)
+
+    def hidden_keys(self, tokens: int, device: torch.device) -> Tensor | None:
+        """The keys that this attention hides from each query by itself, bool [T, T]; None where it
+        shows all of them."""
+        return None
 
     def merge(self, heads: Tensor, x: Tensor) -> Tensor:
         """MH [B, T, d]: heads [B, H, T, d_m] concatenated, with timm's optional normalisation
@@ -121,14 +126,14 @@ class StudentAttention(Attention):
         heads = self.attend(q, k, v, attn_mask, is_causal)
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
-    def forward_with_rows(
+    def forward_with_map(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H,
         T, T]), rows being log-probabilities in float32, -inf where a key is masked. The update
         is computed from these rows."""
         q, k, v = self.project(x)
-        rows = self.log_rows(q, k, attn_mask, is_causal)
+        rows = self.log_map(q, k, attn_mask, is_causal)
         heads = self.attn_drop(rows.exp()).to(v.dtype) @ v
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), rows
 

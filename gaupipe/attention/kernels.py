@@ -8,7 +8,11 @@ memory. Axis letters: B images, H heads, T tokens, d model width, d_m = d / H he
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from gaupipe.gaussians import outer
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -166,3 +170,149 @@ class _PerpendicularTwice(torch.autograd.Function):
         grad_v = grad_v.addcmul_(c * by + c_each * by_each, wide_m, value=-1)
         grad_v = grad_v.addcmul_(a * c * by * share + a_each * c_each * by_each, u, value=2)
         return grad_m.to(m.dtype), grad_v.to(v.dtype)
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def separable_divergence(
+    q: Tensor,
+    k: Tensor,
+    log_normaliser: Tensor,
+    axes: tuple[Tensor, Tensor],
+    scale: float,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map
+    with two factors.
+
+    With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k)
+    - H(P): the student's map is not needed, only its log-normaliser Z [B, H, T], and the entropy of
+    P is that of its factors. Keys that are ``hidden`` [T, T] leave P without factors, so its
+    entropy is then taken entry by entry.
+    """
+    pulled, entropy = _MapTimesKeys.apply(*axes, hidden, k)
+    return (log_normaliser - scale * (q.float() * pulled.float()).sum(-1) - entropy).mean()
+
+
+def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
+    """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where
+    there are some."""
+    rows = outer(rows_y, rows_x)
+    if hidden is None:
+        return rows
+    # a row that looked at hidden keys alone becomes uniform
+    rows = rows.clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
+    return rows.div_(rows.sum(-1, keepdim=True))
+
+
+class _MapTimesKeys(torch.autograd.Function):
+    """P k [B, H, T, d_m] for keys k and the map P of two factors, which is made again for the
+    gradient; and H(P) [B, H, T]."""
+
+    @staticmethod
+    def forward(
+        ctx, rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None, k: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows_y, rows_x, hidden)
+        rows = _rows(rows_y, rows_x, hidden)
+        if hidden is None:
+            entropy = torch.special.entr(rows_y).sum(-1) + torch.special.entr(rows_x).sum(-1)
+        else:
+            entropy = -torch.linalg.vecdot(rows, rows.clamp_min(SMALLEST).log_())
+        ctx.mark_non_differentiable(entropy)
+        return rows.to(k.dtype) @ k, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, _rows(*ctx.saved_tensors).to(grad.dtype).mT @ grad
+
+
+def has_normaliser_kernel(q: Tensor, dropout: float) -> bool:
+    """Whether :func:`attention_with_normaliser` can take queries [B, H, T, d_m] with this rate of
+    dropout: on a CPU where torch has the operator, on a GPU inside torch.compile."""
+    if dropout or q.shape[-2] == 1:
+        return False
+    if q.device.type == "cpu":
+        return hasattr(torch.ops.aten, CPU_KERNEL)
+    return q.device.type == "cuda" and torch.compiler.is_compiling()
+
+
+CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+"""A private operator: later versions of torch may be without it."""
+
+
+def attention_with_normaliser(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k' scale) v [B, H, T, d_m] without ``hidden`` keys [T, T] bool, and the
+    log-normaliser of its rows [B, H, T], both differentiable, by a fused kernel."""
+    if q.device.type == "cpu":
+        return _AttentionWithNormaliser.apply(q, k, v, hidden, scale)
+    return flex_with_normaliser(q, k, v, hidden, scale)
+
+
+def flex_with_normaliser(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """:func:`attention_with_normaliser` by torch's flex_attention, whose log-normaliser has a
+    gradient. On a CPU it has no backward pass."""
+    mask = None
+    if hidden is not None:
+
+        def visible(_image: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return ~hidden[query, key]
+
+        size = hidden.shape[-1]
+        mask = create_block_mask(visible, None, None, size, size, device=q.device)
+    return flex_attention(q, k, v, block_mask=mask, scale=scale, return_lse=True)
+
+
+class _AttentionWithNormaliser(torch.autograd.Function):
+    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of its rows, both
+    differentiable, by the CPU's fused kernel.
+
+    The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient
+    of the scores, and the kernel computes s_ij (dO_i v_j - sum(dO_i * O_i)): one more channel in
+    which v is 1, O is 0 and dO is g does it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.width = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - ctx.width))
+        mask = None
+        if hidden is not None:
+            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
+        heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
+        ctx.scale = scale
+        return heads[..., : ctx.width], log_normaliser
+
+    @staticmethod
+    def backward(
+        ctx, grad_heads: Tensor, grad_normaliser: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
+        width, dtype = q.shape[-1], q.dtype
+        grad = torch.cat(
+            [F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)],
+            dim=-1,
+        )
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad,
+            F.pad(q, (0, 1)),
+            F.pad(k, (0, 1)),
+            F.pad(v, (0, 1), value=1.0),
+            F.pad(heads, (0, 1)),
+            log_normaliser,
+            0.0,
+            False,
+            attn_mask=mask,
+            scale=ctx.scale,
+        )
+        return dq[..., :width], dk[..., :width], dv[..., : ctx.width], None, None
