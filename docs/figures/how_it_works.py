@@ -24,7 +24,8 @@ GAUSSIAN = torch.tensor([0.24, -0.24, 0.32, 0.22])
 POINT = torch.tensor([0.52, -0.08])
 """One point sampled from it."""
 
-INK, BLUE, GREEN, ORANGE, GREY = "#222222", "#dbe7f6", "#dff0df", "#fbe6d0", "#f1f1f1"
+INK, RED = "#222222", "#c0392b"
+BLUE, GREEN, ORANGE, GREY = "#dbe7f6", "#dff0df", "#fbe6d0", "#f1f1f1"
 
 
 def box(
@@ -124,9 +125,8 @@ def tokens(axes: Axes, weights: np.ndarray, title: str, note: str) -> None:
     axes.grid(which="minor", color="#bbbbbb", linewidth=0.6)
     axes.tick_params(which="both", length=0, labelbottom=False, labelleft=False)
     y, x = QUERY
-    axes.add_patch(
-        Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor="#c0392b", linewidth=2, zorder=3)
-    )
+    place = Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, edgecolor=RED, linewidth=2, zorder=3)
+    axes.add_patch(place)
     axes.set_title(title, fontsize=9.5)
     axes.set_xlabel(note, fontsize=8.5)
 
@@ -139,59 +139,45 @@ def pixels(values: torch.Tensor) -> tuple[float, float]:
 
 
 def show_gaussian(axes: Axes) -> None:
+    """Ellipses at one and two standard deviations."""
     x, y = pixels(GAUSSIAN[:2])
     std_x, std_y = (
         float(std) * (n - 1) / 2 for std, n in zip(GAUSSIAN[2:], reversed(GRID), strict=True)
     )
     for times in (1, 2):
-        axes.add_patch(
-            Ellipse(
-                (x, y),
-                2 * times * std_x,
-                2 * times * std_y,
-                fill=False,
-                edgecolor="#e67e22",
-                linewidth=1.4,
-            )
-        )
+        width, height = 2 * times * std_x, 2 * times * std_y
+        ellipse = Ellipse((x, y), width, height, fill=False, edgecolor="#e67e22", linewidth=1.4)
+        axes.add_patch(ellipse)
 
 
 def main() -> None:
     figure = Figure(figsize=(11, 7.8), dpi=130)
     FigureCanvasAgg(figure)
     stages(figure.add_axes((0.01, 0.52, 0.98, 0.47)))
-    places = [figure.add_axes((left, 0.1, 0.22, 0.31)) for left in (0.06, 0.395, 0.73)]
+    sampled, expected, student = (
+        figure.add_axes((left, 0.1, 0.22, 0.31)) for left in (0.06, 0.395, 0.73)
+    )
+    heading = "Where one query of one head looks"
+    figure.text(0.5, 0.468, heading, ha="center", fontsize=11, weight="bold")
 
-    read_y, read_x = point_axes(POINT, GRID)
-    tokens(
-        places[0],
-        outer(read_y, read_x).view(GRID).numpy(),
-        "Teacher, mode stochastic",
-        "The query (red) reads V at one sampled\npoint (x): 4 keys with bilinear weights.",
-    )
-    show_gaussian(places[0])
-    places[0].plot(*pixels(POINT), "x", color="#c0392b", markersize=8, markeredgewidth=2)
+    weights = outer(*point_axes(POINT, GRID))  # [h * w]
+    note = "The query (red) reads V at one sampled\npoint (x): 4 keys with bilinear weights."
+    tokens(sampled, weights.view(GRID).numpy(), "Teacher, mode stochastic", note)
+    show_gaussian(sampled)
+    sampled.plot(*pixels(POINT), "x", color=RED, markersize=8, markeredgewidth=2)
 
-    axes_y, axes_x = expected_axes(GAUSSIAN, GRID)
-    tokens(
-        places[1],
-        outer(axes_y, axes_x).view(GRID).numpy(),
-        "Teacher, mode expected, and the store",
-        "The mean of that read over the Gaussian is\nan attention map, in closed form.",
-    )
-    show_gaussian(places[1])
+    weights = outer(*expected_axes(GAUSSIAN, GRID))  # [h * w]
+    note = "The mean of that read over the Gaussian is\nan attention map, in closed form."
+    tokens(expected, weights.view(GRID).numpy(), "Teacher, mode expected, and the store", note)
+    show_gaussian(expected)
 
-    scores = (outer(axes_y, axes_x) + 0.01).log()
-    scores += 0.5 * torch.randn(scores.shape, generator=torch.Generator().manual_seed(2))
-    tokens(
-        places[2],
-        scores.softmax(-1).view(GRID).numpy(),
-        "Student (an example)",
-        "The student's map is a softmax over all keys;\nL_feat is its KL divergence from the teacher's.",
+    noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
+    weights = ((weights + 0.01).log() + 0.5 * noise).softmax(-1)  # [h * w]
+    note = (
+        "The student's map is a softmax over all keys;\n"
+        "L_feat is its KL divergence from the teacher's."
     )
-    figure.text(
-        0.5, 0.468, "Where one query of one head looks", ha="center", fontsize=11, weight="bold"
-    )
+    tokens(student, weights.view(GRID).numpy(), "Student (an example)", note)
     figure.savefig(Path(__file__).with_suffix(".png"))
 
 
