@@ -57,3 +57,28 @@ def test_files_that_are_no_settings(tmp_path):
 @pytest.mark.parametrize("name", config.shipped())
 def test_shipped_settings_are_valid(name):
     assert config.load(name).phase_b.epochs > 0
+
+
+@pytest.mark.parametrize(
+    "name,epochs,weights",
+    [
+        ("cifar10_atto", 500, (0.2, 0.1, 0.7)),
+        ("cifar100_atto", 500, (0.2, 0.1, 0.7)),
+        ("imagenet_tiny", 400, (0.7, 0.1, 0.2)),
+    ],
+)
+def test_the_papers_settings_are_the_papers(name, epochs, weights):
+    """*GauTransformer, section 4*; what the paper does not name is switched off."""
+    settings = config.load(name)
+    teacher, phase = settings.phase_a, settings.phase_b
+    assert teacher.parametrisation == "paper" and teacher.mode == "stochastic" and not teacher.prior
+    assert (teacher.stop_accuracy, teacher.upper_accuracy) == (0.92, 0.98)
+    assert (phase.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
+    assert phase.gamma_schedule == "constant" and phase.direction == "student_teacher"
+    assert phase.augment.geometry == "ignore" and phase.optim.warmup_epochs == 15
+    for optim in (teacher.optim, phase.optim, settings.baseline.optim or phase.optim):
+        assert (optim.name, optim.lr, optim.betas) == ("adamw", 1e-4, (0.9, 0.999))
+        assert (optim.weight_decay, optim.schedule, optim.min_lr) == (0.03, "cosine", 0)
+        assert optim.clip_grad is None and optim.ema is None
+    assert bool(teacher.compression) == (name == "imagenet_tiny")
+    assert (settings.precision == "float32") == (name != "imagenet_tiny")
