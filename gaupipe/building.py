@@ -66,6 +66,11 @@ def build_vit(
     except UserError:
         raise
     except Exception as error:  # whatever timm's classes make of keywords they were not written for
+        if "unexpected keyword argument 'attention'" in str(error):
+            known = ", ".join(timm.list_models("gauvit_*_patch*"))
+            raise UserError(
+                f"model.name: {model.name} has no attention that could be chosen: take one of {known}"
+            ) from None
         raise UserError(
             f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
             f"{model.args}: {_reason(error)}"

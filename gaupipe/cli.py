@@ -374,21 +374,16 @@ def compare(
     """
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
-    keys = _listed(
-        "--students",
-        students or settings.phase_b.student,
-        str,
-        lambda key: key in STUDENTS,
-        ", ".join(STUDENTS),
-    )
+    named = settings.phase_b.student if students is None else students
+    keys = _listed("--students", named, str, lambda key: key in STUDENTS, ", ".join(STUDENTS))
     numbers = _listed(
         "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
     )
-    goals = (
-        _listed("--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1")
-        if targets
-        else []
-    )
+    goals = []
+    if targets is not None:
+        goals = _listed(
+            "--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1"
+        )
     from stages import compare as stage
 
     results = stage.run(
@@ -476,8 +471,8 @@ def inspect(
         run_dir=run_dir,
         student=student,
         layer=layer or 0,
-        head=head or "mean",
-        query=query or "mean",
+        head="mean" if head is None else head,
+        query="mean" if query is None else query,
         png=png,
     )
     if as_json:
@@ -630,7 +625,7 @@ def _settings(
 ) -> tuple[Any, Path]:
     from gaupipe.config import load
 
-    config = config or "digits"
+    config = "digits" if config is None else config
     return load(config, overrides or []), run_dir or Path("runs") / Path(config).stem
 
 

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 from gaupipe.attention import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
-from gaupipe.sections import Count, Fraction, Positive, Rate, Section, Weight
+from gaupipe.sections import Count, Decay, Fraction, Positive, Rate, Section, Weight
 
 StudentKey = Literal[STUDENTS]
 
@@ -151,7 +151,7 @@ class OptimSettings(Section):
     """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
     lr: Rate = 1e-3
     """Learning rate after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of Adam's first and second moment."""
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
@@ -180,7 +180,7 @@ class RowSettings(Section):
 
     lr: Rate = 0.1
     """Adam's rate for the per-image parameters, which step once an epoch."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of Adam's first and second moment."""
     eps: Rate = 1e-8
     """Added to the root of Adam's second moment."""
@@ -359,7 +359,8 @@ def load(source: str | Path, overrides: list[str] = ()) -> Settings:
     ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for
     whatever is wrong.
     """
-    tree = read_yaml(source) or {}
+    tree = read_yaml(source)
+    tree = {} if tree is None else tree
     if not isinstance(tree, dict):
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
@@ -416,7 +417,10 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
             )
         path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
     try:
-        return _parse_yaml(path.read_text(encoding="utf-8"))
+        text = path.read_bytes()
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"{len(text):,} bytes; at most {MAX_BYTES:,} are read")
+        return _parse_yaml(text.decode("utf-8"))
     except (ValueError, OSError) as error:
         raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
 
@@ -449,13 +453,17 @@ def _parse_yaml(text: str) -> Any:
     value."""
     try:
         value = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, AttributeError) as error:  # AttributeError: '!!timestamp x'
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # what yaml's constructors raise of '!!timestamp x', '!!int ""' and the like
         raise ValueError(error) from None
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     _refuse_unusable(value)
     return value
 
+
+MAX_BYTES = 10**6
+"""Size of the largest YAML file that is read; yaml takes seconds for a megabyte."""
 
 MAX_DEPTH = 20
 """Levels that a settings file may nest; the settings have four."""
@@ -466,6 +474,8 @@ def _refuse_unusable(value: Any, depth: int = 0) -> None:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("a whole number has more digits than a setting can have")
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _refuse_unusable(part, depth + 1)

@@ -61,9 +61,11 @@ def run(
         raise UserError(
             "--overwrite writes everything anew and --repair only what is damaged: choose one"
         )
+    if out == "":
+        raise UserError("--out '': should be the path or URL of a store")
     if not math.isfinite(shard_mb):
         raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
-    url = out or str(run.maps)
+    url = str(run.maps) if out is None else out
     run.settings()  # a folder that is no run is left alone
     with run.locked():
         job = phase_a.load(run, data)

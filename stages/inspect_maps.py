@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ def summary(
     that of the run."""
     if student is not None:
         return student_summary(run_dir, student)
-    url = url or str(RunDirectory(run_dir).maps)
+    url = str(RunDirectory(run_dir).maps) if url is None else url
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
     return {
@@ -66,7 +67,7 @@ def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
     epoch."""
     settings, model, name = load_student(run_dir, name)
     run = RunDirectory(run_dir)
-    metrics = (run.student(name) / "metrics.jsonl").read_text().splitlines()
+    metrics = last_metrics(run.student(name) / "metrics.jsonl")
     return {
         "student": name,
         "attention": settings.phase_b.student,
@@ -75,8 +76,22 @@ def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "overrides": run.overrides(name),
-        **json.loads(metrics[-1]),
+        **metrics,
     }
+
+
+def last_metrics(path: Path) -> dict[str, Any]:
+    """The metrics entry of the last epoch. Raises UserError for a damaged file."""
+    try:
+        entry = json.loads(path.read_bytes().splitlines()[-1])
+    except (ValueError, IndexError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        raise UserError(
+            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' writes "
+            "it again"
+        )
+    return entry
 
 
 def attention(
@@ -103,7 +118,7 @@ def attention(
     if student is not None:
         found = student_maps(run_dir, student, image, layer)
     else:
-        found = stored_maps(url or str(RunDirectory(run_dir).maps), image, layer)
+        found = stored_maps(str(RunDirectory(run_dir).maps) if url is None else url, image, layer)
     heads = _choice("--head", head, found.rows.shape[0])
     queries = _choice("--query", query, found.rows.shape[1])
     weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
@@ -297,12 +312,9 @@ def _choice(option: str, value: str, size: int) -> list[int]:
     """Indices that an ``N|mean`` option stands for."""
     if value == "mean":
         return list(range(size))
-    try:
-        index = int(value)
-    except ValueError:
-        raise UserError(
-            f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean"
-        ) from None
+    if not re.fullmatch("-?[0-9]+", value):  # int would also take '1_0' and digits of other scripts
+        raise UserError(f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean")
+    index = int(value)
     _check(option, index, size, "the map")
     return [index]
 

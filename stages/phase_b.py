@@ -138,6 +138,8 @@ def run(
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
+    if maps_url == "":
+        raise UserError("--maps '': should be the path or URL of a store")
     if maps_url and not distilled:
         raise UserError(
             "--maps: training on the labels alone (--no-distill) reads no maps: leave one of the two out"

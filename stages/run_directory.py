@@ -74,18 +74,32 @@ class RunDirectory:
                 f"{self.path} is not a run directory (it has no config.yaml): "
                 f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one"
             )
+        if not self.config.read_bytes().strip():  # not a run with all defaults
+            raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
         return config.load(self.config)
 
     def overrides(self, name: str, distilled: bool = True) -> list[str]:
         """The settings ``a.b=c`` with which a student was started; none where it has not been."""
         path = self.student(name, distilled) / "overrides.json"
-        return json.loads(path.read_text()) if path.is_file() else []
+        if not path.is_file():
+            return []
+        try:
+            overrides = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            overrides = None
+        if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
+            raise UserError(
+                f"{path} is damaged: it should hold a list of settings such as "
+                '["phase_b.gamma=0.5"]; restore it from a copy'
+            )
+        return overrides
 
     def with_overrides(self, overrides: Sequence[str]) -> Settings:
         """The run's settings with those of one student. Raises UserError for a setting in which
         students of one teacher cannot differ."""
+        of_run = self.settings()
         settings = config.load(self.config, overrides)
-        for key in changed(self.settings(), settings):
+        for key in changed(of_run, settings):
             if not allowed(key, config.IN_PHASE_B):
                 raise UserError(
                     f"--set {key}: belongs to the run, not to one student: start another run with it "

@@ -34,11 +34,17 @@ class Row(NamedTuple):
 # What is done to the folder before the command
 
 
+def put(path: Path, content: bytes) -> None:
+    """Writes a new file. The old one may be linked to from elsewhere, and stays."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(content)
+
+
 def write(name: str, content: str | bytes) -> Change:
     def change(folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        put(path, content.encode() if isinstance(content, str) else content)
 
     return change
 
@@ -65,8 +71,8 @@ def replace(name: str, source: str) -> Change:
 def exchange(first: str, second: str) -> Change:
     def change(folder: Path) -> None:
         contents = (folder / first).read_bytes(), (folder / second).read_bytes()
-        (folder / second).write_bytes(contents[0])
-        (folder / first).write_bytes(contents[1])
+        put(folder / second, contents[0])
+        put(folder / first, contents[1])
 
     return change
 
@@ -76,7 +82,7 @@ def cut(name: str) -> Change:
 
     def change(folder: Path) -> None:
         content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
+        put(folder / name, content[: len(content) // 2])
 
     return change
 
@@ -87,7 +93,7 @@ def flip(name: str) -> Change:
     def change(folder: Path) -> None:
         content = bytearray((folder / name).read_bytes())
         content[len(content) // 2] ^= 4
-        (folder / name).write_bytes(content)
+        put(folder / name, content)
 
     return change
 
@@ -96,7 +102,7 @@ def edit(name: str, old: str, new: str) -> Change:
     def change(folder: Path) -> None:
         text = (folder / name).read_text()
         assert old in text
-        (folder / name).write_text(text.replace(old, new))
+        put(folder / name, text.replace(old, new).encode())
 
     return change
 
@@ -134,7 +140,7 @@ def attributes(name: str, **values: Any) -> Change:
         known = json.loads(path.read_bytes())["attributes"] | values
         known = {key: value for key, value in known.items() if value is not None}
         known.pop("root_sha256")
-        path.write_bytes(seal(known))
+        put(path, seal(known))
 
     return change
 
@@ -145,6 +151,7 @@ def weights(name: str, shape: tuple[int, ...]) -> Change:
     def change(folder: Path) -> None:
         path = folder / name / "model.safetensors"
         tensors = load_file(path) | {"head.weight": np.zeros(shape, np.float32)}
+        path.unlink()
         save_file(tensors, path)
         digests.write(folder / name)
 
@@ -157,9 +164,9 @@ def options(command: str, *cases: tuple[str, str]) -> list[Row]:
 
 
 def settings(*cases: tuple[str, str], command: str = "run tiny.yaml --run-dir new") -> list[Row]:
-    """Rows of ``--set``: the settings, separated by blanks, and the message."""
+    """Rows of ``--set``: the settings, separated by `` & ``, and the message."""
     return [
-        Row(f"{command} " + " ".join(f"--set '{one}'" for one in changed.split(" ")), message)
+        Row(f"{command} " + " ".join(f"--set '{one}'" for one in changed.split(" & ")), message)
         for changed, message in cases
     ]
 
@@ -202,7 +209,7 @@ COMMAND_LINE = [
         ("--set ''", "--set"),
         ("--set seed", "--set 'seed'"),
         ("--set =1", "--set"),
-        ("--set .=1", "--set"),
+        ("--set .=1", "unknown setting"),
         ("--set a..b=1", "a"),
         ("--set seed.x=1", "seed"),
         ("--set 'seed=[1'", "YAML"),
@@ -243,7 +250,7 @@ COMMAND_LINE = [
         ("--encoding int8", "--encoding"),
         ("--encoding uint8 --kind dense --overwrite", "uint8"),
         ("--shard-mb inf --overwrite", "--shard-mb inf"),
-        ("--shard-mb nan --overwrite", "--shard-mb nan"),
+        ("--shard-mb nan --overwrite", "--shard-mb"),
         ("--shard-mb 0 --overwrite", "--shard-mb"),
         ("--shard-mb -1 --overwrite", "--shard-mb"),
         ("--shard-mb x", "--shard-mb"),
@@ -259,7 +266,7 @@ COMMAND_LINE = [
         ("--out ftp://x/y", "ftp://x/y"),
         ("--out s3://", "s3://"),
         ("--out absent.zarr --repair", "no attention-map store"),
-        ("--out shards.zarr --kind dense", "another export is there"),
+        ("--out shards.zarr --kind dense", "--overwrite replaces it"),
         ("--out shards.zarr --kind dense --repair", "another export is there"),
         ("--out pictures", "pictures"),
         ("--set seed=1", "--set"),
@@ -443,7 +450,7 @@ COMMAND_LINE = [
         ("--row unknown", "no such row"),
         ("--row ''", "no such row"),
         ("--sweep unknown", "unknown"),
-        ("--sweep ''", "--sweep"),
+        ("--sweep ''", "no file"),
         ("--sweep pictures", "pictures"),
         ("--sweep tiny.yaml", "a sweep is a list"),
         ("--test", "no test split"),
@@ -478,7 +485,7 @@ SETTINGS = [
         ("seed=.inf", "finite"),
         ("seed=.nan", "finite"),
         ("seed=1e400", "finite"),
-        ("seed=9" + "9" * 5000, "seed"),
+        ("seed=9" + "9" * 5000, "digits"),
         ("threads=0", "threads"),
         ("threads=-1", "threads"),
         ("threads=3000000000", "threads"),
@@ -487,7 +494,6 @@ SETTINGS = [
         ("device=meta", "device"),
         ("device=cuda:99", "device"),
         ("device=foo", "device"),
-        ("device=cpu:7", "device"),
         ("device=null", "device"),
         ("device=1", "device"),
         ("device=", "device"),
@@ -512,10 +518,10 @@ SETTINGS = [
         ("data.name=torch/cifar10", "data.download=true"),
         ("data.name=hfds/", "hfds/"),
         ("data.name=folder", "data.root"),
-        ("data.name=folder data.root=absent", "absent"),
-        ("data.name=folder data.root=tiny.yaml", "tiny.yaml"),
-        ("data.name=folder data.root=1", "data.root"),
-        ("data.name=fashion_mnist data.root=absent", "absent"),
+        ("data.name=folder & data.root=absent", "absent"),
+        ("data.name=folder & data.root=tiny.yaml", "tiny.yaml"),
+        ("data.name=folder & data.root=1", "data.root"),
+        ("data.name=fashion_mnist & data.root=absent", "absent"),
         ("data.download=x", "data.download"),
         ("data.train_images=0", "data.train_images"),
         ("data.train_images=-5", "data.train_images"),
@@ -552,7 +558,7 @@ SETTINGS = [
         ("model.name=local-dir:pictures", "model.name"),
         ("model.name=", "model.name"),
         ("model.name=null", "model.name"),
-        ("model.name=gauvit_converted", "model.name"),
+        ("model.name=gauvit_converted", "gauvit_converted cannot be built"),
         ("model.init=x", "model.init"),
         ("model.init_std=0", "model.init_std"),
         ("model.init_std=-1", "model.init_std"),
@@ -638,8 +644,8 @@ SETTINGS = [
         ("phase_a.mode=null", "phase_a.mode"),
         ("phase_a.parametrisation=x", "phase_a.parametrisation"),
         ("phase_a.prior=x", "phase_a.prior"),
-        ("phase_a.prior=false phase_a.residual=false", "prior and residual"),
-        ("phase_a.prior=false phase_b.warm_start=prior", "phase_a.prior"),
+        ("phase_a.prior=false & phase_a.residual=false", "prior and residual"),
+        ("phase_a.prior=false & phase_b.warm_start=prior", "phase_a.prior"),
         ("phase_a.compression=1", "phase_a.compression"),
         ("phase_a.compression={embedding: 0}", "phase_a.compression"),
         ("phase_a.compression.hidden=-1", "phase_a.compression.hidden"),
@@ -700,9 +706,9 @@ SETTINGS = [
         ("phase_a.optim.schedule_args={num_epochs: x}", "schedule"),
         ("phase_a.optim.schedule_args={num_epochs: 0}", "schedule"),
         ("phase_a.optim.schedule_args={num_epochs: -3}", "schedule"),
-        ("phase_a.optim.schedule_args={decay_epochs: 0} phase_a.optim.schedule=step", "schedule"),
+        ("phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step", "schedule"),
         (
-            "phase_a.optim.schedule_args={decay_milestones: x} phase_a.optim.schedule=multistep",
+            "phase_a.optim.schedule_args={decay_milestones: x} & phase_a.optim.schedule=multistep",
             "schedule",
         ),
         ("phase_a.optim.schedule_args={cycle_mul: x}", "schedule"),
@@ -727,18 +733,15 @@ SETTINGS = [
         ("phase_b.student=null", "phase_b.student"),
         ("phase_b.attention_options=x", "attention_options"),
         ("phase_b.attention_options={nonsense: 1}", "nonsense"),
-        ("phase_b.student=belief2 phase_b.attention_options={activation: x}", "activation"),
-        ("phase_b.student=belief2 phase_b.attention_options={activation: 1}", "activation"),
-        ("phase_b.student=belief2 phase_b.attention_options={zz: x}", "zz"),
-        ("phase_b.student=attentionx phase_b.attention_options={gamma: x}", "gamma"),
-        ("phase_b.student=attentionx phase_b.attention_options={gamma: null}", "gamma"),
-        (
-            "phase_b.student=attentionx phase_b.attention_options={mask_diagonal: 7}",
-            "mask_diagonal",
-        ),
-        ("phase_b.student=belief phase_b.attention_options={signal: x}", "signal"),
-        ("phase_b.student=xsa phase_b.attention_options={num_heads: 4}", "num_heads"),
-        ("phase_b.student=xsa phase_b.attention_options={dim: 4}", "dim"),
+        ("phase_b.student=belief2 & phase_b.attention_options={activation: x}", "activation"),
+        ("phase_b.student=belief2 & phase_b.attention_options={activation: 1}", "activation"),
+        ("phase_b.student=belief2 & phase_b.attention_options={zz: x}", "zz"),
+        ("phase_b.student=attentionx & phase_b.attention_options={gamma: x}", "gamma"),
+        ("phase_b.student=attentionx & phase_b.attention_options={gamma: null}", "gamma"),
+        ("phase_b.student=attentionx & phase_b.attention_options={mask_diagonal: 7}", "diagonal"),
+        ("phase_b.student=belief & phase_b.attention_options={signal: x}", "signal"),
+        ("phase_b.student=xsa & phase_b.attention_options={num_heads: 4}", "num_heads"),
+        ("phase_b.student=xsa & phase_b.attention_options={dim: 4}", "dim"),
         ("phase_b.match_params=x", "match_params"),
         ("phase_b.rezero=x", "rezero"),
         ("phase_b.epochs=0", "phase_b.epochs"),
@@ -747,7 +750,7 @@ SETTINGS = [
         ("phase_b.beta=x", "phase_b.beta"),
         ("phase_b.gamma=.nan", "finite"),
         ("phase_b.alpha=true", "phase_b.alpha"),
-        ("phase_b.alpha=0 phase_b.beta=0 phase_b.gamma=0", "all 0"),
+        ("phase_b.alpha=0 & phase_b.beta=0 & phase_b.gamma=0", "all 0"),
         ("phase_b.gamma_schedule=x", "gamma_schedule"),
         ("phase_b.gamma_epochs=0", "gamma_epochs"),
         ("phase_b.model_args={depth: 2}", "layer"),
@@ -776,7 +779,7 @@ SETTINGS = [
         ("phase_b.match_grid=x", "match_grid"),
         ("phase_b.label_smoothing=1", "label_smoothing"),
         ("phase_b.warm_start=x", "warm_start"),
-        ("phase_b.warm_start=teacher phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
         ("phase_b.temperature=0", "temperature"),
         ("phase_b.direction=x", "direction"),
         ("phase_b.augment.mixup=-1", "mixup"),
@@ -800,7 +803,7 @@ SETTINGS = [
         ("phase_b.gamma=inf", "gamma"),
         ("phase_b.attention_options={nonsense: 1}", "nonsense"),
         ("phase_b.student=x", "phase_b.student"),
-        ("phase_b.warm_start=teacher phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
         ("device=foo", "device"),
         ("threads=-1", "threads"),
         command=NEW_STUDENT,
@@ -820,7 +823,7 @@ YAML = [
         ("null: 1\n", "None"),
         ("1: 2\n", "1"),
         ("[1]: 2\n", "YAML"),
-        ("seed: 2026-13-45\n", "seed"),
+        ("seed: 2026-13-45\n", "YAML"),
         ("seed: 2026-02-30\n", "YAML"),
         ("seed: 2026-02-28\n", "seed"),
         ("seed: 25:61:61\n", "seed"),
@@ -832,7 +835,7 @@ YAML = [
         ("data: &a {name: *a}\n", "alias"),
         ("data: *a\n", "YAML"),
         ("a: &a [1]\nb: [*a, *a]\n", "alias"),
-        ("<<: {seed: 1}\nseed: 1\nseed: 2\n", "twice"),
+        ("<<: {seed: 1}\nseed: 1\nseed: 2\n", "YAML"),
         ("seed: 1\nseed: 2\n", "twice"),
         ("data: {name: digits, name: folder}\n", "twice"),
         ("data:\n\tname: digits\n", "YAML"),
@@ -848,8 +851,8 @@ YAML = [
         ("data: " + "[" * 500 + "]" * 500, "nested"),
         ("data: " + "{a: " * 500 + "1" + "}" * 500, "nested"),
         ("data: " + "[" * 100_000, "nested"),
-        ("seed: " + "9" * 5000, "seed"),
-        ("seed: 0x" + "f" * 5000, "seed"),
+        ("seed: " + "9" * 5000, "digits"),
+        ("seed: 0x" + "f" * 5000, "digits"),
         ("seed: .inf\n", "finite"),
         ("seed: -.INF\n", "finite"),
         ("seed: .NaN\n", "finite"),
@@ -885,7 +888,6 @@ RUNS = [
             "evaluate --run-dir empty",
             "evaluate --run-dir empty --student belief",
             "inspect --run-dir empty --student belief",
-            "verify --run-dir empty --teacher",
         )
     ),
     *(
@@ -918,7 +920,7 @@ RUNS = [
         "phase_a.mode",
         edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
     ),
-    Row("export-maps", "not a run", both(remove("runs/tiny/config.yaml"), write("runs/x", ""))),
+    Row("export-maps", "no run in runs/", remove("runs/tiny/config.yaml")),
     Row("evaluate", "no run in runs/", remove("runs")),
     Row("evaluate", "no run in runs/", both(remove("runs"), write("runs", "a file"))),
     Row("phase-b", "not a run", replace("runs/tiny/config.yaml", "pictures")),
@@ -935,13 +937,7 @@ RUNS = [
             (both(write(state, b""), sums(os.path.dirname(state))), "damaged"),
             (both(write(state, pickle.dumps({"a": 1})), sums(os.path.dirname(state))), "damaged"),
             (both(write(state, pickle.dumps(os.system)), sums(os.path.dirname(state))), "damaged"),
-            (both(flip(state), sums(os.path.dirname(state))), "damaged"),
-            (
-                replace(
-                    os.path.dirname(state), os.path.dirname(state).replace("runs/tiny", "other")
-                ),
-                "seed",
-            ),
+            (replace(os.path.dirname(state), f"other/{os.path.dirname(state)[10:]}"), "seed"),
             (write(os.path.dirname(state) + "/SHA256SUMS", "nonsense"), "SHA256SUMS"),
             (write(os.path.dirname(state) + "/SHA256SUMS", b"\xff\0"), "SHA256SUMS"),
             (write(os.path.dirname(state) + "/SHA256SUMS", ""), "SHA256SUMS"),

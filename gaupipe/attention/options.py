@@ -20,16 +20,22 @@ def attention_class(key: str) -> type[nn.Module]:
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
-    """Raises UserError for an option that an attention class does not have."""
+    """Raises UserError for an option that an attention class does not have, and for a value that is
+    no number or no switch where the class has one."""
     parameters = inspect.signature(cls).parameters.values()
-    named = [
-        parameter.name
+    defaults = {
+        parameter.name: parameter.default
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    for name in options:
-        if name not in named:
-            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, named)}")
+    }
+    for name, value in options.items():
+        if name not in defaults:
+            raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, defaults)}")
+        kind = type(defaults[name])
+        if kind is bool and not isinstance(value, bool):
+            raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; true or false fits")
+        if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; a number fits")
 
 
 def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import store
+from gaupipe.building import select_device
 from gaupipe.config import Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
@@ -68,7 +69,7 @@ def run(
     if not settings.key_snapshots:
         settings = settings.model_copy(update={"key_snapshots": SNAPSHOTS})
     cells = default_cells(settings, students, tune=tune)
-    if sweep:
+    if sweep is not None:
         cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
     if only:
         cells = select_cells(cells, only)
@@ -107,6 +108,7 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
         settings = as_run(settings, settings.seed, baseline=cell.plain)
+        select_device(settings)
         if cell.plain:
             check_baseline(settings, data)
         else:
