@@ -139,8 +139,8 @@ class Augment:
         epoch: int,
         size: tuple[int, int],
     ) -> np.ndarray:
-        """(top, left, height, width) in pixels, int64 [B, 4], as torchvision's RandomResizedCrop
-        draws it."""
+        """(top, left, height, width) in pixels, int64 [B, 4], drawn as torchvision's
+        RandomResizedCrop draws it."""
         height, width = size
         boxes, found = _boxes(
             self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP),

@@ -270,8 +270,7 @@ class PhaseBSettings(Section):
     gamma: Weight = 0.7
     """Weight of L_feat at the start of its schedule."""
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
-    """How gamma goes from its start to 0 over ``gamma_epochs``; ``constant`` keeps it (the
-    paper)."""
+    """How gamma goes to 0 over ``gamma_epochs``; ``constant`` keeps it (the paper)."""
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all
     epochs."""
@@ -297,8 +296,7 @@ class PhaseBSettings(Section):
     norms and head; Q and K start fresh. ``prior`` then fits Q and K to the attention of the
     shared prior."""
     temperature: Rate = 1.0
-    """Both maps become softmax(log p / temperature) before they are compared; above 1 softens
-    them."""
+    """Both maps become softmax(log p / temperature) before they are compared."""
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
     """``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's
     map; ``student_teacher`` is KL(student || teacher), the order of *GauTransformer, eq. 9*."""

@@ -1,5 +1,4 @@
-"""docs/settings.md: every setting with its type, default and effect, read from the settings'
-classes.
+"""docs/settings.md: every setting with its type, default and effect, from the settings' classes.
 
 ``python -m gaupipe.settings_page > docs/settings.md`` writes the page.
 """
