@@ -122,11 +122,11 @@ class GauViT(VisionTransformer):
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
         attn_layer = bind_options(attention_type, options)
+        block_fn = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
             kwargs["mlp_ratio"] = matching_mlp_ratio(
-                attention_type, options, {**TIMM_ARGUMENTS, **kwargs}
+                attn_layer, {**TIMM_ARGUMENTS, **kwargs, "block_fn": block_fn}
             )
-        block_fn = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
         super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
@@ -135,27 +135,43 @@ class GauViT(VisionTransformer):
         self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
 
 
-def matching_mlp_ratio(attention_type: type[nn.Module], options: dict, sizes: dict) -> float:
-    """The FFN's width, over d, at which a block of this attention has as many parameters as a
-    standard one."""
-    dim = sizes["embed_dim"]
-    arguments = dict(
-        dim=dim,
-        num_heads=sizes["num_heads"],
-        qkv_bias=sizes["qkv_bias"],
-        proj_bias=sizes["proj_bias"],
-    )
-    extra = count_parameters(attention_type(**arguments, **options, device="meta"))
-    extra -= count_parameters(ATTENTION["standard"](**arguments, device="meta"))
-    hidden = int(dim * sizes["mlp_ratio"]) - round(
-        extra / (2 * dim + 1)
-    )  # a hidden unit: two weight rows, one bias
-    if hidden < 0:
+def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
+    """The FFN's width, over d, at which a block with this attention has as many parameters as one
+    with the standard attention, up to the smallest step that the FFN's width can take.
+
+    ``arguments`` are all of timm's ``VisionTransformer``; what a width costs is counted in blocks
+    built from them without memory, so any FFN of timm's will do (``mlp_layer``). Returns 0, no FFN,
+    where nothing is left of it. Raises UserError where the attention adds more than the FFN has.
+    """
+    dim = arguments["embed_dim"]
+    hidden = int(dim * arguments["mlp_ratio"])
+
+    def size(attention: type[nn.Module], hidden: int) -> int:
+        """Parameters of a block whose FFN has a hidden width of at least 1."""
+        ratio = (hidden + 0.5) / dim  # timm takes int(dim * mlp_ratio)
+        one = {"attn_layer": attention, "mlp_ratio": ratio, "depth": 1}
+        one = {**arguments, **one, "device": "meta", "weight_init": "skip"}
+        return count_parameters(VisionTransformer(**one).blocks)
+
+    some = hidden or 2  # without an FFN any width tells what the attention adds
+    wanted = size(ATTENTION["standard"], some)
+    extra = size(attn_layer, some) - wanted
+    if not extra:
+        return arguments["mlp_ratio"]
+    a_unit = (size(attn_layer, 2 * some) - size(attn_layer, some)) / some
+    nearest = round(hidden - extra / a_unit)
+    if nearest < 0:
         raise UserError(
             f"match_params: the attention adds {extra} parameters to a block, more than an FFN of mlp_ratio "
-            f"{sizes['mlp_ratio']} has; use a larger mlp_ratio or leave match_params out"
+            f"{arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params out"
         )
-    return (hidden + 0.5) / dim if hidden else 0  # timm takes int(dim * mlp_ratio)
+    misses = {}
+    for candidate in range(max(nearest - 8, 1), nearest + 9) if nearest else ():
+        try:
+            misses[candidate] = abs(size(attn_layer, candidate) - wanted)
+        except AssertionError:  # gated FFNs halve their width, which must be even
+            continue
+    return (min(misses, key=misses.get) + 0.5) / dim if nearest else 0
 
 
 def run_blocks(

@@ -197,3 +197,14 @@ def test_gradients_of_single_images(key):
         torch.nn.functional.cross_entropy(model(images[i : i + 1]), labels[i : i + 1]).backward()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(found[name][i], parameter.grad)
+
+
+@pytest.mark.parametrize("key", STUDENTS)
+def test_forward_mode_derivatives_of_a_layer(key):
+    torch.manual_seed(0)
+    layer = ATTENTION[key](8, HEADS, qkv_bias=True).double()
+    x, along = torch.randn(2, 2, 4, 8, dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.MATH):
+        found = jvp(layer, (x,), (along,))[1]
+    slope = (layer(x + 1e-6 * along) - layer(x - 1e-6 * along)) / 2e-6
+    torch.testing.assert_close(found, slope, rtol=1e-6, atol=1e-8)

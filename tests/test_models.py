@@ -9,6 +9,7 @@ import sys
 import pytest
 import timm
 import torch
+from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
 from timm.models.vision_transformer import ATTN_LAYERS, VisionTransformer
 
 import gaupipe  # noqa: F401
@@ -91,9 +92,49 @@ def test_match_params_keeps_the_total_of_the_standard_model(name, sizes, attenti
     assert abs(parameters(matched) / standard - 1) < 0.005
 
 
-def test_match_params_says_when_the_ffn_is_too_small():
+@pytest.mark.parametrize("mlp_layer", [Mlp, GluMlp, SwiGLUPacked, SwiGLU, GatedMlp])
+@pytest.mark.parametrize(
+    "options", [{}, {"proj_bias": False}, {"scale_mlp_norm": True, "qk_norm": True}], ids=str
+)
+@pytest.mark.parametrize("attention", ["belief_star", "belief2"])
+def test_match_params_measures_the_ffn_that_the_model_has(mlp_layer, options, attention):
+    """SwiGLU has three matrices, a normalisation adds to a hidden unit, and some have no biases."""
+    sizes = dict(mlp_layer=mlp_layer, mlp_ratio=4, **options)
+    standard = on_meta(PICO, **sizes)
+    matched = on_meta(PICO, attention=attention, match_params=True, **sizes)
+    a_step = (
+        4 * 2 * (3 * 64 + 4)
+    )  # in four blocks two units of at most three weights' rows, biases and norms
+    assert abs(parameters(matched) - parameters(standard)) <= a_step / 2
+
+
+def test_match_params_does_not_change_what_the_seed_draws():
+    torch.manual_seed(0)
+    timm.create_model(PICO, attention="belief2", match_params=True, depth=1)
+    after = torch.rand(1)
+    width = (
+        timm.create_model(PICO, attention="belief2", match_params=True, depth=1)
+        .blocks[0]
+        .mlp.fc1.out_features
+    )
+    torch.manual_seed(0)
+    timm.create_model(PICO, attention="belief2", mlp_ratio=(width + 0.5) / 64, depth=1)
+    assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("mlp_ratio", [0.5, 0])
+def test_match_params_says_when_the_ffn_is_too_small(mlp_ratio):
     with pytest.raises(UserError, match="use a larger mlp_ratio"):
-        timm.create_model(PICO, attention="belief2", match_params=True, mlp_ratio=0.5)
+        timm.create_model(PICO, attention="belief2", match_params=True, mlp_ratio=mlp_ratio)
+
+
+def test_match_params_leaves_alone_what_adds_nothing():
+    assert (
+        timm.create_model(PICO, attention="xsa", match_params=True, mlp_ratio=0).gaupipe_args[
+            "mlp_ratio"
+        ]
+        == 0
+    )
 
 
 def test_without_ffn_the_blocks_are_attention_and_nothing_else():
