@@ -69,7 +69,7 @@ def build_vit(
         if "unexpected keyword argument 'attention'" in str(error):
             known = ", ".join(timm.list_models("gauvit_*_patch*"))
             raise UserError(
-                f"model.name: {model.name} has no attention that could be chosen: take one of {known}"
+                f"model.name: {model.name} has no choice of attentions: take one of {known}"
             ) from None
         raise UserError(
             f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "

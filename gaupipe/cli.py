@@ -382,7 +382,7 @@ def compare(
     goals = []
     if targets is not None:
         goals = _listed(
-            "--targets", targets, float, lambda goal: 0 < goal <= 1, "numbers from 0 to 1"
+            "--targets", targets, float, lambda goal: 0 < goal <= 1, "shares from 0 to 1"
         )
     from stages import compare as stage
 

@@ -121,7 +121,7 @@ class DataSettings(Section):
     """Training images in a step."""
     eval_batch_size: Positive = 512
     """Images at once where nothing is trained: validation, export, evaluation."""
-    workers: Count = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that decode images; 0 is right for data sets held in memory."""
 
 

@@ -41,7 +41,14 @@ class ArrayImages(Dataset):
             return self
         from torchvision.transforms.v2.functional import resize
 
-        return ArrayImages(resize(self.images, [size, size], antialias=True).numpy(), self.labels)
+        try:
+            images = resize(self.images, [size, size], antialias=True)
+        except RuntimeError as error:  # torch's allocator
+            raise UserError(
+                f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
+                f"memory: {str(error).splitlines()[0]}"
+            ) from None
+        return ArrayImages(images.numpy(), self.labels)
 
     def __len__(self) -> int:
         return len(self.labels)

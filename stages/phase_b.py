@@ -284,7 +284,9 @@ def build(
         preload_bytes=int(settings.phase_b.preload_gb * 1e9),
     )
     check_fit(student, maps.schema, settings, url)
-    return PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    _ = job.read  # a damaged decoder shows before anything is written
+    return job
 
 
 def training_state(job: PhaseB) -> TrainingState:

@@ -10,6 +10,7 @@ from gaupipe.data import load_data
 from gaupipe.progress import total_seconds
 from gaupipe.student import check_baseline
 from stages import export_maps, phase_a, phase_b
+from stages.run_directory import RunDirectory
 
 
 def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
@@ -22,6 +23,9 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
     data = load_data(settings.data)
     if settings.baseline.enabled:
         check_baseline(settings, data)
+    run_directory = RunDirectory(run_dir)
+    for distilled in (True, False):
+        run_directory.overrides(key, distilled)  # a damaged student is refused before anything runs
     teacher = phase_a.run(settings, run_dir, resume=True, data=data)
     export_maps.ensure(run_dir, data=data)
     student = phase_b.run(run_dir, key, resume=True, data=data)
