@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import torch
@@ -40,8 +39,9 @@ def run(
     target = check_place(out)
     generator = torch.Generator().manual_seed(settings.seed)
     images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".onnx-") as folder:
-        partial = Path(folder) / "student.onnx"
+    partial = target.with_name(f".{target.name}.partial")
+    partial.unlink(missing_ok=True)  # what a killed export left
+    try:
         torch.onnx.export(
             student,
             (images[:2],),
@@ -67,6 +67,8 @@ def run(
                 f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}"
             )
         partial.replace(check_place(out))
+    finally:
+        partial.unlink(missing_ok=True)
     return out, difference
 
 
