@@ -278,7 +278,6 @@ def test_help_does_not_import_torch():
     assert "gaupipe.cli" in imported and not imported & {"torch", "timm"}
 
 
-
 def test_the_package_runs_as_a_module(tmp_path):
     run = [sys.executable, "-m", "gaupipe"]
     answer = subprocess.run([*run, "--version"], text=True, capture_output=True, cwd=tmp_path)
