@@ -65,6 +65,7 @@ MODEL_ARGS_ELSEWHERE = {
         ("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
         "gaupipe needs the whole model at one image size",
     ),
+    "dynamic_img_pad": "images have whole patches (see data.image_size)",
     "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
@@ -80,6 +81,13 @@ def _is_number(value: Any, low: float, high: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
 
+YES_OR_NO = {
+    *("qkv_bias", "qk_norm", "scale_attn_norm", "scale_mlp_norm", "proj_bias", "class_token"),
+    *("no_embed_class", "pre_norm", "final_norm", "fc_norm", "fix_init"),
+}
+"""Keywords of timm's VisionTransformer that are true or false (``fc_norm`` may be null)."""
+
+
 def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
     for name, value in args.items():
         if name in MODEL_ARGS_ELSEWHERE:
@@ -89,6 +97,8 @@ def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} should be a whole number from 1 to {MAX_SIZE[name]}")
         if name.endswith(("drop_rate", "drop_path_rate")) and not _is_number(value, 0, 1):
             raise ValueError(f"{name} should be a number from 0 to 1")
+        if name in YES_OR_NO and not isinstance(value, bool | None):
+            raise ValueError(f"{name} should be true or false")
         if name == "mlp_ratio" and not _is_number(value, 0, 1000):
             raise ValueError("mlp_ratio should be a number from 0 (no FFN) to 1000")
     return args

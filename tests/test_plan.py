@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import store
 from gaupipe.cli import app
 from gaupipe.config import parse
+from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
 from gaupipe.teacher import Teacher
@@ -109,7 +110,7 @@ def test_the_prior_alone_needs_no_per_image_parameters():
 def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_settings, tmp_path):
     """What a real store holds of the images, read by zarr, and what its images share."""
     config = parse({"data": {"train_images": 50}, "phase_a": phase_a_settings}, "test")
-    job = phase_a.build(config, tmp_path)
+    job = phase_a.build(config, tmp_path, load_data(config.data))
     schema = export_maps.make_schema(job, kind)
     store.create(str(tmp_path / "maps.zarr"), schema, decoder=export_maps.decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
