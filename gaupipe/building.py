@@ -145,7 +145,9 @@ def build_optimizer(
         )
         if schedule is None:
             raise ValueError("'constant' holds the rate")
-    except (AssertionError, ValueError, TypeError) as error:
+        for update in (epochs * steps_per_epoch - 1, 0):  # a rate that cannot be computed fails now
+            schedule.step_update(update)
+    except (AssertionError, ValueError, TypeError, ArithmeticError) as error:
         raise UserError(
             f"optim.schedule: timm cannot make {optim.schedule!r} of {epochs} epochs with "
             f"{optim.schedule_args}: {error}"

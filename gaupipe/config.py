@@ -208,9 +208,9 @@ class CompressionSettings(Section):
     """The compression network: an embedding per image and block, decoded into the Gaussian
     parameters."""
 
-    embedding: Positive = 256
+    embedding: Annotated[int, Field(gt=0, le=65536)] = 256
     """Numbers in an embedding."""
-    hidden: Positive = 768
+    hidden: Annotated[int, Field(gt=0, le=65536)] = 768
     """Width of the decoder's hidden layer."""
 
 

@@ -25,7 +25,7 @@ class Section(BaseModel):
     def _booleans_are_no_numbers(cls, value: Any, field: ValidationInfo) -> Any:
         """Pydantic would read true as 1."""
         values = value if isinstance(value, list | tuple) else [value]
-        is_switch = cls.model_fields[field.field_name].annotation is bool
+        is_switch = cls.model_fields[str(field.field_name)].annotation is bool
         if not is_switch and any(isinstance(one, bool) for one in values):
             raise ValueError("true and false are not values of this setting")
         return value

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from rich.console import Group
 from rich.text import Text
 from torch import Tensor
@@ -172,7 +173,14 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     rows = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
 
     def pixels() -> np.ndarray:
-        data = load_data(DataSettings.model_validate(schema.extra["data"]))
+        try:
+            settings = DataSettings.model_validate(schema.extra.get("data"))
+        except ValidationError:
+            raise UserError(
+                f"{url}: does not say which images its maps were made from, as stores that "
+                "export-maps writes do: --png cannot draw them"
+            ) from None
+        data = load_data(settings)
         if data.sha256 != schema.dataset_sha256:
             raise UserError(
                 f"{url}: the images of {data.name} are not those the maps were made from"

@@ -618,7 +618,6 @@ SETTINGS = [
                 "class_token=true",
                 "reg_tokens=2",
                 "pos_embed=x",
-                "pos_embed=none",
                 "global_pool=x",
                 "act_layer=x",
                 "norm_layer=x",
@@ -707,9 +706,14 @@ SETTINGS = [
         ("phase_a.optim.schedule_args={num_epochs: x}", "schedule"),
         ("phase_a.optim.schedule_args={num_epochs: 0}", "schedule"),
         ("phase_a.optim.schedule_args={num_epochs: -3}", "schedule"),
-        ("phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step", "schedule"),
         (
-            "phase_a.optim.schedule_args={decay_milestones: x} & phase_a.optim.schedule=multistep",
+            "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
+            "& phase_a.max_epochs=3",
+            "schedule",
+        ),
+        (
+            "phase_a.optim.schedule_args={decay_milestones: x} & phase_a.optim.schedule=multistep "
+            "& phase_a.max_epochs=3",
             "schedule",
         ),
         ("phase_a.optim.schedule_args={cycle_mul: x}", "schedule"),
@@ -1106,8 +1110,8 @@ STORES = [
     ),
     Row(f"{INSPECT} --image 0", "incomplete", attributes(MAPS, complete=False)),
     Row(NEW_STUDENT, "incomplete", attributes(MAPS, complete=False)),
-    Row(f"{INSPECT} --image 0 --png a.png", "data", attributes(MAPS, extra={})),
-    Row(f"{INSPECT} --image 0 --png a.png", "data", attributes(MAPS, extra={"data": 1})),
+    Row(f"{INSPECT} --image 0 --png a.png", "which images", attributes(MAPS, extra={})),
+    Row(f"{INSPECT} --image 0 --png a.png", "which images", attributes(MAPS, extra={"data": 1})),
     Row(
         f"{INSPECT} --image 0 --png a.png",
         "not those the maps were made from",
@@ -1162,7 +1166,7 @@ STORES = [
             (attributes("shards.zarr", complete=False), "incomplete"),
             (attributes("shards.zarr", num_images=10**12), "num_images"),
             (attributes("shards.zarr", num_images=2 * 10**9), "zarr.json"),
-            (attributes("shards.zarr", teacher_sha256="0" * 64), "not the one that was written"),
+            (attributes("shards.zarr", teacher_sha256="0" * 64), "not what was written for it"),
             (remove("shards.zarr/shard_sha256/c/1"), "shard 1"),
             (flip("shards.zarr/shard_sha256/c/0/0/0"), "shard 0"),
             (flip("shards.zarr/shard_nbytes/c/0/0"), "shard 0"),
