@@ -79,10 +79,11 @@ def run(
     run = RunDirectory(run_dir)
     check_free(run, settings, resume)
     data = data or load_data(settings.data)
+    teacher = build_teacher(settings, data)
+    check_student(settings, data, teacher)
+    if not force:  # before any per-image parameter is made
+        check_resources(make_plan(settings, sizes_of(teacher, data)), run_dir)
     job = build(settings, run.phase_a, data)
-    check_student(settings, data, job.teacher)
-    if not force:
-        check_resources(make_plan(settings, sizes_of(job.teacher, job.data)), run_dir)
     state = training_state(job)
     with run.locked():
         check_free(run, settings, resume)
