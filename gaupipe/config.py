@@ -215,8 +215,17 @@ class CompressionSettings(Section):
 
 
 class PhaseASettings(Section):
-    """Phase A: the teacher finds, per image, where each token looks."""
+    """Phase A: the teacher, which finds out where each token looks."""
 
+    teacher: str = "gaussian"
+    """``gaussian`` learns Gaussian attention for each image; ``vit`` trains an ordinary ViT;
+    ``local-dir:FOLDER`` is a trained ViT in a folder that timm reads, and a timm name such as
+    ``deit_tiny_patch16_224.fb_in1k`` a ViT with published weights."""
+    teacher_args: dict[str, Any] = {}
+    """Keywords for the teacher that is a ViT: with ``vit`` they change ``model.args``, otherwise
+    they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
+    download: bool = False
+    """Let timm fetch published weights that are not on this machine."""
     mode: Literal["stochastic", "expected"] = "expected"
     """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact
     expectation."""
@@ -239,6 +248,8 @@ class PhaseASettings(Section):
     """Stop after the first epoch whose training accuracy reaches this."""
     upper_accuracy: Fraction = 0.98
     """Above this the teacher has overfitted: the run says so."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Smoothing of the labels while a teacher ``vit`` is trained."""
     label_passes: Positive = 8
     """Sampled passes averaged for the teacher's predictions in ``stochastic`` mode."""
     augment: AugmentSettings = AugmentSettings()
@@ -247,6 +258,10 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
+        if not self.learns_gaussians:
+            return self._without_gaussians()
+        if self.teacher_args:
+            raise ValueError("teacher_args are for a teacher that is a ViT: see model.args")
         if self.augment.mixup or self.augment.cutmix:
             raise ValueError(
                 "augment: phase A learns where to look in single images: set mixup and cutmix in "
@@ -257,6 +272,47 @@ class PhaseASettings(Section):
                 "prior and residual are both off: nothing is left to learn where to look"
             )
         return self
+
+
+    def _without_gaussians(self) -> PhaseASettings:
+        if self.teacher == "vit":
+            _usable_model_args(self.teacher_args)
+        elif "pretrained" in self.teacher_args:
+            raise ValueError("teacher_args: a teacher always has its trained weights")
+        if self.compression is not None:
+            raise ValueError(f"compression: a teacher {self.teacher!r} has no Gaussians to compress")
+        return self
+
+    @property
+    def learns_gaussians(self) -> bool:
+        """Whether the teacher is a ViT with Gaussian attention, not a trained ViT."""
+        return self.teacher == "gaussian"
+
+    @property
+    def per_image(self) -> bool:
+        """Whether the teacher has parameters of single images."""
+        return self.learns_gaussians and self.residual
+
+    @property
+    def shares_prior(self) -> bool:
+        """Whether the teacher has Gaussians that all images share."""
+        return self.learns_gaussians and self.prior
+
+
+class ExportSettings(Section):
+    """The attention-map store: what it keeps of a map, and how."""
+
+    kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
+    """What is stored for each query. Null is ``gaussian`` for Gaussians of single images, ``prior``
+    where all images share theirs, and ``topk`` for a trained ViT."""
+    encoding: Literal["float16", "uint8"] = "float16"
+    """``uint8`` stores Gaussians, dense maps and the weights of topk in 8 bits."""
+    k: Annotated[int, Field(gt=0, le=255)] | None = None
+    """Keys that ``topk`` keeps of each query (null: 8), Gaussians that ``mixture`` fits to it
+    (null: 2)."""
+    views: Annotated[int, Field(gt=0, le=10_000)] | None = None
+    """Store the maps of this many augmented views of each image, drawn as ``phase_b.augment``
+    says; phase B then trains on these views. Null stores the maps of the images themselves."""
 
 
 class PhaseBSettings(Section):
@@ -288,17 +344,21 @@ class PhaseBSettings(Section):
     """Keywords that change the student's size from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: list[Count | None] | None = None
     """For each block of the student the stored block it is compared with, or null for none; null
-    maps block to block."""
+    maps block to block, evenly spaced where the numbers of blocks differ."""
     layer_weights: list[Weight] | None = None
     """Weight of each of the student's blocks in L_feat; null weighs all the same."""
     mean_heads: bool = False
     """Compare each head with the mean over the teacher's heads; the head counts may then differ."""
+    head_map: list[Count] | None = None
+    """For each head of the student the stored head it is compared with; null maps head to head."""
+    copy_epochs: Count = 0
+    """Attention copy: for this many epochs the student's blocks use the stored maps in place of
+    their own."""
     shuffle_maps: bool = False
     """Give every image the maps of another one: a control, which shows what the maps' belonging
     to an image is worth."""
     match_grid: bool = False
-    """Let the student have another token grid than the store: the Gaussians are made into maps
-    on its grid."""
+    """Let the student have another token grid than the store: the maps are made for its grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
     warm_start: Literal["none", "teacher", "prior"] = "none"
@@ -319,6 +379,8 @@ class PhaseBSettings(Section):
     def _consistent(self) -> PhaseBSettings:
         if self.alpha + self.beta + self.gamma == 0:
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
+        if self.mean_heads and self.head_map is not None:
+            raise ValueError("mean_heads and head_map: choose one")
         return self
 
 
@@ -350,13 +412,16 @@ class Settings(Section):
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
+    export: ExportSettings = ExportSettings()
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.phase_b.warm_start == "prior" and not self.phase_a.prior:
-            raise ValueError("phase_b.warm_start=prior needs phase_a.prior=true")
+        if self.phase_b.warm_start == "prior" and not self.phase_a.shares_prior:
+            raise ValueError(
+                "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
+            )
         return self
 
 

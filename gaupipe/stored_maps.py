@@ -1,69 +1,253 @@
 """The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
 
 One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis
-letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width.
+letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width, K
+keys or Gaussians of a query.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.errors import UserError
-from gaupipe.gaussians import RAW_SIZE, expected_map, from_raw
+from gaupipe.gaussians import (
+    RAW_SIZE,
+    Geometry,
+    expected_axes,
+    expected_map,
+    from_raw,
+    move,
+    outer,
+    resample_queries,
+)
+from gaupipe.maps import from_top_k, move_map, top_k
+from gaupipe.mixtures import fit, move_mixture_map
 from gaupipe.teacher import Decoder, Teacher
 
 if TYPE_CHECKING:
     import store
 
+Grid = tuple[int, int]
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
+
+
+class GaussianAttention:
+    """What a teacher with Gaussians shows of a batch, to be stored.
+
+    gaussians   [B, L, H, T, 4]
+    parameters  [B, ...] of the images, where the teacher has parameters of single images
+    """
+
+    def __init__(
+        self, teacher: Teacher, gaussians: Tensor, parameters: Tensor | None = None
+    ) -> None:
+        self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
+
+    def maps(self) -> Tensor:
+        """[B, L, H, T, T] float32."""
+        return expected_map(self.gaussians, self.teacher.grid)
+
+
+class MapAttention:
+    """What a trained ViT shows of a batch, to be stored: ``blocks``, for each block [B, H, T, T].
+
+    ``divergence`` [L, H] is, after Gaussians were fitted, the KL that is left, mean over images and
+    queries.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], grid: Grid) -> None:
+        self.blocks, self.grid = blocks, grid
+        self.divergence: Tensor | None = None
+
+    def maps(self) -> Tensor:
+        """[B, L, H, T, T] float32."""
+        return torch.stack(list(self.blocks), dim=1)
+
+    def mixtures(self, components: int) -> Tensor:
+        """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
+        mixtures, left = fit(self.maps(), self.grid, components)
+        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
+        return mixtures
+
+    @property
+    def gaussians(self) -> Tensor:
+        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
+        return self.mixtures(1)[..., 0, 1:]
+
+
+Attention = GaussianAttention | MapAttention
+
+
+class StoredGaussians:
+    """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
+
+    def __init__(self, gaussians: Tensor, grid: Grid) -> None:
+        self.gaussians, self.grid = gaussians, grid
+
+    def axes(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
+        gaussians = move(_part(self.gaussians, layer, heads).float(), geometry, self.grid)
+        if new_grid:
+            gaussians = resample_queries(gaussians, self.grid, new_grid)
+        return expected_axes(gaussians, new_grid or self.grid)
+
+    def map(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+    ) -> Tensor:
+        """A block's map [B, H, T, T] float32, rows sum to 1, of chosen heads (all for None), for
+        views of the images and on another grid where these are given."""
+        return outer(*self.axes(layer, heads, geometry, new_grid))
+
+
+class StoredRows:
+    """Maps of a batch on a ``grid`` (h, w), read from a store.
+
+    ``rows`` gives, for a block and a choice of heads, the map [B, H, T, T] float32.
+    """
+
+    def __init__(self, rows: Callable[[int, Sequence[int] | None], Tensor], grid: Grid) -> None:
+        self.rows, self.grid = rows, grid
+
+    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
+        """A map of this kind has no factors."""
+
+    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+        """As :meth:`StoredGaussians.map`."""
+        return move_map(self.rows(layer, heads), geometry, self.grid, new_grid)
+
+
+class StoredMixtures(StoredRows):
+    """Gaussians [B, L, H, T, K, 5] of a batch, K a query, with their weights."""
+
+    def __init__(self, mixtures: Tensor, grid: Grid) -> None:
+        self.mixtures, self.grid = mixtures, grid
+
+    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+        """As :meth:`StoredGaussians.map`."""
+        mixtures = _part(self.mixtures, layer, heads).float()
+        return move_mixture_map(mixtures, geometry, self.grid, new_grid)
+
+
+StoredAttention = StoredGaussians | StoredRows
+Reader = Callable[[Stored], StoredAttention]
+
+
+def _part(values: Tensor, layer: int, heads: Sequence[int] | None) -> Tensor:
+    """One block, and of its heads those chosen, of [B, L, H, ...]: [B, H, ...]."""
+    values = values[:, layer]
+    return values if heads is None else values[:, list(heads)]
 
 
 class GaussianKind:
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
 
     name = "gaussian"
-    are_maps = False
-    """Whether what is read are maps [B, L, H, T, T]; else they are Gaussians, which follow flips
-    and crops and fit any grid."""
+    default_k: int | None = None
+    """The schema's ``k`` where none is asked for; None for kinds without one."""
 
-    def refusal(self, teacher: Teacher, per_image: bool) -> str | None:
+    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """Why a store of this kind cannot hold what a teacher knows, with or without per-image
         parameters; None if it can."""
         return None
 
-    def arrays(
-        self, teacher: Teacher, gaussians: Tensor, parameters: Tensor | None
-    ) -> dict[str, Tensor]:
-        """What is stored of the Gaussians [B, L, H, T, 4] that come from per-image parameters."""
-        return {"gaussians": gaussians}
+    def arrays(self, attention: Attention, k: int | None) -> dict[str, Tensor]:
+        """What is stored of a batch."""
+        return {"gaussians": attention.gaussians}
 
-    def decoder(self, teacher: Teacher) -> dict[str, Tensor]:
+    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
         """What is stored once for all images."""
         return {}
 
-    def reader(self, maps: store.Store, device: torch.device) -> Callable[[Stored], Tensor]:
-        """What turns arrays that were read into Gaussians [B, L, H, T, 4], or into maps."""
-        return lambda stored: torch.from_numpy(stored["gaussians"]).to(device).float()
+    def reader(self, maps: store.Store, device: torch.device) -> Reader:
+        """What turns arrays that were read into the attention of a batch."""
+        grid = maps.schema.grid
+        return lambda stored: StoredGaussians(_tensor(stored, "gaussians", device).float(), grid)
 
 
 class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
-    are_maps = True
 
-    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
-        return {"maps": expected_map(gaussians, teacher.grid)}
+    def arrays(self, attention, k) -> dict[str, Tensor]:
+        return {"maps": attention.maps()}
 
-    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
-        return lambda stored: torch.from_numpy(stored["maps"]).to(device)
+    def reader(self, maps, device) -> Reader:
+        coarse = maps.schema.encoding == "uint8"
+
+        def read(stored: Stored) -> StoredRows:
+            values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
+
+            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
+                part = _part(values, layer, heads).float()
+                return part / part.sum(-1, keepdim=True) if coarse else part
+
+            return StoredRows(rows, maps.schema.grid)
+
+        return read
+
+
+class TopKKind(GaussianKind):
+    """The largest keys of each query with their weights, [B, L, H, T, K] each. What is left of a
+    row is spread evenly over the other keys."""
+
+    name = "topk"
+    default_k = 8
+
+    def arrays(self, attention, k) -> dict[str, Tensor]:
+        keys, weights = top_k(attention.maps(), k)
+        return {"keys": keys, "weights": weights}
+
+    def reader(self, maps, device) -> Reader:
+        schema = maps.schema
+
+        def read(stored: Stored) -> StoredRows:
+            keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
+            weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
+
+            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
+                part = _part(weights, layer, heads).float()
+                return from_top_k(_part(keys, layer, heads), part, schema.tokens)
+
+            return StoredRows(rows, schema.grid)
+
+        return read
+
+
+class MixtureKind(GaussianKind):
+    """A few Gaussians a query, fitted to the map, with their weights: [B, L, H, T, K, 5]."""
+
+    name = "mixture"
+    default_k = 2
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if isinstance(teacher, Teacher):
+            return "each map of this teacher is one Gaussian already; choose gaussian"
+        return None
+
+    def arrays(self, attention, k) -> dict[str, Tensor]:
+        return {"mixtures": attention.mixtures(k)}
+
+    def reader(self, maps, device) -> Reader:
+        grid = maps.schema.grid
+        return lambda stored: StoredMixtures(_tensor(stored, "mixtures", device), grid)
 
 
 class EmbeddingKind(GaussianKind):
@@ -72,17 +256,22 @@ class EmbeddingKind(GaussianKind):
     name = "embedding"
 
     def refusal(self, teacher, per_image) -> str | None:
+        if not isinstance(teacher, Teacher):
+            return "a trained ViT has no embeddings; choose topk, dense, mixture or gaussian"
         if teacher.decoder is None or not per_image:
-            return "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian or dense"
+            return (
+                "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian "
+                "or dense"
+            )
         return None
 
-    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
-        return {"embeddings": parameters}
+    def arrays(self, attention, k) -> dict[str, Tensor]:
+        return {"embeddings": attention.parameters}
 
     def decoder(self, teacher) -> dict[str, Tensor]:
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
-    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
+    def reader(self, maps, device) -> Reader:
         weights, prior = shared_weights(maps, device)  # prior [L, H, T, P]
         with teachers_decoder(maps):
             layers, embedding, hidden = weights["weight1"].shape
@@ -95,10 +284,10 @@ class EmbeddingKind(GaussianKind):
             network.load_state_dict(weights)
 
         @torch.no_grad()
-        def decode(stored: Stored) -> Tensor:
-            raw = network(torch.from_numpy(stored["embeddings"]).to(device).float())
+        def decode(stored: Stored) -> StoredGaussians:
+            raw = network(_tensor(stored, "embeddings", device).float())
             raw = raw.view(len(raw), *prior.shape) + prior  # [B, L, H, T, P]
-            return from_raw(raw, maps.schema.parametrisation)
+            return StoredGaussians(from_raw(raw, maps.schema.parametrisation), maps.schema.grid)
 
         return decode
 
@@ -109,6 +298,8 @@ class PriorKind(GaussianKind):
     name = "prior"
 
     def refusal(self, teacher, per_image) -> str | None:
+        if not isinstance(teacher, Teacher):
+            return "a trained ViT has another map for each image; choose topk, dense or mixture"
         if per_image:
             return (
                 "this teacher has Gaussians of single images (phase_a.residual is true); choose "
@@ -116,16 +307,25 @@ class PriorKind(GaussianKind):
             )
         return None
 
-    def arrays(self, teacher, gaussians, parameters) -> dict[str, Tensor]:
+    def arrays(self, attention, k) -> dict[str, Tensor]:
         return {}
 
     def decoder(self, teacher) -> dict[str, Tensor]:
         return {"prior": teacher.prior.detach()}
 
-    def reader(self, maps, device) -> Callable[[Stored], Tensor]:
+    def reader(self, maps, device) -> Reader:
         _, prior = shared_weights(maps, device)
         shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
-        return lambda stored: shared.expand(len(stored["labels"]), *shared.shape)
+
+        def read(stored: Stored) -> StoredGaussians:
+            images = len(stored["labels"])
+            return StoredGaussians(shared.expand(images, *shared.shape), maps.schema.grid)
+
+        return read
+
+
+def _tensor(stored: Stored, name: str, device: torch.device) -> Tensor:
+    return torch.from_numpy(stored[name]).to(device)
 
 
 def shared_weights(maps: store.Store, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -158,5 +358,13 @@ def teachers_decoder(maps: store.Store) -> Iterator[None]:
 
 
 KINDS: dict[str, GaussianKind] = {
-    kind.name: kind for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind())
+    kind.name: kind
+    for kind in (
+        GaussianKind(),
+        EmbeddingKind(),
+        DenseKind(),
+        PriorKind(),
+        TopKKind(),
+        MixtureKind(),
+    )
 }

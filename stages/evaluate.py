@@ -3,26 +3,23 @@ asked for."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
-from safetensors import safe_open
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
-from gaupipe import digests
 from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData, Split, load_data
 from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
-from gaupipe.models import STUDENT_FILES, forward_with_maps
+from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit
+from gaupipe.student_folder import load_folder
 from gaupipe.training import score
 from stages import phase_b
 from stages.run_directory import RunDirectory, check_name
@@ -54,52 +51,12 @@ def load_student(
         raise UserError(
             f"{folder} is not there: {command} --student ATTENTION --name {name}' trains it{others}"
         )
-    again = f"{command} --name {name} --resume' writes it again from its checkpoint"
-    for file in STUDENT_FILES:
-        if not (folder / file).is_file():
-            raise UserError(f"{folder / file} is not there: {again}")
-        digests.check(folder / file)
+    remedy = f"{command} --name {name} --resume' writes it again from its checkpoint"
     settings = run.student_settings(name, distilled)
-    try:
-        check_sizes(folder)
-        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-    except OSError:
-        raise
-    except (
-        Exception
-    ) as error:  # json, safetensors and timm raise whatever a foreign file makes of them
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{folder} is damaged, or not a student ({reason[:200]}): {again}"
-        ) from None
-    return settings, model, name
-
-
-def check_sizes(folder: Path) -> None:
-    """Raises ValueError unless a student's config.json describes a ViT with the weights of its
-    model.safetensors.
-
-    timm adapts weights to another size where it can, without a word, and makes the model first,
-    however large. So the model is made on the meta device, which takes no memory.
-    """
-    config = json.loads((folder / "config.json").read_bytes())
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
-    arguments = config["model_args"]
-    if arguments.get("depth", 1) > len(stored):
-        raise ValueError(f"{arguments['depth']} blocks cannot have {len(stored)} weights in all")
-    with torch.device("meta"):
-        model = timm.create_model(config["architecture"], **arguments)
+    model = load_folder(folder, remedy)
     if not isinstance(model, VisionTransformer):
-        raise ValueError(f"{config['architecture']} is no VisionTransformer")
-    built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if different := sorted(
-        name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
-    ):
-        name = different[0]
-        raise ValueError(
-            f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json"
-        )
+        raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
+    return settings, model, name
 
 
 def run(

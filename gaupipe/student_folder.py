@@ -1,0 +1,68 @@
+"""Loads a trained ViT from a folder that timm reads, such as a student's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from gaupipe import digests
+from gaupipe.errors import UserError
+from gaupipe.models import STUDENT_FILES
+
+
+def load_folder(
+    folder: Path, remedy: str, arguments: dict[str, Any] | None = None
+) -> nn.Module:
+    """The model of ``folder`` (config.json and model.safetensors), in eval mode.
+
+    ``arguments`` are further keywords of ``timm.create_model``. Files that SHA256SUMS lists are
+    checked. Raises UserError, ending in ``remedy``, for a folder that is not whole.
+    """
+    for file in STUDENT_FILES:
+        if not (folder / file).is_file():
+            raise UserError(f"{folder / file} is not there: {remedy}")
+        digests.check(folder / file)
+    try:
+        check_sizes(folder)
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True, **(arguments or {}))
+        return model.eval()
+    except OSError:
+        raise
+    except (
+        Exception
+    ) as error:  # json, safetensors and timm raise whatever a foreign file makes of them
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"{folder} is damaged, or not a student ({reason[:200]}): {remedy}"
+        ) from None
+
+
+def check_sizes(folder: Path) -> None:
+    """Raises ValueError unless a folder's config.json describes a model with the weights of its
+    model.safetensors.
+
+    timm adapts weights to another size where it can, without a word, and makes the model first,
+    however large. So the model is made on the meta device, which takes no memory.
+    """
+    config = json.loads((folder / "config.json").read_bytes())
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
+    depth = config.get("model_args", {}).get("depth", 1)
+    if depth > len(stored):
+        raise ValueError(f"{depth} blocks cannot have {len(stored)} weights in all")
+    with torch.device("meta"):
+        model = timm.create_model(f"local-dir:{folder}")
+    built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if different := sorted(
+        name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
+    ):
+        name = different[0]
+        raise ValueError(
+            f"{name} is {stored.get(name)} in model.safetensors, {built.get(name)} by config.json"
+        )

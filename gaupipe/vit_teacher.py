@@ -1,0 +1,323 @@
+"""A trained vision transformer as a teacher: where it comes from, and the attention maps it shows.
+
+Maps are read where every fused attention passes: at the calls of torch's
+``scaled_dot_product_attention``. No hook is put on a module, so any ViT that attends through that
+function can be read, whatever it does to queries and keys before (norms, rotary positions).
+
+Axis letters: B images, L blocks, H heads, P class and register tokens, T patches, C classes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from timm.models import get_pretrained_cfg
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from gaupipe.data import ImageData
+from gaupipe.errors import UserError
+from gaupipe.maps import without_prefix
+from gaupipe.student_folder import load_folder
+
+LOCAL = "local-dir:"
+SETTING = "phase_a.teacher"
+
+
+class AttentionReader(TorchFunctionMode):
+    """While it is active, keeps the attention maps of every ``scaled_dot_product_attention``.
+
+    ``maps`` holds float32 [B, H, queries, keys] in the order of the calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            with torch._C.DisableTorchFunction():
+                self.maps.append(softmax_of_scores(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def softmax_of_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The map [..., queries, keys] float32 that ``scaled_dot_product_attention`` would use."""
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query.float() * scale) @ key.float().mT  # [..., queries, keys]
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        else:
+            scores = scores + attn_mask
+    return scores.softmax(-1).nan_to_num(0.0)  # a query without a key looks nowhere
+
+
+@dataclass
+class Seen:
+    """What a teacher shows of a batch.
+
+    logits   [B, C] float32; zeros where the teacher predicts no classes
+    maps     for each block [B, H, T, T] float32, from patches to patches, rows sum to 1
+    dropped  [L, H]: the mean share of a patch's attention that class and register tokens had
+    """
+
+    logits: Tensor
+    maps: list[Tensor]
+    dropped: Tensor
+
+
+class VitTeacher(nn.Module):
+    """Any timm model whose blocks attend over all patches, in eval mode.
+
+    Raises UserError, naming the model, for one whose attention cannot be read, and for one that
+    does not take the data set's images or predict its classes.
+
+    Attributes: ``name``; ``grid`` (h, w); ``layers``; ``heads``; ``prefix``, the number of class
+    and register tokens; ``predicts``, whether it has a head for the classes.
+    """
+
+    def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.name = name
+        for module in self.model.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = True  # else the module never calls what is read
+        self._check_images(data)
+        self.num_classes = data.num_classes
+        self.predicts = model.num_classes > 0
+        self._adapt_normalisation(data)
+        self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
+
+    def forward(self, images: Tensor) -> Seen:
+        """``images`` [B, channels, height, width], normalised as the data set is."""
+        if self.rescale is not None:
+            images = images * self.rescale + self.offset
+        with AttentionReader() as reader:
+            features = self.model.forward_features(images)
+        if self.predicts:
+            logits = self.model.forward_head(features).float()
+        else:
+            logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
+        maps, dropped = [], []
+        for whole in reader.maps:  # [B, H, P + T, P + T]
+            patches, share = without_prefix(whole, self.prefix)
+            maps.append(patches)  # [B, H, T, T]
+            dropped.append(share.mean(0))
+        return Seen(logits, maps, torch.stack(dropped))
+
+    def sha256(self) -> str:
+        """A digest of the weights and of what they are used in."""
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+        described = {
+            "class": type(self.model).__name__,
+            "architecture": config.get("architecture"),
+            "arguments": getattr(self.model, "gaupipe_args", None),
+            "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
+            "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
+        }
+        digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
+
+    def _check_images(self, data: ImageData) -> None:
+        model, what = self.model, f"{SETTING}: {self.name}"
+        if not hasattr(model, "forward_features") or not hasattr(model, "num_classes"):
+            raise UserError(f"{what} ({type(model).__name__}) is not a vision transformer of timm")
+        patches = getattr(model, "patch_embed", None)
+        size = getattr(patches, "img_size", None)
+        if size is not None and tuple(size) != (data.image_size, data.image_size):
+            raise UserError(
+                f"{what} takes images of {size[0]} x {size[1]} pixels, {data.name} has "
+                f"{data.image_size} x {data.image_size}: set data.image_size={size[0]}, or "
+                f"phase_a.teacher_args={{img_size: {data.image_size}}}"
+            )
+        channels = getattr(model, "in_chans", data.channels)
+        if channels != data.channels:
+            raise UserError(
+                f"{what} takes images of {channels} channels, {data.name} has {data.channels}: set "
+                f"phase_a.teacher_args={{in_chans: {data.channels}}}"
+            )
+        if model.num_classes not in (0, data.num_classes):
+            raise UserError(
+                f"{what} predicts {model.num_classes} classes, {data.name} has {data.num_classes}: "
+                "fine-tune it, or take its maps alone with phase_a.teacher_args={num_classes: 0} "
+                "and phase_b.alpha=0"
+            )
+
+    def _adapt_normalisation(self, data: ImageData) -> None:
+        """From the data set's normalisation to the one that the model was trained with."""
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+        mean, std = (
+            torch.tensor(config.get(key) or own, dtype=torch.float64)
+            for key, own in (("mean", data.mean), ("std", data.std))
+        )
+        if len(mean) != data.channels:  # weights of three channels were summed to one
+            mean, std = mean.mean().expand(data.channels), std.mean().expand(data.channels)
+        own_mean, own_std = (torch.tensor(v, dtype=torch.float64) for v in (data.mean, data.std))
+        same = torch.equal(mean, own_mean) and torch.equal(std, own_std)
+        # (x * own_std + own_mean - mean) / std
+        rescale = None if same else (own_std / std).float().view(-1, 1, 1)
+        offset = None if same else ((own_mean - mean) / std).float().view(-1, 1, 1)
+        self.register_buffer("rescale", rescale, persistent=False)
+        self.register_buffer("offset", offset, persistent=False)
+
+    @torch.no_grad()
+    def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
+        """(grid, blocks, heads, prefix) as two blank images show them."""
+        what = f"{SETTING}: {self.name} ({type(self.model).__name__})"
+        images = torch.zeros(2, data.channels, data.image_size, data.image_size)
+        images = images.to(next(self.model.parameters()).device)
+        try:
+            with AttentionReader() as reader:
+                self.model.forward_features(images)
+        except (AssertionError, RuntimeError, ValueError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"{what} cannot take images of {data.image_size} x {data.image_size} pixels: "
+                f"{reason[:200]}"
+            ) from None
+        readable = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
+        if not reader.maps:
+            raise UserError(
+                f"{what} shows no attention maps: it never calls scaled_dot_product_attention; "
+                f"{readable}"
+            )
+        grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
+        prefix = getattr(self.model, "num_prefix_tokens", 0)
+        heads = reader.maps[0].shape[1]
+        if grid is None:
+            raise UserError(f"{what} has no grid of patches: {readable}")
+        blocks = len(getattr(self.model, "blocks", reader.maps))
+        if blocks != len(reader.maps):
+            raise UserError(
+                f"{what} has {len(reader.maps)} attention maps in {blocks} blocks; a teacher has "
+                f"one in each: {readable}"
+            )
+        tokens = prefix + grid[0] * grid[1]
+        for block, maps in enumerate(reader.maps):
+            if maps.shape != (2, heads, tokens, tokens):
+                raise UserError(
+                    f"{what} does not attend over all patches in every block: two images of "
+                    f"{grid[0]} x {grid[1]} patches should give maps {[2, heads, tokens, tokens]}, "
+                    f"block {block} gives {list(maps.shape)} (windows, pooled keys, or another "
+                    f"number of heads); {readable}"
+                )
+        return tuple(grid), len(reader.maps), heads, prefix
+
+
+def load_vit(
+    teacher: str, data: ImageData, arguments: dict[str, Any], *, download: bool = False
+) -> VitTeacher:
+    """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
+
+    teacher     ``local-dir:FOLDER``, as a student of ours is saved, or a timm model with weights,
+                such as ``deit_small_patch16_224.fb_in1k``
+    arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
+    download    fetch weights that are not on this machine
+
+    Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
+    """
+    if teacher.startswith(LOCAL):
+        folder = Path(teacher.removeprefix(LOCAL)).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"{SETTING}: there is no folder {folder}")
+        model = load_folder(folder, f"{SETTING}: give a folder with a trained ViT", arguments)
+    else:
+        model = pretrained(teacher, arguments, download)
+    return VitTeacher(model, data, teacher)
+
+
+def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Module:
+    """A timm model with its weights from this machine, or from the hub where ``download`` allows
+    it. Raises UserError."""
+    config = get_pretrained_cfg(name, allow_unregistered=False) if timm.is_model(name) else None
+    if config is None:
+        near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
+        hint = f"; there are {', '.join(near)}" if near else ""
+        raise UserError(
+            f"{SETTING}: timm has no weights {name!r}{hint}; gaussian, vit, local-dir:FOLDER or a "
+            "timm name with weights is right"
+        )
+    if not config.has_weights:
+        raise UserError(f"{SETTING}: timm has no trained weights for {name}: train one first")
+    overlay = None
+    if config.hf_hub_id and not config.custom_load:
+        overlay = {"file": _weights_file(name, config, download)}
+    elif not download and not _is_cached(config):
+        raise _not_here(name, config.url or config.hf_hub_id)
+    try:
+        return timm.create_model(
+            name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments
+        )
+    except Exception as error:  # whatever timm makes of keywords or of a broken download
+        raise UserError(
+            f"{SETTING}: timm cannot build {name} with {arguments}: {_one_line(error)}"
+        ) from None
+
+
+def _weights_file(name: str, config: Any, download: bool) -> str:
+    """The weights of a model on the hub, as a file of this machine."""
+    repository, _, revision = config.hf_hub_id.partition("@")
+    names = [config.hf_hub_filename or "model.safetensors", "pytorch_model.bin"]
+    for file in names:
+        cached = try_to_load_from_cache(repository, file, revision=revision or None)
+        if isinstance(cached, str):
+            return cached
+    if not download:
+        raise _not_here(name, repository)
+    problem: Exception | None = None
+    for file in names:
+        try:
+            return hf_hub_download(repository, file, revision=revision or None)
+        except Exception as error:  # no network, no such file, no leave to read it
+            problem = problem or error
+    raise UserError(
+        f"{SETTING}: the weights of {name} could not be fetched from {repository}: "
+        f"{_one_line(problem)}"
+    )
+
+
+def _is_cached(config: Any) -> bool:
+    if config.file:
+        return Path(config.file).is_file()
+    name = Path(config.url or "none").name
+    return (Path(torch.hub.get_dir()) / "checkpoints" / name).is_file()
+
+
+def _not_here(name: str, source: str) -> UserError:
+    return UserError(
+        f"{SETTING}: the weights of {name} ({source}) are not on this machine: "
+        "phase_a.download=true fetches them"
+    )
+
+
+def _one_line(error: Exception | None) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
