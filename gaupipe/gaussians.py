@@ -284,6 +284,19 @@ def _query_weights(offset: Tensor, scale: Tensor, n: int) -> Tensor:
         if n > 1
         else offset.new_zeros(1)
     )
-    u = _pixels(offset.unsqueeze(-1) + scale.unsqueeze(-1) * view, n)
-    u = torch.where((u - u.round()).abs() < ON_TOKEN, u.round(), u).clamp(0, n - 1)
+    return token_weights(_pixels(offset.unsqueeze(-1) + scale.unsqueeze(-1) * view, n), n)
+
+
+def token_weights(u: Tensor, n: int) -> Tensor:
+    """Weights [..., n] of an axis's n tokens for what lies at the pixel coordinate u [...]: linear
+    interpolation, clamped to the border.
+
+    A position within ``ON_TOKEN`` of a token takes that token alone.
+    """
+    u = on_token(u).clamp(0, n - 1)
     return (1 - (u.unsqueeze(-1) - torch.arange(n, device=u.device)).abs()).clamp_min(0)
+
+
+def on_token(u: Tensor) -> Tensor:
+    """Pixel coordinates, those within ``ON_TOKEN`` of a whole number rounded to it."""
+    return torch.where((u - u.round()).abs() < ON_TOKEN, u.round(), u)

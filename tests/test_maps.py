@@ -1,0 +1,278 @@
+"""Maps of trained teachers: kept keys, dropped tokens, and views; against loops in numpy."""
+
+import numpy as np
+import pytest
+import torch
+
+from gaupipe.gaussians import Geometry
+from gaupipe.maps import from_top_k, interpolate_queries, move_map, top_k, without_prefix
+
+GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]
+
+
+def random_maps(seed: int, images: int, heads: int, queries: int, keys: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(images, heads, queries, keys, generator=generator)).softmax(-1)
+
+
+def geometry(*views: tuple[tuple[float, float], tuple[float, float]]) -> Geometry:
+    """One ((offset x, y), (scale x, y)) an image, in border coordinates."""
+    offset, scale = zip(*views, strict=True)
+    return Geometry(torch.tensor(offset), torch.tensor(scale))
+
+
+def moved_by_loops(stored, offset, scale, grid, new_grid) -> np.ndarray:
+    """The map [T', T'] of one view, a key and a query at a time. Lengths are in parts of the image:
+    the image is [0, 1] along both axes."""
+    (h, w), (new_h, new_w) = grid, new_grid
+    stored = stored.reshape(h, w, h, w).astype(np.float64)
+
+    def place(axis, view):  # view and result in [0, 1]
+        return (offset[axis] + scale[axis] * (2 * view - 1) + 1) / 2
+
+    def row(y, x):
+        """Bilinear between the four queries around a place, borders clamped."""
+        y, x = np.clip(y * h - 0.5, 0, h - 1), np.clip(x * w - 0.5, 0, w - 1)
+        y0, x0 = min(int(y), max(h - 2, 0)), min(int(x), max(w - 2, 0))
+        y1, x1, fy, fx = min(y0 + 1, h - 1), min(x0 + 1, w - 1), y - y0, x - x0
+        return (
+            (1 - fy) * (1 - fx) * stored[y0, x0]
+            + (1 - fy) * fx * stored[y0, x1]
+            + fy * (1 - fx) * stored[y1, x0]
+            + fy * fx * stored[y1, x1]
+        )
+
+    def part(axis, n, new_n, key, cell):
+        ends = sorted([place(axis, key / new_n) * n, place(axis, (key + 1) / new_n) * n])
+        return max(0.0, min(ends[1], cell + 1) - max(ends[0], cell))
+
+    area = np.zeros((new_h, new_w, h, w))
+    for ky, kx, cy, cx in np.ndindex(area.shape):
+        area[ky, kx, cy, cx] = part(1, h, new_h, ky, cy) * part(0, w, new_w, kx, cx)
+    result = np.zeros((new_h, new_w, new_h, new_w))
+    for qy, qx in np.ndindex(new_h, new_w):
+        taken = row(place(1, (qy + 0.5) / new_h), place(0, (qx + 0.5) / new_w))
+        seen = (area * taken).sum((2, 3))
+        if seen.sum() < 1e-4:
+            seen = area.sum((2, 3)) if area.sum() else np.ones((new_h, new_w))
+        result[qy, qx] = seen / seen.sum()
+    return result.reshape(new_h * new_w, new_h * new_w)
+
+
+VIEWS = {
+    "crop": ((0.2, -0.15), (0.7, 0.6)),
+    "crop, mirrored": ((-0.11, 0.3), (-0.63, 0.6)),
+    "shift": ((0.23, 0.4), (1.0, 1.0)),
+    "upside down": ((0.0, 0.0), (1.0, -1.0)),
+    "small, with a border around it": ((0.3, -0.2), (1.7, 1.4)),
+    "hardly inside": ((1.98, 0.0), (1.0, 1.0)),
+    "outside": ((5.0, 0.0), (1.0, 1.0)),
+    "tiny": ((0.13, 0.17), (1e-3, 1e-3)),
+    "nothing": ((0.13, 0.17), (1e-30, 1e-30)),
+}
+
+
+@pytest.mark.parametrize("new_grid", [None, (3, 4), (7, 2), (1, 1)], ids=str)
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_views_are_those_of_the_definition(grid, new_grid):
+    tokens, views = grid[0] * grid[1], list(VIEWS.values())
+    maps = random_maps(0, len(views), 2, tokens, tokens)
+    moved = move_map(maps, geometry(*views), grid, new_grid)
+    assert moved.dtype == torch.float32
+    assert (moved >= 0).all()
+    torch.testing.assert_close(moved.sum(-1), torch.ones(moved.shape[:-1]), atol=1e-6, rtol=0)
+    for image, (offset, scale) in enumerate(views):
+        for head in range(2):
+            expected = moved_by_loops(
+                maps[image, head].numpy(), offset, scale, grid, new_grid or grid
+            )
+            np.testing.assert_allclose(
+                moved[image, head], expected, atol=3e-6, err_msg=list(VIEWS)[image]
+            )
+
+
+@pytest.mark.parametrize("new_grid", [(2, 2), (6, 6), (5, 3), (1, 1)], ids=str)
+def test_another_grid_without_a_view(new_grid):
+    maps = random_maps(1, 2, 3, 12, 12)
+    moved = move_map(maps, None, (3, 4), new_grid)
+    for image, head in np.ndindex(2, 3):
+        expected = moved_by_loops(maps[image, head].numpy(), (0, 0), (1, 1), (3, 4), new_grid)
+        np.testing.assert_allclose(moved[image, head], expected, atol=3e-7)
+
+
+def test_a_map_that_needs_no_move_is_returned_itself():
+    maps = random_maps(2, 2, 1, 12, 12)
+    assert move_map(maps, None, (3, 4)) is maps
+    assert move_map(maps, None, (3, 4), (3, 4)) is maps
+    identity = geometry(((0.0, 0.0), (1.0, 1.0)), ((0.0, 0.0), (1.0, 1.0)))
+    assert torch.equal(move_map(maps, identity, (3, 4)), maps)
+
+
+def test_one_map_of_all_images():
+    maps = random_maps(3, 1, 2, 12, 12)
+    views = geometry(VIEWS["crop"], VIEWS["shift"])
+    moved = move_map(maps, views, (3, 4))
+    assert torch.equal(moved, move_map(maps.expand(2, -1, -1, -1), views, (3, 4)))
+
+
+@pytest.mark.parametrize("grid", [*GRIDS, (14, 14)], ids=str)
+@pytest.mark.parametrize("axis", ["x", "y", "both"])
+def test_a_flip_is_a_permutation(grid, axis):
+    """To the last bit, also of maps that do not quite sum to 1; twice is nothing."""
+    tokens = grid[0] * grid[1]
+    maps = random_maps(4, 2, 2, tokens, tokens).half().float()
+    flip = (0.0, 0.0), (-1.0 if axis != "y" else 1.0, -1.0 if axis != "x" else 1.0)
+    views = geometry(flip, flip)
+    dims = {"x": (3, 5), "y": (2, 4), "both": (2, 3, 4, 5)}[axis]
+    expected = maps.reshape(2, 2, *grid, *grid).flip(dims).reshape(maps.shape)
+    moved = move_map(maps, views, grid)
+    assert torch.equal(moved, expected)
+    assert torch.equal(move_map(moved, views, grid), maps)
+
+
+def test_a_shift_by_whole_tokens_moves_rows_and_keys():
+    """One token to the right and two down: what lies outside is dropped, and the border's queries
+    stand in for those beyond it."""
+    h, w = grid = (5, 4)
+    maps = random_maps(5, 1, 2, 20, 20)
+    moved = move_map(maps, geometry(((2 / w, 4 / h), (1.0, 1.0))), grid).reshape(2, h, w, h, w)
+    stored = maps.reshape(2, h, w, h, w)
+    for y, x in np.ndindex(h, w):
+        inside = stored[:, min(y + 2, h - 1), min(x + 1, w - 1), 2:, 1:]
+        expected = torch.zeros(2, h, w)
+        expected[:, : h - 2, : w - 1] = inside / inside.sum((1, 2), keepdim=True)
+        torch.testing.assert_close(moved[:, y, x], expected, rtol=1e-6, atol=0)
+
+
+def test_what_loses_nothing_by_a_shift_keeps_every_bit():
+    """Attention that is all on keys that stay in the view."""
+    h, w = grid = (4, 6)
+    maps = torch.zeros(1, 1, h, w, h, w)
+    maps[..., 2:] = random_maps(6, 1, 1, h * w, h * (w - 2)).half().reshape(1, 1, h, w, h, w - 2)
+    view = geometry(((4 / w, 0.0), (1.0, 1.0)))
+    moved = move_map(maps.reshape(1, 1, h * w, h * w), view, grid).reshape(maps.shape)
+    assert torch.equal(moved[:, :, :, : w - 2, :, : w - 2], maps[:, :, :, 2:, :, 2:])
+    assert not moved[..., w - 2 :].any()
+
+
+def attention_of_positions(queries, keys, distance, width) -> np.ndarray:
+    """softmax over keys of -|query + distance - key|^2 / (2 width^2), places (x, y) in the image."""
+    difference = queries[:, None] + np.asarray(distance) - keys[None]
+    scores = -(difference**2).sum(-1) / (2 * width**2)
+    rows = np.exp(scores - scores.max(-1, keepdims=True))
+    return rows / rows.sum(-1, keepdims=True)
+
+
+def places(grid, offset=(0, 0), scale=(1, 1)) -> np.ndarray:
+    """Where the tokens of a view lie in its image, border coordinates (x, y): [T, 2]."""
+    h, w = grid
+    view = np.array(
+        [[(2 * x + 1) / w - 1, (2 * y + 1) / h - 1] for y in range(h) for x in range(w)]
+    )
+    return np.asarray(offset) + np.asarray(scale) * view
+
+
+@pytest.mark.parametrize(
+    "offset, scale, limit",
+    [
+        ((0.0, 0.0), (-1.0, 1.0), 1e-6),
+        ((0.25, -0.5), (1.0, 1.0), 1e-6),
+        ((0.1, -0.1), (0.8, 0.8), 0.035),
+        ((-0.2, 0.15), (-0.6, 0.7), 0.035),
+    ],
+    ids=["flip", "shift", "crop", "small crop, mirrored"],
+)
+def test_attention_that_depends_on_positions_alone(offset, scale, limit):
+    """Against the same attention computed in the view: total variation of a row, mean over the
+    queries that lie between stored ones. Interpolation blurs by parts of a token, which a width of
+    two tokens hides."""
+    grid, distance, width = (8, 8), (0.1, -0.05), 0.5
+    inside = places(grid)
+    stored = attention_of_positions(inside, inside, distance, width)
+    seen = places(grid, offset, scale)
+    expected = attention_of_positions(seen, seen, distance, width)
+    keys_inside = (np.abs(seen) < 1).all(1)
+    expected = expected * keys_inside / (expected * keys_inside).sum(-1, keepdims=True)
+    maps = torch.from_numpy(stored).float()[None, None]
+    moved = move_map(maps, geometry((offset, scale)), grid)[0, 0].numpy()
+    far = np.abs(moved - expected).sum(-1) / 2
+    outermost = 1 - 1 / 8
+    far = far[(np.abs(seen) < outermost + 1e-6).all(1)].mean()
+    assert far < limit
+
+
+def test_rows_that_look_outside_the_view_are_uniform_inside():
+    """Everybody looks at the last token; the view is the left half, then one that also holds a
+    border beyond the image."""
+    maps = torch.zeros(1, 1, 16, 16)
+    maps[..., 15] = 1
+    moved = move_map(maps, geometry(((-0.5, 0.0), (0.5, 1.0))), (4, 4))
+    torch.testing.assert_close(moved, torch.full((1, 1, 16, 16), 1 / 16))
+    moved = move_map(maps, geometry(((-1.0, 0.0), (1.0, 1.0))), (4, 4)).reshape(16, 4, 4)
+    torch.testing.assert_close(moved[..., 2:], torch.full((16, 4, 2), 1 / 8))
+    assert not moved[..., :2].any()
+
+
+def test_half_precision_around_it_changes_nothing():
+    maps, views = random_maps(7, 1, 2, 16, 16), geometry(VIEWS["crop"])
+    expected = move_map(maps, views, (4, 4))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(move_map(maps, views, (4, 4)), expected)
+
+
+def test_queries_alone():
+    """Rows of any keys, here positions, are interpolated between the queries."""
+    rows = torch.tensor([0.0, 1.0, 2.0, 3.0]).reshape(1, 1, 4, 1)
+    taken = interpolate_queries(rows, geometry(((0.25, 0.0), (1.0, 1.0))), (1, 4), (1, 4))
+    torch.testing.assert_close(taken.flatten(), torch.tensor([0.5, 1.5, 2.5, 3.0]))
+    taken = interpolate_queries(rows, None, (1, 4), (1, 2))
+    torch.testing.assert_close(taken.flatten(), torch.tensor([0.5, 2.5]))
+
+
+@pytest.mark.parametrize("k", [1, 4, 11, 12])
+def test_the_largest_keys_keep_their_weights(k):
+    maps = random_maps(8, 2, 3, 12, 12)
+    keys, weights = top_k(maps, k)
+    assert keys.dtype == torch.int64
+    order = np.argsort(-maps.numpy(), axis=-1, kind="stable")[..., :k]
+    assert np.array_equal(keys, order)
+    assert np.array_equal(weights, np.take_along_axis(maps.numpy(), order, -1))
+    expected = np.zeros(maps.shape)
+    for row in np.ndindex(2, 3, 12):
+        rest = 1 - weights[row].double().sum().item()
+        expected[row] = rest / (12 - k) if k < 12 else 0
+        expected[row][order[row]] = weights[row]
+    restored = from_top_k(keys, weights, 12)
+    np.testing.assert_allclose(restored, expected, atol=2e-7)
+    np.testing.assert_allclose(restored.sum(-1), 1, atol=5e-7)
+
+
+def test_weights_that_rounding_made_too_large():
+    """As they come from a store: small integers and float16, their sum 1.1."""
+    keys = torch.tensor([[0, 2], [3, 1]], dtype=torch.uint8)
+    weights = torch.tensor([[0.6, 0.5], [0.25, 0.25]], dtype=torch.float16)
+    restored = from_top_k(keys, weights, 4)
+    expected = torch.tensor([[0.6 / 1.1, 0, 0.5 / 1.1, 0], [0.25, 0.25, 0.25, 0.25]])
+    torch.testing.assert_close(restored, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(restored.sum(-1), torch.ones(2))
+
+
+@pytest.mark.parametrize("prefix", [1, 3])
+def test_class_and_register_tokens_are_dropped(prefix):
+    maps = random_maps(9, 2, 3, 8 + prefix, 8 + prefix)
+    maps[0, 1, prefix + 2] = 0
+    maps[0, 1, prefix + 2, 0] = 1  # looks at the class token and nowhere else
+    patches, dropped = without_prefix(maps, prefix)
+    kept = maps.numpy().astype(np.float64)[:, :, prefix:, prefix:]
+    np.testing.assert_allclose(dropped, (1 - kept.sum(-1)).mean(-1), atol=1e-6)
+    sums = kept.sum(-1, keepdims=True)
+    expected = np.where(sums > 0, kept / np.where(sums > 0, sums, 1), 1 / 8)
+    np.testing.assert_allclose(patches, expected, rtol=1e-5)
+
+
+def test_a_vit_without_such_tokens():
+    maps = random_maps(10, 2, 3, 8, 8)
+    patches, dropped = without_prefix(maps, 0)
+    assert patches is maps
+    assert dropped.shape == (2, 3)
+    assert not dropped.any()
