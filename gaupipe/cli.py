@@ -38,6 +38,8 @@ class Kind(StrEnum):
     embedding = "embedding"
     dense = "dense"
     prior = "prior"
+    topk = "topk"
+    mixture = "mixture"
 
 
 class Encoding(StrEnum):
@@ -85,6 +87,18 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last c
 Force = Annotated[
     bool, typer.Option("--force", help="Start even if memory or disk look too small.")
 ]
+Teacher = Annotated[
+    str | None,
+    typer.Option(
+        "--teacher",
+        metavar="NAME",
+        help="gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
+        show_default="phase_a.teacher of the settings",
+    ),
+]
+Download = Annotated[
+    bool, typer.Option("--download", help="Fetch published weights that are not on this machine.")
+]
 Store = Annotated[
     str | None,
     typer.Argument(
@@ -118,8 +132,11 @@ def run(
             help="Attention of the student.", show_default="phase_b.student of the settings"
         ),
     ] = None,
+    teacher: Teacher = None,
+    download: Download = False,
 ) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
+    overrides = _with_teacher(overrides, teacher, download)
     settings, folder = _settings(config, overrides, run_dir)
     from stages import run as stage
 
@@ -145,8 +162,11 @@ def phase_a(
     overrides: Overrides = None,
     resume: Resume = False,
     force: Force = False,
+    teacher: Teacher = None,
+    download: Download = False,
 ) -> None:
-    """Train the teacher: find, for each training image, where every token looks."""
+    """Make the teacher: train it, or take a trained ViT."""
+    overrides = _with_teacher(overrides, teacher, download)
     settings, folder = _settings(config, overrides, run_dir)
     from stages import phase_a as stage
 
@@ -160,10 +180,43 @@ def export_maps(
     kind: Annotated[
         Kind | None,
         typer.Option(
-            help="What is stored per image.",
-            show_default="gaussian; prior where images have no Gaussians of their own",
+            help="What is stored for each query.",
+            show_default="export.kind of the settings, or what fits the teacher",
         ),
     ] = None,
+    encoding: Annotated[
+        Encoding | None,
+        typer.Option(
+            help="Bits of the stored numbers.", show_default="export.encoding of the settings"
+        ),
+    ] = None,
+    k: Annotated[
+        int | None,
+        typer.Option(
+            "--k",
+            min=1,
+            max=255,
+            help="Keys of topk, or Gaussians of mixture, for each query.",
+            show_default="export.k of the settings",
+        ),
+    ] = None,
+    views: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Store the maps of this many augmented views of each image.",
+            show_default="the images themselves",
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A trained ViT in place of the run's teacher: local-dir:FOLDER or a timm name.",
+            show_default="the run's teacher",
+        ),
+    ] = None,
+    download: Download = False,
     out: Annotated[
         str | None,
         typer.Option(
@@ -187,9 +240,6 @@ def export_maps(
             "--shard-mb", min=0.001, help="Size of a file of the store before compression."
         ),
     ] = 32,
-    encoding: Annotated[
-        Encoding, typer.Option(help="How Gaussians are stored.")
-    ] = Encoding.float16,
     force: Force = False,
 ) -> None:
     """Write the teacher's attention maps, predictions and the labels to a zarr store.
@@ -206,7 +256,11 @@ def export_maps(
         repair=repair,
         shard_mb=shard_mb,
         force=force,
-        encoding=encoding.value,
+        encoding=encoding and encoding.value,
+        k=k,
+        views=views,
+        teacher=teacher,
+        download=download,
     )
     print(url)
 
@@ -618,6 +672,14 @@ def _draws_blocks() -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _with_teacher(
+    overrides: list[str] | None, teacher: str | None, download: bool
+) -> list[str]:
+    """The options --teacher and --download as settings."""
+    named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
+    return [*(overrides or []), *named, *(["phase_a.download=true"] if download else [])]
 
 
 def _settings(

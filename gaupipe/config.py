@@ -305,8 +305,9 @@ class ExportSettings(Section):
     kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
     """What is stored for each query. Null is ``gaussian`` for Gaussians of single images, ``prior``
     where all images share theirs, and ``topk`` for a trained ViT."""
-    encoding: Literal["float16", "uint8"] = "float16"
-    """``uint8`` stores Gaussians, dense maps and the weights of topk in 8 bits."""
+    encoding: Literal["float16", "uint8"] | None = None
+    """``uint8`` stores Gaussians, dense maps and the weights of topk in 8 bits. Null is ``uint8``
+    for topk, ``float16`` for the other kinds."""
     k: Annotated[int, Field(gt=0, le=255)] | None = None
     """Keys that ``topk`` keeps of each query (null: 8), Gaussians that ``mixture`` fits to it
     (null: 2)."""
@@ -357,6 +358,9 @@ class PhaseBSettings(Section):
     shuffle_maps: bool = False
     """Give every image the maps of another one: a control, which shows what the maps' belonging
     to an image is worth."""
+    average_maps: bool = False
+    """Give every image the mean of all stored maps: a control, which shows what of the maps is the
+    same for all images."""
     match_grid: bool = False
     """Let the student have another token grid than the store: the maps are made for its grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -381,16 +385,20 @@ class PhaseBSettings(Section):
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
         if self.mean_heads and self.head_map is not None:
             raise ValueError("mean_heads and head_map: choose one")
+        if self.shuffle_maps and self.average_maps:
+            raise ValueError("shuffle_maps and average_maps: choose one")
         return self
 
 
 class BaselineSettings(Section):
-    """The same ViT trained on the labels alone, for as many epochs as phase B."""
+    """The same ViT trained on the labels alone."""
 
     enabled: bool = True
     """Whether ``gaupipe run`` trains the baseline too."""
     optim: OptimSettings | None = None
     """Null takes phase B's."""
+    epochs: Positive | None = None
+    """Null takes phase B's. A larger number counts the epochs of phase A too."""
 
 
 class Settings(Section):

@@ -161,19 +161,45 @@ class Batches:
             yield Batch(self._normalised(images.to(self.device)), labels.to(self.device), ids)
 
     def epoch(
-        self, number: int, augment: Augment, maps: StoredMaps | None = None
+        self,
+        number: int,
+        augment: Augment,
+        maps: StoredMaps | None = None,
+        view: int | None = None,
     ) -> Iterator[Batch]:
         """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
 
         (seed of ``augment``, epoch) alone determine the order, and the store is read by the very
-        ids of each batch.
+        ids of each batch. With a ``view`` the images are drawn as :meth:`views` draws it, and
+        ``maps`` are of that view: nothing has moved between them.
         """
         self.order.image_ids = self._shuffled(augment.seed, number)
         stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches())
         for (images, labels, ids), found in zip(self._fetched(), stored):  # noqa: B905
-            views, geometry = augment(images.to(self.device), ids, number)
+            drawn = number if view is None else view
+            views, geometry = augment(images.to(self.device), ids, drawn)
+            geometry = geometry if view is None else None
             views, mixed = mix(self._normalised(views), ids, augment.seed, number, augment.settings)
             yield Batch(views, labels.to(self.device), ids, geometry, mixed, found)
+
+    def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:
+        """Augmented views in the order of ``entries``, each image id * ``count`` + view.
+
+        View v is what ``augment`` makes of an image in epoch v. The ids of a batch are entries.
+        """
+        self.order.image_ids = entries // count
+        first = 0
+        for images, labels, ids in self._fetched():
+            batch = entries[first : first + len(ids)]
+            first += len(ids)
+            images = images.to(self.device)
+            for view in np.unique(batch % count):
+                chosen = torch.from_numpy(np.flatnonzero(batch % count == view))
+                places = chosen.to(self.device)
+                images[places] = augment(images[places], ids[chosen], int(view))[0]
+            yield Batch(
+                self._normalised(images), labels.to(self.device), torch.from_numpy(batch.copy())
+            )
 
     def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
         return np.random.default_rng((seed, epoch)).permutation(len(self.split))

@@ -1,11 +1,12 @@
 """The student's side of L_feat: a forward pass that compares attention maps block by block.
 
-Axis letters: B images, L stored blocks, H heads, T tokens on a grid (h, w).
+Axis letters: B images, H heads, T tokens on a grid (h, w).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,57 +16,52 @@ from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.attention.kernels import (
     attention_with_normaliser,
     has_normaliser_kernel,
+    map_divergence,
     separable_divergence,
 )
 from gaupipe.augment import Mix, mixed_map
-from gaupipe.gaussians import Geometry, expected_axes, move, outer, resample_queries
-from gaupipe.losses import feature_loss
+from gaupipe.gaussians import Geometry
+from gaupipe.losses import feature_loss, without_keys
 from gaupipe.models import run_blocks
+from gaupipe.stored_maps import StoredAttention
 
 
 @dataclass
 class TeacherMaps:
     """The stored attention of a batch, made into maps one block at a time.
 
-    stored      Gaussians [B, L, H, T, 4] or, for a dense store, maps [B, L, H, T, T]
-    grid        (h, w) of the stored maps
+    stored      the attention of the batch, as a kind of store gives it
     layers      for each block of the student the stored block it is compared with, or None
+    heads       for each head of the student the stored head it is compared with; None is all
     mean_heads  compare every head with the mean over the teacher's heads
-    match_grid  (h, w) of the student where it differs; Gaussians only
-    dense       ``stored`` holds maps
-    geometry    where the views of the batch lie in their images; Gaussians only
+    grid        (h, w) of the student
+    geometry    where the views of the batch lie in the images that the maps are of
     mixed       which images of the batch were mixed, and where
     """
 
-    stored: Tensor
-    grid: tuple[int, int]
+    stored: StoredAttention
     layers: list[int | None]
+    grid: tuple[int, int]
+    heads: list[int] | None = None
     mean_heads: bool = False
-    match_grid: tuple[int, int] | None = None
-    dense: bool = False
     geometry: Geometry | None = None
     mixed: Mix | None = None
 
     def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student,
         where it has factors."""
-        if self.dense or self.mean_heads or self.mixed:
+        if self.mean_heads or self.mixed:
             return None
-        return self._axes(layer)
+        return self.stored.axes(*self._choice(layer))
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
-        rows = (
-            self.stored[:, self.layers[layer]].float() if self.dense else outer(*self._axes(layer))
-        )
-        rows = mixed_map(rows, self.mixed, self.match_grid or self.grid)
-        return rows.mean(1, keepdim=True) if self.mean_heads else rows
+        maps = mixed_map(self.stored.map(*self._choice(layer)), self.mixed, self.grid)
+        return maps.mean(1, keepdim=True) if self.mean_heads else maps
 
-    def _axes(self, layer: int) -> tuple[Tensor, Tensor]:
-        gaussians = move(self.stored[:, self.layers[layer]].float(), self.geometry, self.grid)
-        if self.match_grid:
-            gaussians = resample_queries(gaussians, self.grid, self.match_grid)
-        return expected_axes(gaussians, self.match_grid or self.grid)
+    def _choice(self, layer: int) -> tuple:
+        new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
+        return self.layers[layer], self.heads, self.geometry, new_grid
 
 
 def forward_with_feature_loss(
@@ -75,6 +71,7 @@ def forward_with_feature_loss(
     layer_weights: list[float] | None = None,
     temperature: float = 1.0,
     direction: str = "teacher_student",
+    copy: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(logits [B, C], L_feat): the pass of ``student(images)`` with the divergence of each block's
     rows from the teacher's.
@@ -84,6 +81,9 @@ def forward_with_feature_loss(
     the diagonal, the teacher's rows lose theirs too and are renormalised. ``layer_weights`` holds
     one weight for each block of the student.
 
+    With ``copy`` the student attends with the teacher's maps in place of its own (attention copy):
+    the logits then say nothing of Q and K, which learn from the divergence alone.
+
     A student may have class and register tokens, which the teacher has not: what is compared are
     the rows of its patches over the keys of patches, renormalised (:func:`patch_map`).
     """
@@ -92,18 +92,21 @@ def forward_with_feature_loss(
 
     def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
         weight = 1.0 if layer_weights is None else layer_weights[layer]
-        if teacher.layers[layer] is None or not weight:
+        if teacher.layers[layer] is None or not (weight or copy):
             return attention(tokens)
         q, k, v = attention.project(tokens)  # [B, H, prefix + T, d_m]
         patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
         hidden = attention.hidden_keys(patch_q.shape[-2], q.device)  # [T, T]
         dropout = attention.attn_drop.p if attention.training else 0.0
-        factors = None
-        if temperature == 1.0 and direction == "teacher_student" and not prefix:
-            factors = teacher.axes(layer)  # [B, H, T, h], [B, H, T, w]
-        if factors and has_normaliser_kernel(q, dropout):
+        plainly = temperature == 1.0 and direction == "teacher_student"
+        if plainly and not prefix and not copy and has_normaliser_kernel(q, dropout):
             heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
-            divergence = separable_divergence(q, k, normaliser, factors, attention.scale, hidden)
+            scores = q, k, normaliser
+            if factors := teacher.axes(layer):  # [B, H, T, h], [B, H, T, w]
+                divergence = separable_divergence(*scores, factors, attention.scale, hidden)
+            else:
+                make_map = partial(teacher.map, layer)
+                divergence = map_divergence(*scores, make_map, attention.scale, hidden)
         else:
 
             def compare(q: Tensor, k: Tensor) -> Tensor:
@@ -114,7 +117,12 @@ def forward_with_feature_loss(
             divergence = checkpoint(
                 compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
             )
-            heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
+            if copy:
+                shown = teacher.map(layer)  # [B, H or 1, T, T]
+                shown = shown if hidden is None else without_keys(shown, hidden)
+                heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
+            else:
+                heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
         divergences.append(weight * divergence)
         mh = attention.merge(heads, tokens)  # [B, prefix + T, d]
         return attention.proj_drop(attention.combine(mh, merge_heads(v)))

@@ -73,6 +73,11 @@ class MetricsLog:
             file.write(json.dumps(row) + "\n")
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The entries of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def total_seconds(metrics: Sequence[dict[str, Any]]) -> float:
     """Seconds of training steps over all epochs of a metrics file."""
     return sum(entry["seconds"] for entry in metrics)

@@ -56,14 +56,16 @@ class GaussianAttention:
 
 
 class MapAttention:
-    """What a trained ViT shows of a batch, to be stored: ``blocks``, for each block [B, H, T, T].
+    """What a trained ViT shows of a batch, to be stored.
 
-    ``divergence`` [L, H] is, after Gaussians were fitted, the KL that is left, mean over images and
-    queries.
+    blocks      for each block [B, H, T, T], from patches to patches
+    dropped     [L, H]: the share of attention that class and register tokens had
+    divergence  [L, H], after Gaussians were fitted: the KL that is left, mean over images and
+                queries
     """
 
-    def __init__(self, blocks: Sequence[Tensor], grid: Grid) -> None:
-        self.blocks, self.grid = blocks, grid
+    def __init__(self, blocks: Sequence[Tensor], grid: Grid, dropped: Tensor) -> None:
+        self.blocks, self.grid, self.dropped = blocks, grid, dropped
         self.divergence: Tensor | None = None
 
     def maps(self) -> Tensor:
@@ -161,6 +163,7 @@ class GaussianKind:
     name = "gaussian"
     default_k: int | None = None
     """The schema's ``k`` where none is asked for; None for kinds without one."""
+    default_encoding = "float16"
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """Why a store of this kind cannot hold what a teacher knows, with or without per-image
@@ -210,6 +213,7 @@ class TopKKind(GaussianKind):
 
     name = "topk"
     default_k = 8
+    default_encoding = "uint8"
 
     def arrays(self, attention, k) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)

@@ -13,8 +13,6 @@ from gaupipe.building import build_optimizer, build_vit
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
-from gaupipe.stored_maps import KINDS
-from gaupipe.teacher import Teacher
 from gaupipe.warm_start import warm_start
 
 
@@ -22,7 +20,6 @@ from gaupipe.warm_start import warm_start
 class MapShape:
     """What :func:`check_fit` asks of the maps of a teacher or a store."""
 
-    kind: str
     grid: tuple[int, int]
     layers: int
     heads: int
@@ -45,72 +42,84 @@ def build_student(settings: Settings, data: ImageData, device: str | None = None
     )
 
 
+def layer_map(settings: Settings, depth: int, layers: int) -> list[int | None]:
+    """For each of the student's ``depth`` blocks the stored block, of ``layers``, that it is
+    compared with: ``phase_b.layer_map``, or evenly spaced from the first to the last."""
+    if settings.phase_b.layer_map is not None:
+        return settings.phase_b.layer_map
+    if depth == 1:
+        return [layers - 1]
+    return [round(block * (layers - 1) / (depth - 1)) for block in range(depth)]
+
+
 def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
-    """Raises UserError if maps with the ``grid``, ``layers``, ``heads`` and ``kind`` of
-    ``schema`` cannot be compared with the student's as the settings say. ``where`` names the
-    store."""
+    """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
+    compared with the student's as the settings say. ``where`` names the store."""
     phase = settings.phase_b
     depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
     grid = tuple(student.patch_embed.grid_size)
-    if phase.layer_map is None and depth != schema.layers:
-        raise UserError(
-            f"{where}: the store holds maps with layers {schema.layers}, the student has {depth}: use the "
-            "model of phase A, or name the stored block for each of the student's in phase_b.layer_map"
-        )
-    if phase.layer_map is not None and (
-        len(phase.layer_map) != depth
-        or any(layer is not None and layer >= schema.layers for layer in phase.layer_map)
+    layers = layer_map(settings, depth, schema.layers)
+    if len(layers) != depth or any(
+        layer is not None and layer >= schema.layers for layer in layers
     ):
         raise UserError(
-            f"phase_b.layer_map: should have {depth} entries, each null or 0 to {schema.layers - 1}, got "
-            f"{phase.layer_map}"
-        )
-    if (
-        KINDS[schema.kind].are_maps
-        and phase.augment.geometry == "follow"
-        and (phase.augment.flip or phase.augment.crop_padding or phase.augment.resized_crop)
-    ):
-        raise UserError(
-            "phase_b.augment: dense maps cannot move with a cropped or mirrored image: export a gaussian store, "
-            "or set phase_b.augment.geometry=ignore"
+            f"phase_b.layer_map: should have {depth} entries, each null or 0 to "
+            f"{schema.layers - 1}, got {phase.layer_map}"
         )
     if phase.layer_weights is not None and len(phase.layer_weights) != depth:
         raise UserError(
             f"phase_b.layer_weights: should have {depth} entries, got {len(phase.layer_weights)}"
         )
-    if phase.gamma and not any(
-        (weight and layer is not None)
-        for weight, layer in zip(
-            phase.layer_weights or [1.0] * depth,
-            phase.layer_map or range(depth),
-            strict=True,
-        )
-    ):
+    compared = [
+        weight and layer is not None
+        for weight, layer in zip(phase.layer_weights or [1.0] * depth, layers, strict=True)
+    ]
+    if phase.gamma and not any(compared):
         raise UserError(
-            "phase_b.layer_map and layer_weights leave no block to compare: set phase_b.gamma=0 for that"
+            "phase_b.layer_map and layer_weights leave no block to compare: set phase_b.gamma=0 "
+            "for that"
         )
-    if not phase.mean_heads and heads != schema.heads:
+    check_heads(settings, heads, schema.heads, where)
+    if tuple(schema.grid) != grid and not phase.match_grid:
         raise UserError(
-            f"{where}: the store holds maps with heads {schema.heads}, the student has {heads}: use the "
-            "model of phase A, or set phase_b.mean_heads=true"
+            f"{where}: the store holds maps with grid {tuple(schema.grid)}, the student has "
+            f"{grid}: use the model of phase A, or set phase_b.match_grid=true"
         )
-    if grid != schema.grid and (not phase.match_grid or KINDS[schema.kind].are_maps):
+    if phase.copy_epochs and student.num_prefix_tokens:
         raise UserError(
-            f"{where}: the store holds {schema.kind} maps with grid {schema.grid}, the student has {grid}: "
-            "use the model of phase A, or a gaussian store and phase_b.match_grid=true"
+            "phase_b.copy_epochs: the store has no attention of class and register tokens: take "
+            "class_token and reg_tokens out of the student, or set copy_epochs to 0"
         )
 
 
-def check_student(
-    settings: Settings, data: ImageData, teacher: Teacher, kind: str = "gaussian"
-) -> None:
-    """Raises UserError now for what phase B could not do with this teacher after hours of phase
-    A. Nothing is computed: the student is built on the meta device."""
+def check_heads(settings: Settings, heads: int, stored: int, where: str) -> None:
+    """Raises UserError unless each of the student's ``heads`` has a ``stored`` head to be compared
+    with."""
+    chosen = settings.phase_b.head_map
+    if chosen is not None:
+        if len(chosen) != heads or max(chosen, default=0) >= stored:
+            raise UserError(
+                f"phase_b.head_map: should have {heads} entries, each 0 to {stored - 1}, got "
+                f"{chosen}"
+            )
+    elif not settings.phase_b.mean_heads and heads != stored:
+        raise UserError(
+            f"{where}: the store holds maps with heads {stored}, the student has {heads}: use the "
+            "model of phase A, set phase_b.mean_heads=true, or name the stored head for each of "
+            "the student's in phase_b.head_map"
+        )
+
+
+def check_student(settings: Settings, data: ImageData, shape: MapShape, weights: Any) -> None:
+    """Raises UserError now for what phase B could not do with a teacher after hours of phase A.
+
+    ``shape`` is that of the teacher's maps, ``weights`` the state_dict of its ViT. Nothing is
+    computed: the student is built on the meta device.
+    """
     student = build_student(settings, data, "meta")
-    shape = MapShape(kind, teacher.grid, teacher.layers, teacher.heads)
     check_fit(student, shape, settings, "the teacher")
     if settings.phase_b.warm_start != "none":
-        warm_start(student, teacher.vit.state_dict())
+        warm_start(student, weights)
     build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 

@@ -74,6 +74,10 @@ class Teacher(nn.Module):
         """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
         return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
 
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of its ViT, for a student that starts from them."""
+        return self.vit.state_dict()
+
     def residual(self, parameters: Tensor) -> Tensor:
         """What per-image parameters [B, *per_image_shape] add to the prior: [B, L, H, T, P]."""
         if self.decoder is None:

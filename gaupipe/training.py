@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
+from torch.nn.functional import one_hot
 
 from gaupipe import digests
+from gaupipe.augment import Mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
@@ -264,3 +266,17 @@ def score_model(model: nn.Module, batches: Batches) -> dict[str, float]:
     model.eval()
     with torch.inference_mode():
         return score((model(batch.images), batch.labels) for batch in batches.in_order())
+
+
+def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
+    """Labels [B], or for a mixed batch the probabilities [B, C] that their mix stands for."""
+    return (
+        labels
+        if mixed is None
+        else mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
+    )
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Share of the batch whose largest logit is its label."""
+    return (logits.argmax(-1) == labels).float().mean()

@@ -18,11 +18,14 @@ from typing import Any
 import timm
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from timm.layers import Attention
 from timm.models import get_pretrained_cfg
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from gaupipe.attention import ATTENTION
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
 from gaupipe.maps import without_prefix
@@ -130,6 +133,30 @@ class VitTeacher(nn.Module):
             maps.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
         return Seen(logits, maps, torch.stack(dropped))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits [B, C] float32 of images as :meth:`forward` takes them."""
+        if self.rescale is not None:
+            images = images * self.rescale + self.offset
+        return self.model(images).float()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Its weights by timm's names, for a student that starts from them; of the position
+        embedding what belongs to patches. Raises UserError for a model that is not timm's
+        ``VisionTransformer`` with standard attention."""
+        attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
+        standard = Attention, ATTENTION["standard"]
+        if not isinstance(self.model, VisionTransformer) or not all(
+            type(attention) in standard for attention in attentions
+        ):
+            raise UserError(
+                f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
+                "phase_b.warm_start=none, or a VisionTransformer with standard attention"
+            )
+        weights = self.model.state_dict()
+        if "pos_embed" in weights:
+            weights["pos_embed"] = weights["pos_embed"][:, -self.grid[0] * self.grid[1] :]
+        return weights
 
     def sha256(self) -> str:
         """A digest of the weights and of what they are used in."""

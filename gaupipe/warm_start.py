@@ -17,7 +17,8 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 @torch.no_grad()
 def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
     """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and
-    position embedding, V, output projection, FFN, norms and head. Q and K keep the start they have.
+    position embedding, V, output projection, FFN, norms and head. Q and K of a trained ViT are
+    copied too; a teacher with Gaussian attention has none, and the student's keep their start.
 
     The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
     update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
@@ -29,7 +30,12 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
         name
         for name, tensor in teacher.items()
         if (name in parts and parts[name].shape != tensor.shape)
-        or (name.endswith("attn.v.weight") and name not in parts)
+        or (name.endswith((".attn.v.weight", ".attn.qkv.weight")) and name not in parts)
+    ]
+    differs += [
+        name
+        for layer in range(len(student.blocks))
+        if (name := f"blocks.{layer}.attn.proj.weight") not in teacher
     ]
     if differs:
         raise UserError(
@@ -45,11 +51,11 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
 
 
 def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
-    """The student's parameters by the names that they have in a teacher: of Q, K and V the last, of
-    the position embedding what belongs to patches."""
+    """The student's parameters by the names that they have in a teacher: of Q, K and V also the
+    last alone, of the position embedding what belongs to patches."""
     parts = dict(student.named_parameters())
     for name in [name for name in parts if ".attn.qkv." in name]:
-        parts[name.replace(".attn.qkv.", ".attn.v.")] = parts.pop(name).chunk(3)[2]
+        parts[name.replace(".attn.qkv.", ".attn.v.")] = parts[name].chunk(3)[2]
     if "pos_embed" in parts:
         parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches :]
     return parts

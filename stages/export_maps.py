@@ -10,22 +10,23 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import store
-from gaupipe.config import Settings
-from gaupipe.data import Batch, Batches, ImageData
+from gaupipe.augment import Augment
+from gaupipe.config import ExportSettings, Settings
+from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS
-from gaupipe.teacher import predict
-from stages import phase_a
-from stages.phase_a import PhaseA, teacher_sha256
-from stages.resources import check_resources, make_plan, sizes_of
+from gaupipe.stored_maps import KINDS, Attention
+from stages import phase_a, trained_teacher
+from stages.resources import free_disk, gigabytes, size_on_disk
 from stages.run_directory import RunDirectory
+from stages.teacher_job import TeacherJob
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
@@ -40,18 +41,26 @@ def run(
     repair: bool = False,
     shard_mb: float = 32,
     force: bool = False,
-    encoding: str = "float16",
+    encoding: str | None = None,
+    k: int | None = None,
+    views: int | None = None,
+    teacher: str | None = None,
+    download: bool = False,
     data: ImageData | None = None,
 ) -> str:
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
-    kind       what is stored; None is the kind of the store that is there, else :func:`default_kind`
+    kind, encoding, k, views
+               what is stored. None is what the store that is there has, else what the settings say
+               (:class:`gaupipe.config.ExportSettings`)
     out        path or URL of the store; None is the run's own
     overwrite  replaces a complete store, which is refused otherwise
-    repair     rewrites what :func:`store.verify` finds damaged, and nothing else; until that is finished no
-               reader opens the store
+    repair     rewrites what :func:`store.verify` finds damaged, and nothing else; until that is
+               finished no reader opens the store
     shard_mb   size of a file, in 10^6 bytes before compression
     force      writes a store that the disk does not seem to hold
+    teacher    a trained ViT, named as ``phase_a.teacher`` is, in place of the run's own teacher
+    download   fetch the published weights of ``teacher``
     data       the data set of the settings, where it has been read already
 
     An unfinished store of the same teacher is continued: its finished shards stay.
@@ -63,22 +72,26 @@ def run(
         )
     if out == "":
         raise UserError("--out '': should be the path or URL of a store")
+    if teacher is not None and out is None:
+        raise UserError(
+            f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
+            "another store with --out, which 'gaupipe phase-b --maps' then reads"
+        )
     if not math.isfinite(shard_mb):
         raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
     url = str(run.maps) if out is None else out
-    run.settings()  # a folder that is no run is left alone
+    given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+    settings = run.settings()  # a folder that is no run is left alone
     with run.locked():
-        job = phase_a.load(run, data)
-        kind = (
-            kind
-            or (None if overwrite else stored_kind(url))
-            or default_kind(job.settings, encoding)
-        )
-        schema = make_schema(job, kind, encoding)
-        how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, kind)}
+        if teacher is None:
+            job = phase_a.load(run, data)
+        else:
+            job = other_teacher(settings, teacher, download, data)
+        export = chosen(settings, None if overwrite else stored_export(url), given)
+        schema = make_schema(job, export)
+        how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, schema.kind)}
         if not force and "://" not in url:
-            plan = make_plan(job.settings, sizes_of(job.teacher, job.data))
-            check_resources(plan, Path(url).parent, store_kind=kind)
+            check_disk(schema, how["decoder"], Path(url))
         if repair:
             writer = store.repair(url, schema, **how)
         elif not overwrite and is_complete(url):
@@ -96,16 +109,33 @@ def ensure(
     run_dir: Path,
     *,
     out: str | None = None,
-    kind: str | None = None,
-    encoding: str = "float16",
+    export: ExportSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written."""
+    """The store of a run: as it is if it is complete, else written. ``export`` says what is
+    stored; None leaves that to :func:`run`."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     if not is_complete(url, directory.teacher_digest()):
-        run(run_dir, kind, out=out, encoding=encoding, data=data)
+        asked = {} if export is None else export.model_dump()
+        run(run_dir, out=out, data=data, **asked)
     return url
+
+
+def other_teacher(
+    settings: Settings, teacher: str, download: bool = False, data: ImageData | None = None
+) -> TeacherJob:
+    """A trained ViT in place of a run's own teacher."""
+    if teacher in ("gaussian", "vit"):
+        raise UserError(
+            f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
+            f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
+        )
+    phase = settings.phase_a.model_copy(update={"teacher": teacher, "compression": None})
+    if download:
+        phase = phase.model_copy(update={"download": True})
+    settings = settings.model_copy(update={"phase_a": phase})
+    return trained_teacher.build(settings, data or load_data(settings.data))
 
 
 def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
@@ -117,131 +147,225 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
     return True
 
 
-def default_kind(settings: Settings, encoding: str = "float16") -> str:
-    """``gaussian``, or ``prior`` for a teacher without Gaussians of single images. Only the
-    first has 8-bit codes."""
-    return "gaussian" if settings.phase_a.residual or encoding == "uint8" else "prior"
-
-
-def stored_kind(url: str) -> str | None:
-    """The kind of the store that is there, finished or not; None where there is none whose
-    metadata can be read."""
-    try:
-        return store.open(url, allow_incomplete=True).schema.kind
-    except store.StoreError:
-        return None
-
-
-def make_schema(
-    job: PhaseA, kind: str, encoding: str = "float16", sha256: str | None = None
-) -> store.Schema:
-    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
-    known. Raises UserError for a kind that this teacher does not have, StoreError for an
-    encoding that the kind does not have."""
-    phase = job.settings.phase_a
-    if (reason := KINDS[kind].refusal(job.teacher, phase.residual)) is not None:
-        raise UserError(f"--kind {kind}: {reason}")
-    return store.Schema(
-        kind=kind,
-        encoding=encoding,
-        num_images=len(job.data.train),
-        grid=job.teacher.grid,
-        layers=job.teacher.layers,
-        heads=job.teacher.heads,
-        num_classes=job.data.num_classes,
-        dataset=job.data.name,
-        dataset_sha256=job.data.sha256,
-        teacher_sha256=sha256 or teacher_sha256(job),
-        parametrisation=phase.parametrisation,
-        embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
-        extra={
-            "mode": phase.mode,
-            "label_passes": label_passes(job),
-            "data": job.settings.data.model_dump(mode="json"),
-        },
+def chosen(
+    settings: Settings, stored: ExportSettings | None = None, given: dict[str, Any] | None = None
+) -> ExportSettings:
+    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
+    settings say, with the defaults of its kind."""
+    export = stored or settings.export
+    asked = {name: value for name, value in (given or {}).items() if value is not None}
+    if asked.get("kind", export.kind) != export.kind and "k" not in asked:
+        asked["k"] = None  # another kind has another k
+    export = ExportSettings.model_validate({**export.model_dump(), **asked})
+    name = export.kind or default_kind(settings, export.encoding)
+    kind = KINDS[name]
+    return ExportSettings(
+        kind=name,
+        encoding=export.encoding or kind.default_encoding,
+        k=export.k or kind.default_k,
+        views=export.views,
     )
 
 
-def label_passes(job: PhaseA) -> int:
-    """Forward passes behind one stored prediction."""
-    return job.settings.phase_a.label_passes if job.settings.phase_a.mode == "stochastic" else 1
+def default_kind(settings: Settings, encoding: str | None = None) -> str:
+    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
+    trained ViT. ``prior`` has no 8-bit codes."""
+    phase = settings.phase_a
+    if not phase.learns_gaussians:
+        return "topk"
+    return "gaussian" if phase.residual or encoding == "uint8" else "prior"
 
 
-def decoder(job: PhaseA, kind: str) -> dict[str, np.ndarray] | None:
+def stored_export(url: str) -> ExportSettings | None:
+    """What the store that is there, finished or not, holds; None where there is none whose
+    metadata can be read."""
+    try:
+        schema = store.open(url, allow_incomplete=True).schema
+    except store.StoreError:
+        return None
+    views = None if schema.extra.get("views") is None else schema.views
+    return ExportSettings(kind=schema.kind, encoding=schema.encoding, k=schema.k, views=views)
+
+
+def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
+    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
+    known. Raises UserError for a kind that this teacher does not have, StoreError for an
+    encoding that the kind does not have."""
+    kind, data, shape = export.kind, job.data, job.shape
+    refusal = KINDS[kind].refusal(job.teacher, job.has_parameters_of_images)
+    if refusal is not None:
+        raise UserError(f"--kind {kind}: {refusal}")
+    if (KINDS[kind].default_k is None) != (export.k is None):
+        raise UserError(f"--k {export.k}: is for the kinds topk and mixture, not for {kind}")
+    if kind == "topk" and export.k > shape.grid[0] * shape.grid[1]:
+        raise UserError(
+            f"--k {export.k}: a query has {shape.grid[0] * shape.grid[1]} keys to choose from"
+        )
+    if kind == "mixture" and export.k < 2:
+        raise UserError(f"--k {export.k}: one Gaussian a query is the kind gaussian")
+    notes = job.notes()
+    if export.views is not None:
+        if job.settings.phase_a.learns_gaussians:
+            raise UserError(
+                "--views: Gaussians of images move with their views by themselves; views are for "
+                "a trained ViT"
+            )
+        notes["views"] = drawing(job.settings)
+    return store.Schema(
+        kind=kind,
+        encoding=export.encoding,
+        k=export.k,
+        views=export.views or 1,
+        num_images=len(data.train) * (export.views or 1),
+        grid=shape.grid,
+        layers=shape.layers,
+        heads=shape.heads,
+        num_classes=data.num_classes,
+        dataset=data.name,
+        dataset_sha256=data.sha256,
+        teacher_sha256=sha256 or job.sha256(),
+        parametrisation=job.settings.phase_a.parametrisation,
+        embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
+        extra=notes,
+    )
+
+
+def drawing(settings: Settings) -> dict[str, Any]:
+    """What the views of a store are drawn from, as JSON: phase B must draw the same."""
+    augment = settings.phase_b.augment.model_dump(mode="json")
+    for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
+        augment.pop(name, None)
+    return {"seed": settings.seed, "augment": augment}
+
+
+def check_disk(
+    schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path
+) -> None:
+    """Raises UserError where the disk cannot hold the store."""
+    shared = sum(array.nbytes for array in (decoder or {}).values())
+    needed, free = schema.total_bytes + shared, free_disk(path.parent) + size_on_disk(path)
+    if needed > free:
+        raise UserError(
+            f"{path}: export needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: choose "
+            "another --out or --kind, fewer data.train_images, or --force"
+        )
+
+
+def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
     """What a store of this kind holds once for all images; None where that is nothing."""
     shared = KINDS[kind].decoder(job.teacher)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
-def write(job: PhaseA, writer: store.Writer) -> None:
+def write(job: TeacherJob, writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored
     while the next are made."""
     schema, pending = writer.schema, writer.pending()
     images = sum(shard.stop - shard.start for shard in pending)
+    remarks = Remarks()
     started = time.monotonic()
     with (
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
-        kept = (
-            f", {schema.num_images - images:,} are there already"
-            if images < schema.num_images
-            else ""
-        )
-        progress.line(
-            f"export: {images:,} images as {schema.kind}{kept}, at most {images * schema.bytes_per_image / 1e6:,.1f}"
-            f" MB ({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression"
-        )
+        progress.line(announcement(schema, images))
         batches = job.batches(job.data.train)
         stored: deque[Future] = deque()
         for shard in pending:
-            rows = []
-            for ids, arrays in outputs(
-                job, schema.kind, batches, np.arange(shard.start, shard.stop)
-            ):
-                rows.append(arrays)
+            entries = np.arange(shard.start, shard.stop)
+            parts = []
+            for ids, arrays in outputs(job, schema, batches, entries, remarks=remarks):
+                parts.append(arrays)
                 progress.advance(len(ids))
             if len(stored) == WRITERS:
                 stored.popleft().result()
-            whole = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             stored.append(pool.submit(writer.write, shard, whole))
         for write in stored:
             write.result()
         writer.finish()
         seconds = time.monotonic() - started
         progress.line(
-            f"export: {images:,} images in {seconds:.1f} s, {images / max(seconds, 1e-9):,.0f} images/s"
+            f"export: {images:,} images in {seconds:.1f} s, "
+            f"{images / max(seconds, 1e-9):,.0f} images/s"
         )
+        for line in remarks.lines():
+            progress.line(f"export: {line}")
+
+
+def announcement(schema: store.Schema, images: int) -> str:
+    """What is about to be written, in one line."""
+    kept = schema.num_images - images
+    what = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
+    views = f" in {schema.views} views each" if schema.views > 1 else ""
+    return (
+        f"export: {images:,} images{views} as {what}, {schema.encoding}"
+        f"{f', {kept:,} are there already' if kept else ''}, at most "
+        f"{images * schema.bytes_per_image / 1e6:,.1f} MB "
+        f"({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression"
+    )
+
+
+class Remarks:
+    """What the stored maps have lost of a trained ViT's, averaged over the images of an export."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, attention: Attention, images: int) -> None:
+        """Counts one batch."""
+        self.images += images
+        for name in ("dropped", "divergence"):
+            value = getattr(attention, name, None)  # [L, H]
+            if value is not None:
+                self.sums[name] = self.sums.get(name, 0) + value.double().cpu() * images
+
+    def lines(self) -> Iterator[str]:
+        """A line for each loss that there was, block by block."""
+        said = {
+            "dropped": "attention on class and register tokens, which is left out, per block",
+            "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
+        }
+        for name, total in self.sums.items():
+            mean = total / self.images
+            if mean.any():
+                spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in mean)
+                yield f"{said[name]}: {', '.join(spans)}"
 
 
 def outputs(
-    job: PhaseA, kind: str, batches: Batches, image_ids: np.ndarray, seed: int | None = None
+    job: TeacherJob,
+    schema: store.Schema,
+    batches: Batches,
+    entries: np.ndarray,
+    seed: int | None = None,
+    remarks: Remarks | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """(image ids, {name: array}) of every batch of ``image_ids``: what a store of this kind holds
-    for them.
+    """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
+    what a store of this schema holds for them.
 
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
     batch alone, so that any batch can be made again.
     """
     seed = job.settings.seed if seed is None else seed
     generator = torch.Generator(job.device)
-    for batch in batches.in_order(image_ids):
+    if schema.extra.get("views") is None:
+        loaded = batches.in_order(entries)
+    else:
+        augment = Augment(job.settings.phase_b.augment, job.settings.seed)
+        loaded = batches.views(entries, augment, schema.views)
+    for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        named = teacher_outputs(job, kind, batch, generator)
-        arrays = {name: tensor.half().cpu().numpy() for name, tensor in named.items()}
+        attention, logits = job.show(batch, generator)
+        with torch.no_grad():
+            named = {**KINDS[schema.kind].arrays(attention, schema.k), "logits": logits}
+        if remarks:
+            remarks.add(attention, len(batch))
+        arrays = {name: _to_numpy(tensor) for name, tensor in named.items()}
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
-@torch.no_grad()
-def teacher_outputs(
-    job: PhaseA, kind: str, batch: Batch, generator: torch.Generator
-) -> dict[str, Tensor]:
-    """The stored arrays of one batch but for its labels, on the device."""
-    parameters = None
-    if job.per_image is not None:
-        parameters = job.per_image.gather(batch.ids, job.device).detach()
-    gaussians = job.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-    gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
-    mode, passes = job.settings.phase_a.mode, label_passes(job)
-    logits = predict(job.teacher, batch.images, gaussians, mode, passes, generator)
-    return {**KINDS[kind].arrays(job.teacher, gaussians, parameters), "logits": logits}
+def _to_numpy(tensor: Tensor) -> np.ndarray:
+    """Numbers as float16, indices as they are."""
+    return (tensor.half() if tensor.is_floating_point() else tensor).cpu().numpy()

@@ -21,9 +21,8 @@ from gaupipe.config import DataSettings
 from gaupipe.data import Batches, load_data
 from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
 from gaupipe.models import forward_with_maps
-from gaupipe.stored_maps import KINDS
+from gaupipe.stored_maps import KINDS, StoredGaussians
 from stages.evaluate import load_student
 from stages.run_directory import RunDirectory
 
@@ -167,10 +166,11 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     _check("--image", image, schema.num_images, "the store")
     _check("--layer", layer, schema.layers, "the store")
     stored = maps.gather([image])
-    kind = KINDS[schema.kind]
-    values = kind.reader(maps, torch.device("cpu"))(stored)[0, layer].float()
-    gaussians = None if kind.are_maps else values  # [H, T, 4]
-    rows = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
+    attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
+    rows = attention.map(layer)[0]  # [H, T, T]
+    gaussians = None  # [H, T, 4]
+    if isinstance(attention, StoredGaussians):
+        gaussians = attention.gaussians[0, layer].float()
 
     def pixels() -> np.ndarray:
         try:

@@ -20,28 +20,32 @@ from torch.nn.functional import cross_entropy
 from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, PhaseASettings, Settings, flatten
-from gaupipe.data import Batches, ImageData, Split, load_data
+from gaupipe.data import Batch, Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, move
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress
-from gaupipe.student import check_student
+from gaupipe.stored_maps import GaussianAttention
+from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, Update, epochs, score
+from stages import trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
+from stages.teacher_job import TeacherJob
 
 
 @dataclass
-class PhaseA:
+class PhaseA(TeacherJob):
     """A teacher on its data; ``per_image`` is None for a teacher that is the shared prior alone."""
 
-    settings: Settings
-    data: ImageData
-    device: torch.device
     teacher: Teacher
     per_image: ImageState | None
+
+    @property
+    def has_parameters_of_images(self) -> bool:
+        return self.settings.phase_a.per_image
 
     @torch.no_grad()
     def gaussians(self, image_ids: Tensor | None, count: int) -> Tensor:
@@ -52,11 +56,34 @@ class PhaseA:
         gaussians = self.teacher.gaussians(parameters)
         return gaussians.expand(count, *gaussians.shape[1:])
 
-    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
-        """Batches of a split, by default of the size for evaluation."""
-        data = self.settings.data
-        size = batch_size or data.eval_batch_size
-        return Batches(split, self.data, self.device, size, data.workers)
+    @torch.no_grad()
+    def show(self, batch: Batch, generator: torch.Generator) -> tuple[GaussianAttention, Tensor]:
+        parameters = None
+        if self.per_image is not None:
+            parameters = self.per_image.gather(batch.ids, self.device).detach()
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
+        mode = self.settings.phase_a.mode
+        logits = predict(
+            self.teacher, batch.images, gaussians, mode, self.label_passes, generator
+        )
+        return GaussianAttention(self.teacher, gaussians, parameters), logits
+
+    @property
+    def label_passes(self) -> int:
+        """Forward passes behind one stored prediction."""
+        phase = self.settings.phase_a
+        return phase.label_passes if phase.mode == "stochastic" else 1
+
+    def sha256(self) -> str:
+        return teacher_sha256(self)
+
+    def notes(self) -> dict[str, Any]:
+        return {
+            "mode": self.settings.phase_a.mode,
+            "label_passes": self.label_passes,
+            "data": self.settings.data.model_dump(mode="json"),
+        }
 
 
 def run(
@@ -77,16 +104,18 @@ def run(
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
-    check_free(run, settings, resume)
+    run.check_free(settings, resume)
     data = data or load_data(settings.data)
+    if not settings.phase_a.learns_gaussians:
+        return trained_teacher.run(settings, run, data, resume=resume)
     teacher = build_teacher(settings, data)
-    check_student(settings, data, teacher)
+    check_student(settings, data, shape_of(teacher), teacher.weights())
     if not force:  # before any per-image parameter is made
         check_resources(make_plan(settings, sizes_of(teacher, data)), run_dir)
     job = build(settings, run.phase_a, data)
     state = training_state(job)
     with run.locked():
-        check_free(run, settings, resume)
+        run.check_free(settings, resume)
         run.start(settings)
         data.write_split(run_dir / "split.json")
         state.load(run.phase_a / "checkpoint")
@@ -193,24 +222,13 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
     return score(scored())
 
 
-def check_free(run: RunDirectory, settings: Settings, resume: bool) -> None:
-    """Raises UserError if the folder holds another run, or a phase A that is not to be
-    continued."""
-    run.check(settings)
-    if not resume and run.phase_a.exists():
-        raise UserError(
-            f"{run.path} already holds a phase A: --resume continues it, another --run-dir starts "
-            "afresh"
-        )
-
-
 def build(settings: Settings, folder: Path, data: ImageData) -> PhaseA:
     """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
     are to lie in ``folder``/rows. Writes nothing; raises UserError for what is wrong."""
     device = select_device(settings)
     teacher = build_teacher(settings, data)
     per_image = None
-    if settings.phase_a.residual:
+    if settings.phase_a.per_image:
         per_image = build_per_image(settings, teacher, len(data.train), folder / "rows")
     return PhaseA(settings, data, device, teacher.to(device), per_image)
 
@@ -227,6 +245,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
             "take class_token and reg_tokens out"
         )
     return Teacher(vit, phase.parametrisation, phase.prior, compression)
+
+
+def shape_of(teacher: Teacher) -> MapShape:
+    """Of a teacher's maps."""
+    return MapShape(teacher.grid, teacher.layers, teacher.heads)
 
 
 def build_per_image(
@@ -275,15 +298,18 @@ def identity(job: PhaseA) -> dict[str, Any]:
     settings = {
         name: value
         for name, value in flatten(job.settings).items()
-        if not allowed(name, ("phase_b.", "baseline.", *IRRELEVANT))
+        if not allowed(name, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
     }
     return settings | {"the data set": job.data.sha256}
 
 
-def load(run: RunDirectory, data: ImageData | None = None) -> PhaseA:
+def load(run: RunDirectory, data: ImageData | None = None) -> TeacherJob:
     """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
     settings = run.settings()
-    job = build(settings, run.phase_a, data or load_data(settings.data))
+    data = data or load_data(settings.data)
+    if not settings.phase_a.learns_gaussians:
+        return trained_teacher.load(run, settings, data)
+    job = build(settings, run.phase_a, data)
     state = training_state(job)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
         raise UserError(

@@ -7,7 +7,7 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,12 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 import store
 from gaupipe import config
 from gaupipe.attention import STUDENTS
-from gaupipe.augment import Augment, Mix, mixed_targets
+from gaupipe.augment import Augment, mixed_targets
 from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
 from gaupipe.data import Batch, Batches, ImageData, load_data
@@ -31,14 +30,23 @@ from gaupipe.gaussians import expected_map
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS
-from gaupipe.student import build_student, check_fit
+from gaupipe.stored_maps import KINDS, Reader, StoredRows
+from gaupipe.student import build_student, check_fit, layer_map
 from gaupipe.teacher import Teacher
-from gaupipe.training import TrainingState, Update, epochs, has_checkpoint, score_model
+from gaupipe.training import (
+    TrainingState,
+    Update,
+    accuracy,
+    epochs,
+    has_checkpoint,
+    label_targets,
+    score_model,
+)
+from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import phase_a
+from stages import export_maps, phase_a
 from stages.key_attention import save_snapshot, student_attention
-from stages.run_directory import RunDirectory, check_name, locked, write_whole
+from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -58,24 +66,22 @@ class PhaseB:
 
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
-        schema, phase = self.maps.schema, self.settings.phase_b
-        values = self.read(batch.stored)  # [B, L, H, T, 4 or T]
-        grid = tuple(self.student.patch_embed.grid_size)
+        phase, depth = self.settings.phase_b, len(self.student.blocks)
         return TeacherMaps(
-            values,
-            schema.grid,
-            phase.layer_map or list(range(schema.layers)),
+            self.read(batch.stored),
+            layer_map(self.settings, depth, self.maps.schema.layers),
+            tuple(self.student.patch_embed.grid_size),
+            phase.head_map,
             phase.mean_heads,
-            grid if grid != schema.grid else None,
-            KINDS[schema.kind].are_maps,
             batch.geometry,
             batch.mixed,
         )
 
     @cached_property
-    def read(self) -> Callable[[dict[str, np.ndarray]], Tensor]:
-        """What makes Gaussians [B, L, H, T, 4], or maps, of arrays read from the store."""
-        return KINDS[self.maps.schema.kind].reader(self.maps, self.device)
+    def read(self) -> Reader:
+        """What makes the attention of a batch of arrays read from the store."""
+        read = KINDS[self.maps.schema.kind].reader(self.maps, self.device)
+        return average(self.maps, read) if self.settings.phase_b.average_maps else read
 
     def gamma(self, epoch: int) -> float:
         """The weight of L_feat in an epoch counted from 0; the baseline has none."""
@@ -189,6 +195,9 @@ def train_student(
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher
     overrides   in what the settings differ from those of the run
     """
+    if teacher is None and settings.baseline.epochs is not None:
+        phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
+        settings = settings.model_copy(update={"phase_b": phase})
     job = build(settings, data or load_data(settings.data), teacher, maps_url)
     checkpoint = folder / "checkpoint"
     if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
@@ -214,18 +223,20 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
     compiled = torch.compile if settings.compile else (lambda function: function)
     forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
     update = Update(state, training.steps)
-    if maps is not None and phase.shuffle_maps:
-        maps = ShuffledMaps(maps, settings.seed)
+    views, shuffle = 1 if maps is None else maps.schema.views, phase.shuffle_maps
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
     done, total = len(state.metrics), phase.epochs
     with EpochProgress(label, len(job.data.train), total, done) as progress:
         for epoch in epochs(state, folder, progress, settings.seed):
             gamma = job.gamma(epoch.number)
-            for batch in training.epoch(epoch.number, augment, maps):  # images [B, channels, h, w]
+            copy = maps is not None and epoch.number < phase.copy_epochs
+            view = epoch.number % views if views > 1 else None
+            stored = maps and MapsOfEpoch(maps, view or 0, settings.seed if shuffle else None)
+            for batch in training.epoch(epoch.number, augment, stored, view):
                 loss_feat = 0.0
                 with update.autocast():
-                    if gamma:
+                    if gamma or copy:
                         logits, loss_feat = forward_with_loss(
                             student,
                             batch.images,
@@ -233,6 +244,7 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
                             phase.layer_weights,
                             phase.temperature,
                             phase.direction,
+                            copy,
                         )  # [B, C], scalar
                     else:
                         logits = forward(batch.images)  # [B, C]
@@ -284,9 +296,26 @@ def build(
         preload_bytes=int(settings.phase_b.preload_gb * 1e9),
     )
     check_fit(student, maps.schema, settings, url)
+    check_targets(maps.schema, settings, url)
     job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     _ = job.read  # a damaged decoder shows before anything is written
     return job
+
+
+def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
+    """Raises UserError for a loss that the stored predictions cannot give, and for views that
+    phase B could not draw again."""
+    if settings.phase_b.alpha and not schema.extra.get("predicts", True):
+        raise UserError(
+            f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
+            "phase_b.beta to what the labels are to weigh"
+        )
+    drawn = schema.extra.get("views")
+    if drawn is not None and drawn != export_maps.drawing(settings):
+        raise UserError(
+            f"{url}: holds maps of views drawn with other phase_b.augment or another seed: "
+            "phase B must draw the same; change them back, or export again"
+        )
 
 
 def training_state(job: PhaseB) -> TrainingState:
@@ -294,27 +323,36 @@ def training_state(job: PhaseB) -> TrainingState:
     settings, schema = job.settings, job.maps and job.maps.schema
     steps = -(-len(job.data.train) // settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
-    identity = {key: value for key, value in flatten(settings).items() if key not in IRRELEVANT}
+    unread = ("export.", *IRRELEVANT)
+    identity = {key: value for key, value in flatten(settings).items() if not allowed(key, unread)}
     identity |= {
         "the data set": job.data.sha256,
         "the teacher of the maps": schema and schema.teacher_sha256,
-        "the kind of store": schema and schema.kind,
+        "the kind of store": schema and kind_of(schema),
     }
     precision = settings.precision
     return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)
 
 
-def start_from_teacher(job: PhaseB, teacher: Teacher) -> None:
+def kind_of(schema: store.Schema) -> str:
+    """Kind, encoding and size of a store, in a word where all are the first version's."""
+    more = {"k": schema.k, "views": None if schema.views == 1 else schema.views}
+    return " ".join([schema.kind, *(f"{name} {value}" for name, value in more.items() if value)])
+
+
+def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     """The warm start that the settings ask for."""
     phase, student = job.settings.phase_b, job.student
-    warm_start(student, teacher.vit.state_dict())
+    warm_start(student, teacher.weights())
     if phase.warm_start != "prior":
         return
     with torch.no_grad():
         prior = expected_map(teacher.gaussians(None), teacher.grid)  # [1, L, H, T, T]
     if phase.mean_heads:
         prior = prior.mean(2, keepdim=True)  # [1, L, 1, T, T]
-    layers = phase.layer_map or range(len(student.blocks))
+    elif phase.head_map is not None:
+        prior = prior[:, :, phase.head_map]
+    layers = layer_map(job.settings, len(student.blocks), teacher.layers)
     maps = [None if layer is None else prior[:, layer] for layer in layers]
     ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
     batches = Batches(job.data.train, job.data, job.device, job.settings.data.batch_size)
@@ -322,30 +360,49 @@ def start_from_teacher(job: PhaseB, teacher: Teacher) -> None:
     fit_queries_and_keys(student, maps, images, job.settings.seed)
 
 
-class ShuffledMaps:
-    """A control: every image gets the maps of another one, always the same, with its own logits."""
+@torch.no_grad()
+def average(maps: store.Store, read: Reader, at_once: int = 256) -> Reader:
+    """A control: what reads for every image the mean of all maps of a store."""
+    schema, sums = maps.schema, 0
+    batches = np.array_split(np.arange(len(maps)), -(-len(maps) // at_once))
+    for stored in maps.prefetch(batches):
+        attention = read(stored)
+        sums += torch.stack([attention.map(layer).sum(0) for layer in range(schema.layers)])
+    mean = sums / len(maps)  # [L, H, T, T]
 
-    def __init__(self, maps: store.Store, seed: int) -> None:
-        self.maps = maps
-        self.others = np.random.default_rng(seed).permutation(len(maps))
+    def read_mean(stored: dict[str, np.ndarray]) -> StoredRows:
+        whole = mean.expand(len(stored["labels"]), *mean.shape)
+
+        def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
+            return whole[:, layer] if heads is None else whole[:, layer][:, list(heads)]
+
+        return StoredRows(rows, schema.grid)
+
+    return read_mean
+
+
+class MapsOfEpoch:
+    """What a store holds for the images of one epoch: of each its entry for one of the views.
+
+    With a ``seed``, a control, every image gets the maps of another one, always the same, with its
+    own logits.
+    """
+
+    def __init__(self, maps: store.Store, view: int = 0, seed: int | None = None) -> None:
+        self.maps, self.view, self.views = maps, view, maps.schema.views
+        images = len(maps) // self.views
+        self.others = None if seed is None else np.random.default_rng(seed).permutation(images)
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""
-        own = self.maps.prefetch(batches)
-        others = self.maps.prefetch([self.others[image_ids] for image_ids in batches])
-        for stored, other in zip(own, others, strict=True):
-            yield {**other, "logits": stored["logits"], "labels": stored["labels"]}
+        stored = self._prefetch(batches)
+        if self.others is None:
+            yield from stored
+            return
+        others = self._prefetch([self.others[image_ids] for image_ids in batches])
+        for mine, other in zip(stored, others, strict=True):
+            yield {**other, "logits": mine["logits"], "labels": mine["labels"]}
 
-
-def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
-    """Labels [B], or for a mixed batch the probabilities [B, C] that their mix stands for."""
-    return (
-        labels
-        if mixed is None
-        else mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
-    )
-
-
-def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of the batch whose largest logit is its label."""
-    return (logits.argmax(-1) == labels).float().mean()
+    def _prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        entries = [image_ids * self.views + self.view for image_ids in batches]
+        return self.maps.prefetch(entries)

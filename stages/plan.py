@@ -26,7 +26,8 @@ from gaupipe.errors import UserError
 from gaupipe.student import build_student
 from gaupipe.teacher import Teacher
 from gaupipe.training import score_model
-from stages import export_maps, phase_a, phase_b
+from gaupipe.vit_teacher import VitTeacher
+from stages import export_maps, phase_a, phase_b, trained_teacher
 from stages.resources import (
     Plan,
     available_memory,
@@ -36,6 +37,7 @@ from stages.resources import (
     make_plan,
     sizes_of,
 )
+from stages.teacher_job import TeacherJob
 
 JSON_NAMES = {
     "per_image_parameters": "row_parameters",
@@ -65,7 +67,7 @@ def run(
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
     data = load_or_say_how(settings) if images is None else random_data(settings, images, classes)
-    teacher = phase_a.build_teacher(settings, data)
+    teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
@@ -80,8 +82,18 @@ def run(
         "available_memory_bytes": available_memory(),
         "device": str(device),
         "seconds": seconds,
-        "problem": find_problem(plan, run_dir, export_maps.default_kind(settings)),
+        "problem": find_problem(plan, run_dir, export_maps.chosen(settings).kind),
     }
+
+
+def build_teacher(settings: Settings, data: ImageData) -> nn.Module:
+    """The teacher as phase A starts with it."""
+    phase = settings.phase_a
+    if phase.learns_gaussians:
+        return phase_a.build_teacher(settings, data)
+    if phase.teacher == "vit":
+        return trained_teacher.build_model(settings, data)
+    return trained_teacher.build(settings, data).teacher
 
 
 def find_problem(plan: Plan, run_dir: Path, store_kind: str) -> str | None:
@@ -141,7 +153,7 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 def measure(
     settings: Settings,
     data: ImageData,
-    teacher: Teacher,
+    teacher: nn.Module,
     device: torch.device,
     plan: Plan,
     steps: int,
@@ -163,7 +175,7 @@ def measure(
     ):
         folder = Path(name)
         job, train_a = measure_phase_a(short, small, teacher, device, folder)
-        score_a = clock(lambda: phase_a.score_teacher(job, evaluation, seen=True)) / count
+        score_a = measure_scores(job, evaluation) / count
         export = measure_export(job, folder / "maps.zarr") / count
         student, train_b = measure_phase_b(short, small, device, folder)
         score_b = clock(lambda: score_model(student, evaluation)) / count
@@ -204,10 +216,19 @@ def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
 
 
 def measure_phase_a(
-    settings: Settings, data: ImageData, teacher: Teacher, device: torch.device, folder: Path
-) -> tuple[phase_a.PhaseA, float]:
-    """The trained teacher, and the seconds an image took in the last epoch."""
+    settings: Settings, data: ImageData, teacher: nn.Module, device: torch.device, folder: Path
+) -> tuple[TeacherJob, float]:
+    """The trained teacher, and the seconds an image took in the last epoch: none where the teacher
+    was trained before."""
     count = len(data.train)
+    if isinstance(teacher, VitTeacher):
+        return trained_teacher.TrainedTeacher(settings, data, device, teacher.to(device)), 0.0
+    if not isinstance(teacher, Teacher):
+        state = trained_teacher.training_state(settings, data)
+        trained_teacher.train(settings, data, state, folder / "phase_a")
+        vit = VitTeacher(state.kept, data, "vit").to(device)
+        job = trained_teacher.TrainedTeacher(settings, data, device, vit)
+        return job, state.metrics[-1]["seconds"] / count
     per_image = None
     if settings.phase_a.residual:
         per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
@@ -217,11 +238,18 @@ def measure_phase_a(
     return job, state.metrics[-1]["seconds"] / count
 
 
-def measure_export(job: phase_a.PhaseA, path: Path) -> float:
-    """Seconds of an export of the default kind."""
-    kind = export_maps.default_kind(job.settings)
-    schema, decoder = export_maps.make_schema(job, kind), export_maps.decoder(job, kind)
-    writer = store.create(str(path), schema, decoder=decoder)
+def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
+    """Seconds that the teacher takes to classify the images."""
+    if isinstance(job, phase_a.PhaseA):
+        return clock(lambda: phase_a.score_teacher(job, evaluation, seen=True))
+    return clock(lambda: [job.teacher.predict(batch.images) for batch in evaluation.in_order()])
+
+
+def measure_export(job: TeacherJob, path: Path) -> float:
+    """Seconds of an export of the kind that the settings say, without views."""
+    export = export_maps.chosen(job.settings).model_copy(update={"views": None})
+    schema = export_maps.make_schema(job, export)
+    writer = store.create(str(path), schema, decoder=export_maps.decoder(job, schema.kind))
     return clock(lambda: export_maps.write(job, writer))
 
 
@@ -284,7 +312,7 @@ def _times(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     remarks = {
         "phase_a_epoch": "",
         "phase_a": "all epochs, if it is not accurate enough sooner",
-        "export": "of the default kind",
+        "export": "of the kind that the settings say",
         "phase_b_epoch": "",
         "phase_b": "all epochs",
     }

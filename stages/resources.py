@@ -18,6 +18,8 @@ import store
 from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
+from gaupipe.stored_maps import KINDS
+from gaupipe.teacher import Teacher
 
 PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
@@ -35,11 +37,11 @@ class Sizes:
     heads: int
     grid: tuple[int, int]
     """Height and width in tokens."""
-    per_image_size: int
-    """Per-image parameters of one image: L * H * T * P, or L * E with a compression network."""
     network_parameters: int
     """The ViT's and the decoder's."""
-    prior_parameters: int
+    per_image_size: int = 0
+    """Per-image parameters of one image: L * H * T * P, or L * E with a compression network."""
+    prior_parameters: int = 0
     decoder_parameters: int = 0
     """The decoder's alone, without the shared prior, which is its last bias."""
     image_bytes: int = 0
@@ -47,14 +49,17 @@ class Sizes:
 
 
 def sizes_of(teacher: Any, data: Any) -> Sizes:
-    """Sizes of a :class:`~gaupipe.teacher.Teacher` on an :class:`~gaupipe.data.ImageData`."""
+    """Sizes of a :class:`~gaupipe.teacher.Teacher`, or of a ViT as a teacher, on an
+    :class:`~gaupipe.data.ImageData`."""
     splits = [split for split in (data.train, data.val, data.test) if split]
     sources = {id(split.source): split.source for split in splits}
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
+    sizes = {"images": len(data.train), "classes": data.num_classes, "image_bytes": 2 * sum(held)}
+    if not isinstance(teacher, Teacher):
+        return Sizes(**sizes, **shape_of(teacher), network_parameters=count(teacher))
     prior = teacher.prior.numel()
     return Sizes(
-        images=len(data.train),
-        classes=data.num_classes,
+        **sizes,
         layers=teacher.layers,
         heads=teacher.heads,
         grid=teacher.grid,
@@ -62,8 +67,15 @@ def sizes_of(teacher: Any, data: Any) -> Sizes:
         network_parameters=count(teacher) - prior,
         prior_parameters=prior,
         decoder_parameters=count(teacher.decoder) if teacher.decoder else 0,
-        image_bytes=2 * sum(held),
     )
+
+
+def shape_of(vit: torch.nn.Module) -> dict[str, Any]:
+    """Grid, layers and heads of a timm ViT, or of a trained one that is read as a teacher."""
+    if hasattr(vit, "patch_embed"):
+        grid, layers = tuple(vit.patch_embed.grid_size), len(vit.blocks)
+        return {"grid": grid, "layers": layers, "heads": vit.blocks[0].attn.num_heads}
+    return {"grid": vit.grid, "layers": vit.layers, "heads": vit.heads}
 
 
 def count(module: torch.nn.Module) -> int:
@@ -101,7 +113,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
     """The plan of a run with these settings. Pure arithmetic."""
     phase = settings.phase_a
     records, place = 0, "none"
-    if phase.residual:
+    if phase.per_image:
         records = per_image_bytes(phase.rows, sizes.images, sizes.per_image_size)
         in_files = per_image_in_files(phase.rows, sizes.images, sizes.per_image_size)
         place = "files" if in_files else "memory"
@@ -118,7 +130,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
         images=sizes.images,
         network_parameters=sizes.network_parameters,
         prior_parameters=sizes.prior_parameters,
-        per_image_parameters=sizes.images * sizes.per_image_size if phase.residual else 0,
+        per_image_parameters=sizes.images * sizes.per_image_size if phase.per_image else 0,
         per_image_in=place,
         memory_bytes=(
             PROCESS_BYTES + sizes.image_bytes + (copies + gradients) * weights + in_memory
@@ -146,15 +158,20 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
     """
     phase = settings.phase_a
     shared = {"gaussian": 0, "dense": 0}
-    if not phase.residual:
+    if not phase.learns_gaussians:
+        shared |= {"topk": 0, "mixture": 0}
+    elif not phase.residual:
         shared["prior"] = sizes.prior_parameters
     elif phase.compression:
         shared["embedding"] = sizes.prior_parameters + sizes.decoder_parameters
+    views = settings.export.views or 1
 
     def schema(kind: str) -> store.Schema:
+        usual = settings.export.kind in (None, kind)
+        k = settings.export.k if usual else None
         return store.Schema(
             kind=kind,
-            num_images=sizes.images,
+            num_images=sizes.images * views,
             grid=sizes.grid,
             layers=sizes.layers,
             heads=sizes.heads,
@@ -163,6 +180,9 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset_sha256="",
             teacher_sha256="",
             embedding_dim=phase.compression.embedding if kind == "embedding" else None,
+            encoding=(settings.export.encoding if usual else None) or KINDS[kind].default_encoding,
+            k=KINDS[kind].default_k and min(k or KINDS[kind].default_k, sizes.grid[0] * sizes.grid[1]),
+            views=views,
         )
 
     return {kind: schema(kind).total_bytes + 4 * numbers for kind, numbers in shared.items()}

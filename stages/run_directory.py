@@ -131,6 +131,16 @@ class RunDirectory:
                 f"{self.path} exists and is not a run directory: choose another --run-dir"
             )
 
+    def check_free(self, settings: Settings, resume: bool) -> None:
+        """Raises UserError if the folder holds another run, or a phase A that is not to be
+        continued."""
+        self.check(settings)
+        if not resume and self.phase_a.exists():
+            raise UserError(
+                f"{self.path} already holds a phase A: --resume continues it, another --run-dir "
+                "starts afresh"
+            )
+
     def start(self, settings: Settings) -> None:
         """Makes the folder and writes the resolved settings, in one step."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -144,7 +154,7 @@ class RunDirectory:
         return locked(self.path, "run", shared)
 
 
-FREE = ("phase_b.student", *config.IRRELEVANT)
+FREE = ("phase_b.student", "export.", *config.IRRELEVANT)
 """Settings that may differ between the commands of a run."""
 
 

@@ -7,12 +7,15 @@ memory. Axis letters: B images, H heads, T tokens, d model width, d_m = d / H he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gaupipe.gaussians import outer
+from gaupipe.losses import without_keys
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -193,6 +196,45 @@ def separable_divergence(
     """
     pulled, entropy = _MapTimesKeys.apply(*axes, hidden, k)
     return (log_normaliser - scale * (q.float() * pulled.float()).sum(-1) - entropy).mean()
+
+
+def map_divergence(
+    q: Tensor,
+    k: Tensor,
+    log_normaliser: Tensor,
+    make_map: Callable[[], Tensor],
+    scale: float,
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """As :func:`separable_divergence`, for a teacher's map [B, H or 1, T, T] without factors.
+
+    ``make_map`` is called once now and once for the gradient, so that no map is kept until then.
+    """
+
+    def rows() -> Tensor:
+        return make_map() if hidden is None else without_keys(make_map(), hidden)
+
+    pulled, entropy = _RemadeMapTimesKeys.apply(rows, k)
+    return (log_normaliser - scale * (q.float() * pulled.float()).sum(-1) - entropy).mean()
+
+
+class _RemadeMapTimesKeys(torch.autograd.Function):
+    """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
+
+    @staticmethod
+    def forward(ctx, make_map: Callable[[], Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.make_map = make_map
+        rows = make_map()
+        entropy = torch.special.entr(rows).sum(-1)
+        ctx.mark_non_differentiable(entropy)
+        return rows.to(k.dtype) @ k, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
+        rows = ctx.make_map().to(grad.dtype)
+        if rows.shape[1] == grad.shape[1]:
+            return None, rows.mT @ grad
+        return None, rows.expand(-1, grad.shape[1], -1, -1).mT @ grad
 
 
 def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:

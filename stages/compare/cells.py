@@ -36,10 +36,10 @@ class Cell(Section):
     trials: tuple[dict[str, Any], ...] = Field((), validation_alias=AliasChoices("trials", "tries"))
     """Further changes to choose from. The trial with the best validation accuracy on the first
     seed is taken. ``tries`` is an older name of this key."""
-    kind: Literal["gaussian", "embedding", "dense", "prior"] | None = None
-    """Kind of the store that the student reads. None is the default kind of its teacher."""
-    encoding: Literal["float16", "uint8"] = "float16"
-    """Encoding of that store."""
+    kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
+    """Kind of the store that the student reads: ``export.kind``."""
+    encoding: Literal["float16", "uint8"] | None = None
+    """Encoding of that store: ``export.encoding``."""
 
 
 def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True) -> list[Cell]:
@@ -129,15 +129,23 @@ def _other_baseline(base: Settings, key: str) -> Cell:
 def _controls(base: Settings, distilled: str) -> list[Cell]:
     """What a distilled student is worth without one of the things that may help it."""
     labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
+    no_soft_labels = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     changes = {
         "prior alone": {
             "phase_a.prior": True,
             "phase_a.residual": False,
             "phase_a.compression": None,
         },
-        "no soft labels": {"phase_b.alpha": 0.0, "phase_b.beta": labels},
+        "no soft labels": no_soft_labels,
         "shuffled maps": {"phase_b.shuffle_maps": True},
     }
+    if not base.phase_a.learns_gaussians:
+        changes = {
+            "shuffled maps": {"phase_b.shuffle_maps": True},
+            "average maps": {"phase_b.average_maps": True},
+        }
+        if base.phase_b.alpha:
+            changes["no soft labels"] = no_soft_labels
     return [
         Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
     ]

@@ -11,11 +11,11 @@ import torch
 
 import store
 from gaupipe.building import select_device
-from gaupipe.config import Settings, read_yaml
+from gaupipe.config import ExportSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
 from gaupipe.student import check_baseline, check_student
-from stages import export_maps, phase_a
+from stages import export_maps, phase_a, trained_teacher
 from stages.compare.cells import (
     BASELINE,
     Cell,
@@ -26,7 +26,7 @@ from stages.compare.cells import (
 )
 from stages.compare.figures import draw
 from stages.compare.report import report, write
-from stages.compare.trainings import Comparison, as_run
+from stages.compare.trainings import Comparison, as_run, export_of
 from stages.compare.workers import Workers
 from stages.run_directory import locked
 
@@ -107,25 +107,28 @@ def check_all(comparison: Comparison) -> None:
 def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
+        export = export_of(cell, settings)
         settings = as_run(settings, settings.seed, baseline=cell.plain)
         select_device(settings)
         if cell.plain:
             check_baseline(settings, data)
         else:
-            check_distilled(settings, data, cell.kind, cell.encoding)
+            check_distilled(settings, data, export)
     except (UserError, store.StoreError) as error:
         raise UserError(f"{cell.name}: {error}") from None
 
 
-def check_distilled(settings: Settings, data: ImageData, kind: str | None, encoding: str) -> None:
+def check_distilled(settings: Settings, data: ImageData, export: ExportSettings) -> None:
     """Raises UserError for what neither phase could do, StoreError for a kind and an encoding of
     stores that do not go together."""
-    teacher = phase_a.build_teacher(settings, data)
-    job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
-    phase_a.training_state(job)
-    kind = kind or export_maps.default_kind(settings, encoding)
-    export_maps.make_schema(job, kind, encoding, sha256="0" * 64)
-    check_student(settings, data, teacher, kind)
+    if settings.phase_a.learns_gaussians:
+        teacher = phase_a.build_teacher(settings, data)
+        job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
+        phase_a.training_state(job)
+        export_maps.make_schema(job, export, sha256="0" * 64)
+        check_student(settings, data, phase_a.shape_of(teacher), teacher.weights())
+    else:
+        trained_teacher.check(settings, data)
 
 
 def check_folder(run_dir: Path) -> None:

@@ -13,11 +13,13 @@ from gaupipe.config import (
     IRRELEVANT,
     BaselineSettings,
     DataSettings,
+    ExportSettings,
     PhaseASettings,
     PhaseBSettings,
     Settings,
 )
 from gaupipe.data import ImageData, load_data
+from gaupipe.progress import read_metrics
 from stages import export_maps
 from stages.compare.cells import Cell, apply, resolve
 from stages.compare.speed import Run
@@ -33,11 +35,14 @@ DISTILLATION = (
     "layer_weights",
     "mean_heads",
     "shuffle_maps",
+    "average_maps",
     "match_grid",
     "warm_start",
     "temperature",
     "direction",
     "preload_gb",
+    "head_map",
+    "copy_epochs",
 )
 """Settings of phase B that mean nothing without a teacher."""
 
@@ -45,11 +50,13 @@ DISTILLATION = (
 def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     """The settings of one run. Settings that mean nothing to it go back to their defaults."""
     phase_b = settings.phase_b
-    if baseline and settings.baseline.optim:
-        phase_b = phase_b.model_copy(update={"optim": settings.baseline.optim})
-    if not settings.phase_a.residual:  # the maps of all images are the same
-        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
+    if baseline:
+        own = {"optim": settings.baseline.optim, "epochs": settings.baseline.epochs}
+        given = {name: value for name, value in own.items() if value is not None}
+        phase_b = phase_b.model_copy(update=given)
     phase_a = settings.phase_a
+    if phase_a.learns_gaussians and not phase_a.residual:  # the maps of all images are the same
+        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
     if baseline:
         defaults = PhaseBSettings()
         unused = {name: getattr(defaults, name) for name in DISTILLATION}
@@ -58,6 +65,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     return settings.model_copy(
         update={
             "seed": seed,
+            "export": ExportSettings(),
             "phase_a": phase_a,
             "phase_b": phase_b,
             "baseline": BaselineSettings(),
@@ -67,7 +75,12 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
-    return settings.model_copy(update={"phase_b": PhaseBSettings(), "baseline": BaselineSettings()})
+    others = {
+        "export": ExportSettings(),
+        "phase_b": PhaseBSettings(),
+        "baseline": BaselineSettings(),
+    }
+    return settings.model_copy(update=others)
 
 
 def digest(settings: Settings, *more: Any) -> str:
@@ -96,8 +109,7 @@ class Training:
     label: str
     settings: Settings
     baseline: bool
-    kind: str
-    encoding: str
+    export: ExportSettings
     root: Path
     data_sha256: str
     test: bool = False
@@ -110,13 +122,22 @@ class Training:
     @property
     def maps(self) -> Path:
         """The teacher's store. Another kind or encoding than the default lies beside it."""
-        if (self.kind, self.encoding) == (export_maps.default_kind(self.settings), "float16"):
+        usual = export_maps.chosen(as_teacher(self.settings))
+        if self.export == usual:
             return self.teacher.maps
-        return self.teacher.path / f"maps-{self.kind}-{self.encoding}.zarr"
+        return self.teacher.path / f"maps-{'-'.join(map(str, self.store))}.zarr"
+
+    @property
+    def store(self) -> list[Any]:
+        """What the store holds: kind and encoding, and what goes beyond version 0.1."""
+        export = self.export
+        more = {"k": export.k, "views": export.views}
+        named = [f"{name}{value}" for name, value in more.items() if value is not None]
+        return [export.kind, export.encoding, *named]
 
     @property
     def folder(self) -> Path:
-        store = [] if self.baseline else [self.kind, self.encoding]
+        store = [] if self.baseline else self.store
         name = digest(self.settings, self.data_sha256, self.baseline, *store)
         return self.root / "students" / name
 
@@ -137,8 +158,10 @@ class Training:
         )
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def export_of(cell: Cell, settings: Settings) -> ExportSettings:
+    """What the store of a cell with these settings holds."""
+    given = {"kind": cell.kind, "encoding": cell.encoding, "k": cell.settings.get("export.k")}
+    return export_maps.chosen(settings, given=given)
 
 
 @dataclass(kw_only=True)
@@ -200,8 +223,7 @@ class Comparison:
             label=f"{cell.name}, {label}",
             settings=as_run(settings, seed, baseline=cell.plain),
             baseline=cell.plain,
-            kind=cell.kind or export_maps.default_kind(settings, cell.encoding),
-            encoding=cell.encoding,
+            export=export_of(cell, settings),
             root=self.run_dir,
             data_sha256=self.load(settings.data).sha256,
             test=test,

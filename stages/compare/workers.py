@@ -169,8 +169,7 @@ def _teach(group: list[Training]) -> tuple[str, str]:
                 export_maps.ensure(
                     teacher.path,
                     out=str(maps),
-                    kind=training.kind,
-                    encoding=training.encoding,
+                    export=training.export,
                 )
             line = (
                 f"teacher, {len(metrics)} epochs, "

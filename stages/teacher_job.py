@@ -1,0 +1,53 @@
+"""What export, verification and phase B ask of a finished teacher, whatever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaupipe.config import Settings
+from gaupipe.data import Batch, Batches, ImageData, Split
+from gaupipe.stored_maps import Attention
+from gaupipe.student import MapShape
+
+
+@dataclass
+class TeacherJob:
+    """A teacher on the data of a run. ``teacher`` has a ``grid`` (h, w), ``layers`` and
+    ``heads``."""
+
+    settings: Settings
+    data: ImageData
+    device: torch.device
+    teacher: nn.Module
+
+    @property
+    def shape(self) -> MapShape:
+        """Of the teacher's maps."""
+        return MapShape(self.teacher.grid, self.teacher.layers, self.teacher.heads)
+
+    @property
+    def has_parameters_of_images(self) -> bool:
+        """Whether the teacher keeps numbers of single images."""
+        return False
+
+    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
+        """Batches of a split, by default of the size for evaluation."""
+        data = self.settings.data
+        size = batch_size or data.eval_batch_size
+        return Batches(split, self.data, self.device, size, data.workers)
+
+    def show(self, batch: Batch, generator: torch.Generator) -> tuple[Attention, Tensor]:
+        """The attention of a batch and its log-probabilities [B, C]. ``generator`` is for draws."""
+        raise NotImplementedError
+
+    def sha256(self) -> str:
+        """A digest of everything that the teacher has learned."""
+        raise NotImplementedError
+
+    def notes(self) -> dict[str, Any]:
+        """What the teacher's store says of it beside the schema, as JSON."""
+        raise NotImplementedError

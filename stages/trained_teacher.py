@@ -1,0 +1,241 @@
+"""Phase A with an ordinary ViT as the teacher: one that is trained here on the labels, or one that
+was trained before.
+
+Axis letters: B images, L blocks, H heads, T patches, C classes.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gaupipe.augment import Augment
+from gaupipe.building import build_optimizer, build_vit, select_device
+from gaupipe.config import IRRELEVANT, Settings, flatten
+from gaupipe.data import Batch, Batches, ImageData, Split
+from gaupipe.errors import UserError
+from gaupipe.losses import hard_loss
+from gaupipe.models import save_student
+from gaupipe.progress import EpochProgress, read_metrics
+from gaupipe.stored_maps import MapAttention
+from gaupipe.student import MapShape, check_student
+from gaupipe.training import (
+    TrainingState,
+    Update,
+    accuracy,
+    epochs,
+    label_targets,
+    score,
+    score_model,
+)
+from gaupipe.vit_teacher import LOCAL, VitTeacher, load_vit
+from stages.key_attention import save_snapshot, student_attention
+from stages.run_directory import RunDirectory, allowed, write_whole
+from stages.teacher_job import TeacherJob
+
+
+class TrainedTeacher(TeacherJob):
+    """A trained ViT on the data of a run."""
+
+    teacher: VitTeacher
+
+    @torch.inference_mode()
+    def show(self, batch: Batch, generator: torch.Generator) -> tuple[MapAttention, Tensor]:
+        """The attention of a batch and its log-probabilities [B, C]; zeros where the teacher
+        predicts no classes."""
+        seen = self.teacher(batch.images)
+        attention = MapAttention(seen.maps, self.teacher.grid, seen.dropped)
+        return attention, seen.logits.log_softmax(-1) if self.teacher.predicts else seen.logits
+
+    def sha256(self) -> str:
+        return self.teacher.sha256()
+
+    def notes(self) -> dict[str, Any]:
+        return {
+            "teacher": self.settings.phase_a.teacher,
+            "predicts": self.teacher.predicts,
+            "data": self.settings.data.model_dump(mode="json"),
+        }
+
+
+def run(
+    settings: Settings, run: RunDirectory, data: ImageData, *, resume: bool
+) -> list[dict[str, Any]]:
+    """Phase A in a run directory: trains the teacher ``vit``, or scores one that was trained
+    before. Returns its metrics, one dict per epoch.
+
+    ``resume`` continues from the last checkpoint. Raises UserError before anything is written.
+    """
+    trained_here = settings.phase_a.teacher == "vit"
+    job = check(settings, data)
+    if trained_here:
+        state = training_state(settings, data)
+    with run.locked():
+        run.check_free(settings, resume)
+        run.start(settings)
+        data.write_split(run.path / "split.json")
+        if trained_here:
+            state.load(run.phase_a / "checkpoint")
+            train(settings, data, state, run.phase_a)
+            metrics, folder = state.metrics, run.phase_a / "teacher"
+            if not run.teacher_sha256.is_file():
+                save_student(state.kept, folder, mean=data.mean, std=data.std)
+                job = build(settings, data, folder)
+        else:
+            metrics = adopt(job, run.phase_a / "metrics.jsonl")
+        if not run.teacher_sha256.is_file():
+            write_whole(run.teacher_sha256, job.sha256() + "\n")
+    return metrics
+
+
+def check(settings: Settings, data: ImageData) -> TrainedTeacher | None:
+    """Raises UserError for what neither phase could do with the teacher that the settings name.
+    Returns it where it was trained before."""
+    if settings.phase_a.teacher == "vit":
+        vit = build_model(settings, data, "meta")
+        check_student(settings, data, shape_of(vit), vit.state_dict())
+        build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
+        return None
+    job = build(settings, data)
+    warm = settings.phase_b.warm_start != "none"
+    check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
+    check_predictions(job)
+    return job
+
+
+def check_predictions(job: TrainedTeacher) -> None:
+    """Raises UserError for a loss that needs predictions of a teacher that makes none."""
+    if job.settings.phase_b.alpha and not job.teacher.predicts:
+        raise UserError(
+            f"phase_b.alpha: the teacher {job.settings.phase_a.teacher} predicts no classes: set "
+            "phase_b.alpha=0, and phase_b.beta to what the labels are to weigh"
+        )
+
+
+def train(settings: Settings, data: ImageData, state: TrainingState, folder: Path) -> None:
+    """Epochs on the labels alone until the training accuracy reaches ``stop_accuracy`` or
+    ``max_epochs`` are done."""
+    phase, device = settings.phase_a, select_device(settings)
+    sizes, vit = settings.data, state.modules
+    training = Batches(data.train, data, device, sizes.batch_size, sizes.workers)
+    validation = Batches(data.val, data, device, sizes.eval_batch_size, sizes.workers)
+    augment = Augment(phase.augment, settings.seed)
+    forward = torch.compile(vit) if settings.compile else vit
+    update = Update(state, training.steps)
+
+    done, total = len(state.metrics), phase.max_epochs
+    with EpochProgress("phase A", len(data.train), total, done) as progress:
+        for epoch in epochs(state, folder, progress, settings.seed):
+            for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
+                with update.autocast():
+                    logits = forward(batch.images)  # [B, C]
+                    targets = label_targets(batch.labels, batch.mixed, logits)
+                    loss = hard_loss(logits.float(), targets, phase.label_smoothing)
+                update(loss)
+                epoch.add(len(batch), loss=loss, acc=accuracy(logits, batch.labels))
+            means = epoch.means()
+
+            scores = score_model(state.kept, validation)
+            epoch.finish(
+                train_loss=means["loss"],
+                train_acc=means["acc"],
+                val_acc=scores["acc"],
+                val_loss=scores["loss"],
+            )
+            attention = student_attention(state.kept, device)
+            save_snapshot(folder, epoch.number + 1, settings, data, attention)
+            state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
+            progress.line(
+                f"phase A epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, train acc "
+                f"{means['acc']:.4f}, validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"
+            )
+
+
+def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
+    """Scores a teacher that was trained before, once, and writes the metrics ``path``: one entry,
+    of epoch 0. Without a head for the classes the accuracies are None."""
+    if path.is_file():
+        return read_metrics(path)
+    started = time.monotonic()
+    metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
+    if job.teacher.predicts:
+        train, val = (score_split(job, split) for split in (job.data.train, job.data.val))
+        metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
+    rate = len(job.data.train) / (time.monotonic() - started)
+    metrics |= {"seconds": 0.0, "images_per_s": round(rate, 1)}
+    path.parent.mkdir(exist_ok=True)
+    write_whole(path, json.dumps(metrics) + "\n")
+    return [metrics]
+
+
+@torch.inference_mode()
+def score_split(job: TrainedTeacher, split: Split) -> dict[str, float]:
+    """Accuracy and loss of the teacher on a split."""
+    return score(
+        (job.teacher.predict(batch.images), batch.labels)
+        for batch in job.batches(split).in_order()
+    )
+
+
+def build(settings: Settings, data: ImageData, folder: Path | None = None) -> TrainedTeacher:
+    """The teacher that the settings name; for ``vit`` the one that was trained into ``folder``.
+
+    Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
+    """
+    phase, device = settings.phase_a, select_device(settings)
+    if phase.teacher == "vit":
+        vit = load_vit(f"{LOCAL}{folder}", data, {})
+    else:
+        vit = load_vit(phase.teacher, data, phase.teacher_args, download=phase.download)
+    return TrainedTeacher(settings, data, device, vit.to(device))
+
+
+def load(run: RunDirectory, settings: Settings, data: ImageData) -> TrainedTeacher:
+    """The finished teacher of a run. Raises UserError where phase A has not finished, and for a
+    teacher that has changed since."""
+    if run.teacher_digest() is None:
+        raise UserError(
+            f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir "
+            f"{run.path} --resume' does that"
+        )
+    job = build(settings, data, run.phase_a / "teacher")
+    if job.sha256() != run.teacher_digest():
+        raise UserError(
+            f"phase_a.teacher: {settings.phase_a.teacher} is not the teacher that {run.path} was "
+            "started with: its weights have changed; restore them, or start another run"
+        )
+    return job
+
+
+def build_model(settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
+    torch.manual_seed(settings.seed)
+    args = {**settings.model.args, **settings.phase_a.teacher_args}
+    model = settings.model.model_copy(update={"args": args})
+    return build_vit(model, data, "standard", device)
+
+
+def shape_of(vit: nn.Module) -> MapShape:
+    """Of the maps that a ViT of timm's will have."""
+    grid = tuple(vit.patch_embed.grid_size)
+    return MapShape(grid, len(vit.blocks), vit.blocks[0].attn.num_heads)
+
+
+def training_state(settings: Settings, data: ImageData) -> TrainingState:
+    """A freshly started teacher ``vit``, its optimizer and its schedule."""
+    phase = settings.phase_a
+    vit = build_model(settings, data).to(select_device(settings))
+    steps = -(-len(data.train) // settings.data.batch_size)
+    optimizer, schedule = build_optimizer(vit, phase.optim, phase.max_epochs, steps)
+    unread = ("phase_b.", "baseline.", "export.", *IRRELEVANT)
+    identity = {
+        name: value for name, value in flatten(settings).items() if not allowed(name, unread)
+    } | {"the data set": data.sha256}
+    return TrainingState(
+        vit, optimizer, schedule, phase.optim, settings.precision, identity=identity
+    )
