@@ -1,5 +1,5 @@
-"""The attention-map store: per-image Gaussians, embeddings or dense maps in a zarr v3 group, read
-by image id.
+"""The attention-map store: per-image Gaussians, embeddings, largest keys or dense maps in a zarr v3
+group, read by image id.
 
 numpy in and out; works without the rest of gaupipe:
 

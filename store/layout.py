@@ -7,12 +7,14 @@ this digest as zeros). Arrays of ours stand beside the data, one file a shard fo
 
     shard_sha256  [S, A, 32] uint8    digest of the shard's file in each data array
     shard_nbytes  [S, A]     uint64   its size in bytes
-    image_crc32c  [N, A]     uint32   checksum of each image's stored numbers (format version 2)
+    image_crc32c  [N, A]     uint32   checksum of each image's stored numbers (since version 2)
 
 The row of `shard_sha256` is written last: it is what marks a shard as finished. Since format
 version 2 both checksums are bound to the store, the array and the shard they belong to
 (`Layout.shard_digest`, `Layout.image_mask`), so that neither a shard nor its checksums pass for
-those of another place or teacher.
+those of another place or teacher. Version 3 adds the kinds 'topk' and 'mixture', dense maps in
+8-bit codes, and views; a store that has none of them is still written as version 2
+(`Schema.format_version`).
 """
 
 from __future__ import annotations
@@ -31,14 +33,19 @@ import zarr.buffer
 from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
-from store.encoding import code_attributes
+from store.encoding import code_attributes, fill_value
 from store.errors import DamagedStore, StoreError, UnfinishedStore
 from store.files import Files
 from store.schema import WITH_DECODER, Schema
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 2
+FORMAT, FORMAT_VERSION = "gaupipe-maps", 3
+"""The name of the format, and the latest version that can be read."""
 ROOT = "zarr.json"
-RECORDS = {1: ("shard_sha256", "shard_nbytes"), 2: ("shard_sha256", "shard_nbytes", "image_crc32c")}
+RECORDS = {
+    1: ("shard_sha256", "shard_nbytes"),
+    2: ("shard_sha256", "shard_nbytes", "image_crc32c"),
+    3: ("shard_sha256", "shard_nbytes", "image_crc32c"),
+}
 """The arrays of ours, by format version."""
 IDENTITY = (
     "kind",
@@ -54,19 +61,16 @@ IDENTITY = (
     "dataset_sha256",
     "teacher_sha256",
 )
-"""What checksums are bound to; a field that a later version adds to the schema must not change
-it."""
+"""What checksums are bound to in format versions 1 and 2; a field that a later version adds to the
+schema must not change it."""
+IDENTITY_3 = (*IDENTITY, "k", "views")
+"""The same since format version 3."""
 SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
 """Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
 memory."""
 COLUMN_BYTES = 256
 """An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
-MISSING = {
-    "float16": float("nan"),
-    "uint8": 0,
-    "int64": -1,
-}  # fill values; no image is ever stored with them
 _ZEROS = "0" * 64
 
 
@@ -95,7 +99,7 @@ class Layout:
     images_per_shard: int
     files_sha256: dict[str, str]
     complete: bool = False
-    version: int = FORMAT_VERSION
+    version: int = 2
 
     @property
     def names(self) -> list[str]:
@@ -154,9 +158,9 @@ class Layout:
     @functools.cached_property
     def identity(self) -> str:
         """sha256, in hex, of what makes this store this store; the attributes are those of
-        `IDENTITY`."""
-        attributes = self.schema.to_attributes()
-        fields = {name: attributes[name] for name in IDENTITY} | {
+        `IDENTITY`, or `IDENTITY_3`."""
+        names = IDENTITY if self.version < 3 else IDENTITY_3
+        fields = {name: getattr(self.schema, name) for name in names} | {
             "images_per_shard": self.images_per_shard
         }
         return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
@@ -245,6 +249,8 @@ class Layout:
             raise StoreError(
                 f"format_version is {version!r}; it must be one of {', '.join(map(str, RECORDS))}"
             )
+        if (version > 2 or schema.format_version > 2) and version != schema.format_version:
+            raise StoreError(f"format_version is {version}; {schema.format_version} is right")
         if type(per_shard) is not int or not 1 <= per_shard <= schema.num_images:
             raise StoreError(
                 f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}"
@@ -302,10 +308,11 @@ def plan(
     schema: Schema,
     shard_bytes: int,
     decoder: Mapping[str, np.ndarray] | None,
-    version: int = FORMAT_VERSION,
+    version: int | None = None,
 ) -> tuple[Layout, dict[str, bytes]]:
     """The layout of a new store and its metadata files (root excluded) with the decoder's files,
-    by name."""
+    by name. `version` is the format version, by default the schema's."""
+    version = version or schema.format_version
     if shard_bytes > LARGEST_SHARD:
         raise StoreError(
             f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible"
@@ -341,7 +348,7 @@ def metadata_files(
             shards=(per_shard, *spec.shape[1:]),
             filters=None,
             compressors=checked,
-            fill_value=MISSING[dtype.name],
+            fill_value=fill_value(name, schema),
             dimension_names=spec.dimension_names,
             attributes=code_attributes(schema, name),
         )

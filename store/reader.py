@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from store.encoding import decode, image_crc32c
+from store.encoding import decode, fill_value, image_crc32c
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import Files, damage, explain, refuse_after_fork
 from store.layout import ROOT, Layout, read_decoder, read_metadata
@@ -91,8 +91,9 @@ class Store:
         """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the
         order asked.
 
-        float16, labels int64. Raises StoreError for an id out of range and CorruptChunk, with the
-        image id, when what is stored for one of them is damaged, missing or another image's.
+        float16, labels int64, keys uint8 or uint16. Raises StoreError for an id out of range and
+        CorruptChunk, with the image id, when what is stored for one of them is damaged, missing or
+        another image's.
         """
         refuse_after_fork()
         ids = self._check_ids(image_ids)
@@ -112,7 +113,7 @@ class Store:
                 stored = reads[name].result() if name in reads else self._in_memory[name][ids]
             except ValueError as error:
                 raise self._find_damage(name, ids, error) from None
-            missing = _is_missing(stored)
+            missing = _is_missing(stored, fill_value(name, self.schema))
             if missing.any():
                 raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
             if name in reads and len(new):
@@ -173,7 +174,8 @@ class Store:
         for name in names:
             if name not in self._in_memory:
                 stored = self._read_whole(name)
-                there = np.flatnonzero(~_is_missing(stored) & (self.complete or self._finished))
+                missing = _is_missing(stored, fill_value(name, self.schema))
+                there = np.flatnonzero(~missing & (self.complete or self._finished))
                 self._check(name, there, stored if len(there) == len(stored) else stored[there])
                 self._in_memory[name] = stored
 
@@ -236,12 +238,8 @@ class Store:
         )
 
 
-def _is_missing(stored: np.ndarray) -> np.ndarray:
+def _is_missing(stored: np.ndarray, fill: float) -> np.ndarray:
     """Per image [n], whether its chunk was not there: then all its numbers are the fill value,
     so the first one is."""
     first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-    return (
-        np.isnan(first)
-        if stored.dtype.kind == "f"
-        else first == (0 if stored.dtype == np.uint8 else -1)
-    )
+    return np.isnan(first) if np.isnan(fill) else first == fill

@@ -1,7 +1,7 @@
 """What a store holds: its kind, its sizes, and whose maps they are.
 
 Axis letters: N images, L layers, H heads, T tokens on a grid of h x w, C classes, E embedding
-width.
+width, k kept keys or Gaussians of a query.
 """
 
 from __future__ import annotations
@@ -15,18 +15,28 @@ import numpy as np
 
 from store.errors import StoreError
 
-KINDS = ("gaussian", "embedding", "dense", "prior")
+KINDS = ("gaussian", "embedding", "dense", "prior", "topk", "mixture")
 WITH_DECODER = ("embedding", "prior")
 """Kinds in which arrays that all images share lie beside theirs."""
+WITH_CODES = {"gaussian": "gaussians", "dense": "maps", "topk": "weights"}
+"""Kinds that have 8-bit codes, and the array that is coded."""
 ENCODINGS = ("float16", "uint8")
+NEWER = {"k": None, "views": 1}
+"""Fields since format version 3. They are written only where they are not as here, so that stores
+without them stay what they were."""
 LARGEST = 2**31 - 1
 """The largest size, of images, tokens or anything else, that a store may have."""
+MOST_GAUSSIANS = 255
+"""Gaussians of a query."""
+MOST_KEYED_TOKENS = 2**16 - 1
+"""Tokens whose keys fit into 16 bits, one number left for what is missing."""
 LARGEST_IMAGE = 2**32
 """Bytes of one image's numbers before compression that anybody is asked to hold in memory."""
 
 
 class ArraySpec(NamedTuple):
-    """One array as a reader sees it: axis 0 is the image id."""
+    """One array as a reader sees it: axis 0 is the image id, or the view of an image (see
+    `Schema`)."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -38,9 +48,14 @@ class Schema:
     """Everything that must be equal for two exports to be the same store.
 
     `dataset_sha256` and `teacher_sha256` identify the data set and the teacher; `open` compares
-    them with what its caller expects. `encoding` is how the Gaussians are stored: float16, or uint8
-    codes (see `store.encoding`). `extra` holds free notes, any JSON. Raises StoreError when a field
-    makes no sense.
+    them with what its caller expects. `encoding` is how the numbers are stored: float16, or uint8
+    codes (see `store.encoding`). `k` is the number of kept keys a query in a store of kind 'topk',
+    of Gaussians a query in one of kind 'mixture', and None in the others. `extra` holds free notes,
+    any JSON. Raises StoreError when a field makes no sense.
+
+    `views` augmented views of each image may be stored: axis 0 then has `num_images` = images *
+    views entries, and view v of image i is entry i * views + v. Everything else of the store takes
+    an entry for an image. With 1 view, the entries are the images themselves.
     """
 
     kind: str
@@ -55,6 +70,8 @@ class Schema:
     parametrisation: str = "loc_scale"
     embedding_dim: int | None = None
     encoding: str = "float16"
+    k: int | None = None
+    views: int = 1
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -78,9 +95,9 @@ class Schema:
             raise StoreError(
                 f"encoding {self.encoding!r} is unknown; choose one of {', '.join(ENCODINGS)}"
             )
-        if self.encoding == "uint8" and self.kind != "gaussian":
+        if self.encoding == "uint8" and self.kind not in WITH_CODES:
             raise StoreError(
-                "encoding 'uint8' is for the kind 'gaussian'; "
+                f"encoding 'uint8' is for the kinds {', '.join(map(repr, WITH_CODES))}; "
                 f"a store of kind {self.kind!r} takes 'float16'"
             )
         if (self.kind == "embedding") != (self.embedding_dim is not None):
@@ -113,6 +130,7 @@ class Schema:
             "layers": self.layers,
             "heads": self.heads,
             "num_classes": self.num_classes,
+            "views": self.views,
         }
         if self.embedding_dim is not None:
             sizes["embedding_dim"] = self.embedding_dim
@@ -123,50 +141,94 @@ class Schema:
                     f"{name} is {_short(size)} in the store's schema; "
                     f"it must be a whole number from 1 to {LARGEST}"
                 )
+        self._check_k()
+        if self.num_images % self.views:
+            raise StoreError(
+                f"num_images is {self.num_images} in the store's schema; with {self.views} views "
+                f"of each image it must be a multiple of {self.views}"
+            )
         if self.bytes_per_image > LARGEST_IMAGE:
             raise StoreError(
                 f"an image takes {self.bytes_per_image} bytes by the store's schema; "
                 f"at most {LARGEST_IMAGE} are possible: check grid, layers, heads and num_classes"
             )
 
+    def _check_k(self) -> None:
+        if self.kind not in ("topk", "mixture"):
+            if self.k is not None:
+                raise StoreError(
+                    f"k is {_short(self.k)} in a store of kind {self.kind!r}; "
+                    "it is for 'topk' and 'mixture'"
+                )
+            return
+        if self.kind == "topk" and self.tokens > MOST_KEYED_TOKENS:
+            raise StoreError(
+                f"a map of {self.tokens} tokens cannot be stored as 'topk'; "
+                f"at most {MOST_KEYED_TOKENS} are possible"
+            )
+        most = self.tokens if self.kind == "topk" else MOST_GAUSSIANS
+        if type(self.k) is not int or not 1 <= self.k <= most:
+            raise StoreError(
+                f"k is {_short(self.k)} in a store of kind {self.kind!r}; "
+                f"it must be a whole number from 1 to {most}"
+            )
+
     @property
     def tokens(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    @property
+    def images(self) -> int:
+        """Images whose views are stored: `num_images` / `views`."""
+        return self.num_images // self.views
+
+    @property
+    def format_version(self) -> int:
+        """The first format version that can hold such a store, which is the one it is written
+        in; stores of version 2 may be of version 1 too."""
+        dense_codes = self.kind == "dense" and self.encoding == "uint8"
+        return 3 if self.kind in ("topk", "mixture") or dense_codes or self.views > 1 else 2
+
     def arrays(self) -> dict[str, ArraySpec]:
         """The arrays `gather` returns, by name, with the whole store's shapes."""
-        n, layers, h, t = self.num_images, self.layers, self.heads, self.tokens
+        query = (self.num_images, self.layers, self.heads, self.tokens)
+        names = ("image", "layer", "head", "query")
         half = np.dtype("float16")
-        main = {
-            "gaussian": (
-                "gaussians",
-                ArraySpec(
-                    (n, layers, h, t, 4), half, ("image", "layer", "head", "query", "parameter")
-                ),
-            ),
-            "embedding": (
-                "embeddings",
-                ArraySpec((n, layers, self.embedding_dim), half, ("image", "layer", "feature")),
-            ),
-            "dense": (
-                "maps",
-                ArraySpec((n, layers, h, t, t), half, ("image", "layer", "head", "query", "key")),
-            ),
-        }
-        own = dict([main[self.kind]] if self.kind in main else [])
+
+        def of_queries(dtype: np.dtype, **axes: int) -> ArraySpec:
+            return ArraySpec((*query, *axes.values()), dtype, (*names, *axes))
+
+        match self.kind:
+            case "gaussian":
+                main = {"gaussians": of_queries(half, parameter=4)}
+            case "embedding":
+                shape = (self.num_images, self.layers, self.embedding_dim)
+                main = {"embeddings": ArraySpec(shape, half, ("image", "layer", "feature"))}
+            case "dense":
+                main = {"maps": of_queries(half, key=self.tokens)}
+            case "topk":
+                key = np.dtype("uint8" if self.tokens <= 255 else "uint16")
+                main = {
+                    "keys": of_queries(key, rank=self.k),
+                    "weights": of_queries(half, rank=self.k),
+                }
+            case "mixture":
+                main = {"mixtures": of_queries(half, component=self.k, parameter=5)}
+            case "prior":
+                main = {}
         return {
-            **own,
-            "logits": ArraySpec((n, self.num_classes), half, ("image", "class")),
-            "labels": ArraySpec((n,), np.dtype("int64"), ("image",)),
+            **main,
+            "logits": ArraySpec((self.num_images, self.num_classes), half, ("image", "class")),
+            "labels": ArraySpec((self.num_images,), np.dtype("int64"), ("image",)),
         }
 
     def stored_dtype(self, name: str) -> np.dtype:
         """The dtype on disk of array `name`."""
-        return (
-            np.dtype("uint8")
-            if name == "gaussians" and self.encoding == "uint8"
-            else self.arrays()[name].dtype
-        )
+        return np.dtype("uint8") if self.has_codes(name) else self.arrays()[name].dtype
+
+    def has_codes(self, name: str) -> bool:
+        """Whether array `name` is stored as 8-bit codes of its numbers."""
+        return self.encoding == "uint8" and name == WITH_CODES[self.kind]
 
     @property
     def bytes_per_image(self) -> int:
@@ -183,12 +245,18 @@ class Schema:
 
     def to_attributes(self) -> dict[str, Any]:
         """The schema as JSON: these are the attributes of the store's zarr group."""
-        return {**dataclasses.asdict(self), "grid": list(self.grid)}
+        attributes = {**dataclasses.asdict(self), "grid": list(self.grid)}
+        return {
+            name: value
+            for name, value in attributes.items()
+            if name not in NEWER or value != NEWER[name]
+        }
 
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> Schema:
         """The inverse of `to_attributes`; further keys are ignored. Raises StoreError when one
-        is missing."""
+        is missing that stores always had."""
+        attributes = NEWER | attributes
         names = [field.name for field in dataclasses.fields(cls)]
         missing = [name for name in names if name not in attributes]
         if missing:
@@ -197,7 +265,7 @@ class Schema:
 
     def difference(self, other: Schema) -> str:
         """Where `other` differs, as one line; empty when they are equal."""
-        mine, theirs = self.to_attributes(), other.to_attributes()
+        mine, theirs = (NEWER | schema.to_attributes() for schema in (self, other))
         return ", ".join(
             f"{name} {mine[name]!r} against {theirs[name]!r}"
             for name in mine

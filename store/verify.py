@@ -12,7 +12,6 @@ from store.encoding import image_crc32c
 from store.errors import DamagedStore, StoreError
 from store.files import Files
 from store.layout import (
-    FORMAT_VERSION,
     ROOT,
     SHARD_BYTES,
     Layout,
@@ -240,9 +239,8 @@ def repair(
             "export one with gaupipe export-maps"
         )
     if stored is None:
-        layout, metadata = plan(
-            schema, shard_bytes, decoder, FORMAT_VERSION if files.list("image_crc32c/") else 1
-        )
+        first = schema.format_version == 2 and not files.list("image_crc32c/")
+        layout, metadata = plan(schema, shard_bytes, decoder, version=1 if first else None)
     else:
         if difference := schema.difference(stored.schema):
             raise StoreError(

@@ -40,8 +40,22 @@ def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
     }
     if "gaussians" in arrays:
         arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])
+    if "mixtures" in arrays:
+        arrays["mixtures"][..., 0] = np.abs(arrays["mixtures"][..., 0]) + 0.1
+        arrays["mixtures"][..., 3:] = np.exp(arrays["mixtures"][..., 3:])
+    if "maps" in arrays and schema.encoding == "uint8":
+        arrays["maps"] = random_maps(rng, arrays["maps"].shape)
+    if "keys" in arrays:
+        maps = random_maps(rng, (*arrays["keys"].shape[:-1], schema.tokens))
+        arrays["keys"] = np.argsort(-maps, axis=-1, kind="stable")[..., : schema.k]
+        arrays["weights"] = np.take_along_axis(maps, arrays["keys"], axis=-1)
     arrays["labels"] = rng.integers(0, schema.num_classes, schema.num_images)
     return arrays
+
+
+def random_maps(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    rows = np.exp(2 * rng.normal(size=shape)).astype(np.float32)
+    return rows / rows.sum(-1, keepdims=True)
 
 
 def write_store(
@@ -58,7 +72,8 @@ def write_store(
 
 def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], ids) -> None:
     for name, values in written.items():
-        expected = values[ids].astype(np.int64 if name == "labels" else np.float16)
+        dtype = {"labels": np.int64, "keys": np.uint8}.get(name, np.float16)
+        expected = values[ids].astype(dtype)
         assert read[name].dtype == expected.dtype and np.array_equal(read[name], expected), name
 
 
@@ -67,6 +82,8 @@ KINDS = [
     dict(kind="embedding", embedding_dim=7),
     dict(kind="dense"),
     dict(kind="prior"),
+    dict(kind="topk", k=3),
+    dict(kind="mixture", k=2),
 ]
 
 
@@ -110,14 +127,17 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     layers=st.integers(1, 3),
     heads=st.integers(1, 3),
     num_classes=st.sampled_from([1, 4, 127, 128, 300]),
-    kind=st.sampled_from(["gaussian", "dense"]),
+    kind=st.sampled_from(["gaussian", "dense", "topk", "mixture"]),
+    k=st.integers(1, 12),
     shard_images=st.floats(1, 20),
 )
 def test_any_shape_and_shard_size(
-    tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, shard_images
+    tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, k, shard_images
 ):
+    most = {"topk": grid[0] * grid[1], "mixture": 255}.get(kind)
     schema = make_schema(
         kind=kind,
+        k=most and min(k, most),
         num_images=num_images,
         grid=grid,
         layers=layers,
@@ -290,13 +310,17 @@ def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior"),
+        (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior, topk, mixture"),
         (dict(layers=0), "layers is 0"),
         (dict(grid=(3,)), "grid"),
         (dict(kind="embedding"), "embedding_dim is None"),
         (dict(embedding_dim=8), "embedding_dim is 8"),
         (dict(encoding="int4"), "choose one of float16, uint8"),
-        (dict(kind="dense", encoding="uint8"), "'uint8' is for the kind 'gaussian'"),
+        (
+            dict(kind="mixture", k=2, encoding="uint8"),
+            "'uint8' is for the kinds 'gaussian', 'dense'",
+        ),
+        (dict(kind="prior", encoding="uint8"), "kind 'prior' takes 'float16'"),
         (dict(extra={"a": {1}}), "plain JSON"),
         (dict(extra={"a": np.nan}), "plain JSON"),
     ],

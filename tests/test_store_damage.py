@@ -19,13 +19,16 @@ def data_files(url: Path) -> list[Path]:
     return sorted(path for path in url.rglob("*") if path.is_file())
 
 
-@pytest.fixture(params=["gaussian", "embedding", "uint8"])
+@pytest.fixture(params=["gaussian", "embedding", "uint8", "topk", "mixture", "dense codes"])
 def written(request, tmp_path):
     """A complete store of 5 images in 2 shards: (folder, schema, arrays)."""
     changes = {
         "gaussian": {},
         "embedding": dict(kind="embedding", embedding_dim=7),
         "uint8": dict(encoding="uint8"),
+        "topk": dict(kind="topk", k=3, encoding="uint8"),
+        "mixture": dict(kind="mixture", k=2),
+        "dense codes": dict(kind="dense", encoding="uint8"),
     }
     schema = make_schema(
         num_images=5, grid=(2, 2), layers=1, heads=2, num_classes=130, **changes[request.param]

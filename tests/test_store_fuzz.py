@@ -25,6 +25,11 @@ KINDS = {
     "uint8": dict(encoding="uint8"),
     "embedding": dict(kind="embedding", embedding_dim=7),
     "prior": dict(kind="prior"),
+    "topk": dict(kind="topk", k=2),
+    "topk codes": dict(kind="topk", k=3, encoding="uint8"),
+    "mixture": dict(kind="mixture", k=2),
+    "dense codes": dict(kind="dense", encoding="uint8"),
+    "views": dict(views=5),
 }
 DECODER = {
     "embedding": {"0.weight": np.eye(7, dtype=np.float32)},
@@ -219,6 +224,11 @@ def test_a_number_of_the_root_that_is_none(stores, tmp_path):
         ("complete", 1),
         ("files_sha256", {"../x": "0"}),
         ("format_version", 0),
+        ("format_version", 3),
+        ("views", 5),
+        ("views", 2),
+        ("views", 0),
+        ("k", 2),
     ],
 )
 def test_a_root_that_contradicts_itself(stores, tmp_path, name, value):
@@ -227,10 +237,43 @@ def test_a_root_that_contradicts_itself(stores, tmp_path, name, value):
     del attributes["root_sha256"]
     (url / ROOT).write_bytes(seal(attributes | {name: value}))
     with pytest.raises(
-        store.DamagedStore, match=f"contradicts itself: .*{name.partition('_')[0]}|an image takes"
+        store.DamagedStore,
+        match=f"contradicts itself: .*({name.partition('_')[0]}|format_version is 2; 3 is right)"
+        "|an image takes",
     ):
         store.open(url)
     assert len(store.verify(url)) == 1
+
+
+@pytest.mark.parametrize(
+    "kind, name, value",
+    [
+        ("topk", "k", 0),
+        ("topk", "k", 5),
+        ("topk", "k", None),
+        ("topk", "k", True),
+        ("topk", "k", 1),
+        ("topk", "format_version", 2),
+        ("topk", "kind", "mixture"),
+        ("mixture", "k", 256),
+        ("mixture", "k", 2.0),
+        ("mixture", "encoding", "uint8"),
+        ("dense codes", "format_version", 1),
+        ("dense codes", "encoding", "float16"),
+        ("views", "views", 1),
+        ("views", "views", 10**30),
+    ],
+)
+def test_a_root_of_the_new_kinds_that_contradicts_itself(stores, tmp_path, kind, name, value):
+    """Or its arrays: k 1 where the arrays hold two keys."""
+    url = Path(shutil.copytree(stores[kind], tmp_path / "maps.zarr"))
+    attributes = json.loads((url / ROOT).read_text())["attributes"]
+    del attributes["root_sha256"]
+    (url / ROOT).write_bytes(seal(attributes | {name: value}))
+    with pytest.raises(store.DamagedStore) as error:
+        store.open(url)
+    assert "\n" not in str(error.value)
+    assert store.verify(url)
 
 
 def test_a_whole_store_of_images_that_are_not_there(tmp_path):

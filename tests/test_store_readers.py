@@ -16,7 +16,13 @@ import store
 from test_store import KINDS, decoder_for, make_arrays, make_schema, write_store
 
 HERE = Path(__file__).parent / "zarrita"
-LAYOUTS = [*KINDS, dict(encoding="uint8")]
+LAYOUTS = [
+    *KINDS,
+    dict(encoding="uint8"),
+    dict(kind="dense", encoding="uint8"),
+    dict(kind="topk", k=4, encoding="uint8"),
+    dict(kind="topk", k=2, grid=(16, 17), layers=1, heads=1),
+]
 
 
 def write(url: Path, changes: dict) -> dict[str, np.ndarray]:

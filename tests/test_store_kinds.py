@@ -1,0 +1,283 @@
+"""The kinds that hold maps of trained teachers: largest keys, Gaussian mixtures, maps in 8 bits,
+and views of the images."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zarr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import store
+from store.encoding import encode
+from test_store import assert_stored, make_arrays, make_schema, write_store
+
+NEW_KINDS = {
+    "topk": dict(kind="topk", k=3),
+    "topk codes": dict(kind="topk", k=3, encoding="uint8"),
+    "mixture": dict(kind="mixture", k=2),
+    "dense codes": dict(kind="dense", encoding="uint8"),
+    "views": dict(views=23),
+}
+D = 1 / 508
+
+
+def coded(kind: str) -> tuple[store.Schema, str]:
+    """A schema with codes of weights, and the array that holds them."""
+    changes = dict(k=3) if kind == "topk" else {}
+    name = "weights" if kind == "topk" else "maps"
+    return make_schema(kind=kind, encoding="uint8", **changes), name
+
+
+@pytest.mark.parametrize("kind", ["topk", "dense"])
+def test_codes_of_weights_are_read_as_documented(tmp_path, kind):
+    schema, name = coded(kind)
+    arrays = make_arrays(schema)
+    arrays[name][4, 0, 0, 0, :3] = [1.0009, 0, 1e-7]
+    write_store(tmp_path / "s", schema, arrays)
+    array = zarr.open_group(tmp_path / "s", mode="r")[name]
+    codes, step = array[...], array.attrs["sqrt_step"]
+    assert codes.dtype == np.uint8 and codes.min() == 1 and codes.max() == 255
+    decoded = ((codes.astype(np.float64) - 1) * step) ** 2
+    read = store.open(tmp_path / "s").gather(np.arange(23))[name]
+    assert read.dtype == np.float16 and np.array_equal(read, decoded.astype(np.float16))
+    weights = arrays[name].astype(np.float64).clip(0, 1)
+    assert (np.abs(decoded - weights) <= (2 * np.sqrt(weights) + D) * D + 1e-6).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    weight=st.floats(0, 1, width=32),
+    dtype=st.sampled_from([np.float16, np.float32, np.float64]),
+)
+def test_the_error_of_a_code(weight, dtype):
+    schema, name = coded("dense")
+    values = np.full((1, 1), weight, dtype)
+    code = int(encode(name, values, schema, 0)[0, 0])
+    exact = float(values[0, 0])
+    assert 1 <= code <= 255
+    assert abs(((code - 1) / 254) ** 2 - exact) <= (2 * np.sqrt(exact) + D) * D + 1e-6
+
+
+@pytest.mark.parametrize("tokens, dtype", [(255, np.uint8), (256, np.uint16)])
+def test_the_first_and_the_last_key_are_keys(tmp_path, tokens, dtype):
+    """Key 0 is not taken for missing, nor is the last key."""
+    schema = make_schema(kind="topk", k=1, grid=(1, tokens), layers=1, heads=1, num_images=4)
+    arrays = make_arrays(schema)
+    arrays["keys"][:2] = 0
+    arrays["keys"][2:] = tokens - 1
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=2 * schema.bytes_per_image)
+    read = store.open(tmp_path / "s").gather([0, 3, 2, 1])
+    assert read["keys"].dtype == dtype
+    assert np.array_equal(read["keys"], arrays["keys"][[0, 3, 2, 1]])
+    assert store.verify(tmp_path / "s") == []
+    metadata = zarr.open_group(tmp_path / "s", mode="r")["keys"].metadata
+    assert metadata.fill_value == np.iinfo(dtype).max
+    assert metadata.dimension_names == ("image", "layer", "head", "query", "rank")
+
+
+@pytest.mark.parametrize("kind", NEW_KINDS)
+@pytest.mark.parametrize("preload_bytes", [0, 10**7])
+def test_what_is_lost_is_missing(tmp_path, kind, preload_bytes):
+    """A shard's file that is not there is read as fill values by zarr, and as missing by us."""
+    schema = make_schema(**NEW_KINDS[kind])
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
+    name = next(iter(schema.arrays()))
+    (lost,) = (path for path in (tmp_path / "s" / name / "c" / "1").rglob("*") if path.is_file())
+    lost.unlink()
+    maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
+    assert len(maps.gather([3, 8])["labels"]) == 2
+    with pytest.raises(store.CorruptChunk, match=f"{name} of image 5 .*it is not there"):
+        maps.gather([3, 5])
+    writer = store.repair(tmp_path / "s", schema, shard_bytes=4 * schema.bytes_per_image)
+    assert [shard.index for shard in writer.pending()] == [1]
+    write_store(tmp_path / "s", schema, arrays, resume=True)
+    assert store.verify(tmp_path / "s") == []
+
+
+TOPK, MIXTURE = dict(kind="topk", k=3), dict(kind="mixture", k=2)
+CODES = dict(encoding="uint8")
+ROW = (17, 1, 2, 5)
+REFUSED = [
+    (TOPK, "keys", [0, 1, 6], "keys out of range; 0 to 5 are right"),
+    (TOPK, "keys", [0, -1, 2], "keys out of range; 0 to 5 are right"),
+    (TOPK, "keys", [4, 1, 4], "keys has a key twice in one row"),
+    (TOPK, "weights", [0.5, np.nan, 0], "weights has NaN"),
+    (TOPK, "weights", [1.01, 0, 0], "weights has weights out of range"),
+    (TOPK, "weights", [0.5, -1e-3, 0], "weights has weights out of range"),
+    (TOPK, "weights", [np.inf, 0, 0], "weights has weights out of range"),
+    (TOPK | CODES, "weights", [0.5, np.nan, 0], "weights has NaN"),
+    (TOPK | CODES, "weights", [1.01, 0, 0], "weights has weights out of range"),
+    (TOPK | CODES, "weights", [0.5, -1e-3, 0], "weights has weights out of range"),
+    (TOPK | CODES, "weights", [-np.inf, 0, 0], "weights has weights out of range"),
+    (dict(kind="dense") | CODES, "maps", [0, 0, 2, 0, 0, 0], "maps has weights out of range"),
+    (dict(kind="dense") | CODES, "maps", [np.nan] * 6, "maps has NaN"),
+    (MIXTURE, "mixtures", [[-0.1, 0, 0, 1, 1], [1, 0, 0, 1, 1]], "mixtures has a negative weight"),
+    (MIXTURE, "mixtures", [[0, 0, 0, 1, 1]] * 2, "mixtures has a query without any weight"),
+    (MIXTURE, "mixtures", [[1, 0, 0, 1, -1]] * 2, "mixtures has a negative standard deviation"),
+    (MIXTURE, "mixtures", [[1, 0, np.nan, 1, 1]] * 2, "mixtures has NaN"),
+]
+
+
+@pytest.mark.parametrize("changes, name, row, message", REFUSED)
+def test_numbers_that_are_no_attention_are_refused(tmp_path, changes, name, row, message):
+    schema = make_schema(**changes)
+    arrays = make_arrays(schema)
+    arrays[name][ROW] = row
+    with pytest.raises(store.StoreError, match=f"image 17: {message}") as error:
+        write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
+    assert "\n" not in str(error.value)
+    with pytest.raises(store.UnfinishedStore):
+        store.open(tmp_path / "s")
+
+
+def test_keys_are_whole_numbers(tmp_path):
+    schema = make_schema(**TOPK)
+    arrays = make_arrays(schema)
+    arrays["keys"] = arrays["keys"].astype(np.float32)
+    with pytest.raises(store.StoreError, match="keys are float32; they must be whole numbers"):
+        write_store(tmp_path / "s", schema, arrays)
+
+
+def test_numbers_at_the_edge_of_what_is_attention(tmp_path):
+    schema = make_schema(**TOPK)
+    arrays = make_arrays(schema)
+    arrays["weights"][0, 0, 0, 0] = [1.0009, -0.0, 1e-9]
+    write_store(tmp_path / "s", schema, arrays)
+    assert_stored(store.open(tmp_path / "s").gather([0]), arrays, [0])
+    schema = make_schema(**MIXTURE)
+    arrays = make_arrays(schema)
+    arrays["mixtures"][0, 0, 0, 0] = [[0, 1e9, 0, 0, 1], [1, 0, 0, 1, np.inf]]
+    write_store(tmp_path / "m", schema, arrays)
+    read = store.open(tmp_path / "m").gather([0])["mixtures"][0, 0, 0, 0]
+    assert read.tolist() == [[0, 65504, 0, 2**-14, 1], [1, 0, 0, 1, 65504]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(kind="topk"), "k is None in a store of kind 'topk'; .*from 1 to 6"),
+        (dict(kind="topk", k=0), "k is 0"),
+        (dict(kind="topk", k=7), "from 1 to 6"),
+        (dict(kind="topk", k=2.0), "k is 2.0"),
+        (dict(kind="topk", k=1, grid=(256, 256)), "at most 65535"),
+        (dict(kind="mixture"), "k is None in a store of kind 'mixture'; .*from 1 to 255"),
+        (dict(kind="mixture", k=256), "from 1 to 255"),
+        (dict(k=3), "k is 3 in a store of kind 'gaussian'; it is for 'topk' and 'mixture'"),
+        (dict(views=0), "views is 0"),
+        (dict(views=None), "views is None"),
+        (dict(views=2), "num_images is 23 .* multiple of 2"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(store.StoreError, match=message) as error:
+        make_schema(**changes)
+    assert "\n" not in str(error.value)
+
+
+IDENTITIES = {
+    "gaussian": "459f125dc4e9aa8d356b877134f81bf5019cf057a2f7e68abf503ee32e3adbe3",
+    "embedding": "b323605d0e0a1d49644c61d380a1f03269589bd79a52c35a10605b4d0b59b157",
+    "dense": "b870cbed0baec3ef47e7c4f0ac6e36b68a0f7a0284a89838ca85743f5f65a5ec",
+    "prior": "f979d49a026401be05b06e5da273314fc3c66ecf96ea88ccaa582e559c9c5544",
+}
+"""What earlier versions bound the checksums of these stores to."""
+
+
+@pytest.mark.parametrize("kind", IDENTITIES)
+def test_stores_of_the_first_kinds_are_what_they_were(kind):
+    schema = make_schema(kind=kind, embedding_dim=7 if kind == "embedding" else None)
+    decoder = {"w": np.ones(3)} if kind in ("embedding", "prior") else None
+    layout, _ = store.layout.plan(schema, 4 * schema.bytes_per_image, decoder)
+    assert layout.version == 2
+    assert layout.identity == IDENTITIES[kind]
+    assert not {"k", "views"} & schema.to_attributes().keys()
+    assert store.Schema.from_attributes(schema.to_attributes()) == schema
+
+
+@pytest.mark.parametrize("kind", NEW_KINDS)
+def test_what_earlier_versions_cannot_read_says_so(tmp_path, kind):
+    schema = make_schema(**NEW_KINDS[kind])
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    attributes = dict(zarr.open_group(tmp_path / "s", mode="r").attrs)
+    assert attributes["format_version"] == 3
+    assert store.Schema.from_attributes(attributes) == schema == store.open(tmp_path / "s").schema
+
+
+def test_another_number_of_keys_or_views_is_another_store(tmp_path):
+    schema = make_schema(num_images=24, kind="topk", k=3)
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    for changes, message in (
+        (dict(kind="topk", k=2), "k 2 against 3"),
+        (dict(kind="topk", k=3, views=2), "views 2 against 1"),
+    ):
+        with pytest.raises(store.StoreError, match=message):
+            store.create(tmp_path / "s", make_schema(**{"num_images": 24, **changes}), resume=True)
+
+
+def test_views_of_images(tmp_path):
+    """Entry image * views + view holds a view."""
+    schema = make_schema(num_images=24, views=4)
+    assert schema.images == 6
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=5 * schema.bytes_per_image)
+    maps, images, view = store.open(tmp_path / "s"), np.array([5, 0, 2]), 3
+    assert len(maps) == 24 and maps.schema.images == 6
+    assert_stored(maps.gather(images * 4 + view), arrays, images * 4 + view)
+    assert store.verify(tmp_path / "s") == []
+    assert make_schema().images == 23
+
+
+SIZES = {
+    "Fashion-MNIST": dict(layers=4, heads=4, grid=(7, 7), num_classes=10),
+    "ImageNet-Tiny": dict(layers=8, heads=12, grid=(14, 14), num_classes=1000),
+}
+ROWS = {
+    "`gaussian`": dict(kind="gaussian"),
+    "`mixture`, k 2": dict(kind="mixture", k=2),
+    "`mixture`, k 3": dict(kind="mixture", k=3),
+    "`topk`, k 4": dict(kind="topk", k=4),
+    "`topk`, k 8": dict(kind="topk", k=8),
+    "`dense`": dict(kind="dense"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("encoding", ["float16", "uint8"])
+def test_the_sizes_in_the_documentation(row, encoding):
+    """docs/store.md: | kind | encoding | bytes a query | bytes an image |, of both sizes."""
+    if "mixture" in row and encoding == "uint8":
+        return
+    text = (Path(__file__).parents[1] / "docs/store.md").read_text()
+    (line,) = re.findall(rf"^\| {re.escape(row)} \| {encoding} \|(.*)\|$", text, re.MULTILINE)
+    cells = [int(cell.replace(",", "")) for cell in line.split("|")]
+    expected = []
+    for size in SIZES.values():
+        schema = make_schema(**ROWS[row], **size, encoding=encoding)
+        queries = schema.layers * schema.heads * schema.tokens
+        whole = schema.bytes_per_image
+        rest = 2 * schema.num_classes + 8
+        expected += [(whole - rest) / queries, whole]
+    assert cells == expected
+
+
+@pytest.mark.parametrize("encoding", ["float16", "uint8"])
+@pytest.mark.parametrize("k", [3, 6])
+def test_the_documented_way_to_decode_by_hand(tmp_path, encoding, k):
+    """docs/store.md against the function for torch."""
+    torch = pytest.importorskip("torch")
+    from gaupipe.maps import from_top_k
+
+    schema = make_schema(kind="topk", k=k, encoding=encoding)
+    write_store(tmp_path / "s", schema, make_arrays(schema))
+    text = (Path(__file__).parents[1] / "docs/store.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "map_of" in b)
+    names = {}
+    exec(block.replace("runs/mine/maps.zarr", str(tmp_path / "s")), names)
+    read = store.open(tmp_path / "s").gather([4])
+    keys, weights = (torch.from_numpy(read[name][0]) for name in ("keys", "weights"))
+    ours = from_top_k(keys, weights, schema.tokens)
+    np.testing.assert_allclose(names["map_of"](names["group"], 4), ours, atol=5e-4)
