@@ -47,7 +47,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         forward = len(job.data.train) / bare_forward(job)
         writer = store.create(
             folder / "maps.zarr",
-            export_maps.make_schema(job, arguments.kind),
+            export_maps.make_schema(
+                job, export_maps.chosen(job.settings, given={"kind": arguments.kind})
+            ),
             overwrite=True,
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
@@ -67,7 +69,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 def bare_forward(job: phase_a.PhaseA) -> float:
     """Seconds for the predictions of all training images, nothing kept."""
     generator = torch.Generator(job.device).manual_seed(0)
-    mode, passes = job.settings.phase_a.mode, export_maps.label_passes(job)
+    mode, passes = job.settings.phase_a.mode, job.label_passes
     started = time.perf_counter()
     for batch in job.batches(job.data.train).in_order():
         gaussians = job.gaussians(batch.ids, len(batch))

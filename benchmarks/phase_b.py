@@ -32,6 +32,7 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.losses import hard_loss, soft_loss
+from gaupipe.stored_maps import StoredGaussians
 
 IMAGES = 512
 SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
@@ -92,10 +93,11 @@ def measure(
         started = time.perf_counter()
         stored = next(targets)
         waited = time.perf_counter() - started
+        gaussians = torch.from_numpy(stored["gaussians"]).to(device)
         teacher = TeacherMaps(
-            torch.from_numpy(stored["gaussians"]).to(device),
-            maps.schema.grid,
+            StoredGaussians(gaussians, maps.schema.grid),
             list(range(maps.schema.layers)),
+            maps.schema.grid,
         )
         logits, feature = forward_with_feature_loss(model, images, teacher)
         soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device).float().softmax(-1))

@@ -469,7 +469,7 @@ def inspect(
         typer.Option(
             "--student",
             metavar="NAME",
-            help="This student's own maps in place of the stored ones.",
+            help="This student's own maps, beside the stored ones.",
             show_default="the store",
         ),
     ] = None,
@@ -491,6 +491,10 @@ def inspect(
             show_default="mean",
         ),
     ] = None,
+    view: Annotated[
+        int | None,
+        typer.Option(help="View of the image, from 0, in a store of views.", show_default="0"),
+    ] = None,
     png: Annotated[
         str | None,
         typer.Option(
@@ -511,6 +515,7 @@ def inspect(
             ("--layer", layer),
             ("--head", head),
             ("--query", query),
+            ("--view", view),
             ("--png", png),
         ):
             if value is not None:
@@ -527,6 +532,7 @@ def inspect(
         layer=layer or 0,
         head="mean" if head is None else head,
         query="mean" if query is None else query,
+        view=view or 0,
         png=png,
     )
     if as_json:

@@ -98,11 +98,13 @@ def forward_with_feature_loss(
         patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
         hidden = attention.hidden_keys(patch_q.shape[-2], q.device)  # [T, T]
         dropout = attention.attn_drop.p if attention.training else 0.0
-        plainly = temperature == 1.0 and direction == "teacher_student"
-        if plainly and not prefix and not copy and has_normaliser_kernel(q, dropout):
+        fused = temperature == 1.0 and direction == "teacher_student" and not (prefix or copy)
+        fused = fused and has_normaliser_kernel(q, dropout)
+        factors = teacher.axes(layer) if fused else None  # [B, H, T, h], [B, H, T, w]
+        if factors or (fused and not torch.compiler.is_compiling()):
             heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
             scores = q, k, normaliser
-            if factors := teacher.axes(layer):  # [B, H, T, h], [B, H, T, w]
+            if factors:
                 divergence = separable_divergence(*scores, factors, attention.scale, hidden)
             else:
                 make_map = partial(teacher.map, layer)

@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
+from gaupipe.augment import Augment
 from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData, Split, load_data
@@ -21,7 +22,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit
 from gaupipe.student_folder import load_folder
 from gaupipe.training import score
-from stages import phase_b
+from stages import phase_a, phase_b
 from stages.run_directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
@@ -81,11 +82,33 @@ def run(
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
-    return (
-        scores
-        if maps is None
-        else scores | teacher_agreement(student, maps, data, settings, device)
-    )
+    scores |= beside_teacher(RunDirectory(run_dir), images, data, logits, labels)
+    if maps is not None:
+        scores |= teacher_agreement(student, maps, data, settings, device)
+    return scores
+
+
+@torch.inference_mode()
+def beside_teacher(
+    run: RunDirectory, images: Split, data: ImageData, logits: Tensor, labels: Tensor
+) -> dict[str, float]:
+    """Of a teacher that is a trained ViT with predictions: its top-1 accuracy and cross-entropy on
+    the split, and the share on which it predicts the class that ``logits`` [N, C] do. Nothing for
+    other teachers, which know no unseen images."""
+    phase = run.settings().phase_a
+    if phase.learns_gaussians or run.teacher_digest() is None:
+        return {}
+    job = phase_a.load(run, data)
+    if not job.teacher.predicts:
+        return {}
+    parts = [job.teacher.predict(batch.images).cpu() for batch in job.batches(images).in_order()]
+    own = torch.cat(parts)
+    scores = score([(own, labels)])
+    return {
+        "teacher_top1": scores["acc"],
+        "teacher_loss": scores["loss"],
+        "same_class_as_teacher": (own.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+    }
 
 
 def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
@@ -108,6 +131,7 @@ def open_maps(
     try:
         maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
         check_fit(student, maps.schema, settings, str(run.maps))
+        phase_b.check_targets(maps.schema, settings, str(run.maps))
     except (store.UnfinishedStore, UserError):
         return None
     return maps
@@ -161,7 +185,12 @@ def teacher_agreement(
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     same, divergence = 0, {}
-    for batch in batches.in_order(image_ids):
+    if maps.schema.extra.get("views") is None:
+        loaded = batches.in_order(image_ids)
+    else:  # the first view of each image, as its maps were made
+        views, augment = maps.schema.views, Augment(settings.phase_b.augment, settings.seed)
+        loaded = batches.views(image_ids * views, augment, views)
+    for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())
         logits, rows = forward_with_maps(student, batch.images)
         same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()

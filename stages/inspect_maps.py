@@ -13,17 +13,22 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
-from torch import Tensor
+from torch import Tensor, nn
 
 import store
-from gaupipe.config import DataSettings
-from gaupipe.data import Batches, load_data
+from gaupipe.augment import Augment
+from gaupipe.augment_settings import AugmentSettings
+from gaupipe.config import DataSettings, Settings
+from gaupipe.data import Batch, Batches, ImageData, load_data
 from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
+from gaupipe.losses import without_keys
 from gaupipe.models import forward_with_maps
 from gaupipe.stored_maps import KINDS, StoredGaussians
-from stages.evaluate import load_student
+from stages.evaluate import load_student, open_maps
+from stages.phase_b import PhaseB
 from stages.run_directory import RunDirectory
 
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
@@ -46,7 +51,10 @@ def summary(
         "kind": schema.kind,
         "complete": maps.complete,
         "dataset": schema.dataset,
-        "images": schema.num_images,
+        "encoding": schema.encoding,
+        **({} if schema.k is None else {"k": schema.k}),
+        "images": schema.images,
+        **({} if schema.views == 1 else {"views_per_image": schema.views}),
         "layers": schema.layers,
         "heads": schema.heads,
         "grid": list(schema.grid),
@@ -55,7 +63,7 @@ def summary(
             name: f"{list(shape)} {dtype}" for name, (shape, dtype, _) in schema.arrays().items()
         },
         "bytes_on_disk": size,
-        "bytes_per_image": round(size / schema.num_images, 1),
+        "bytes_per_image": round(size / schema.images, 1),
         "teacher_sha256": schema.teacher_sha256,
         "parametrisation": schema.parametrisation,
         **schema.extra,
@@ -103,22 +111,27 @@ def attention(
     layer: int = 0,
     head: str = "mean",
     query: str = "mean",
+    view: int = 0,
     png: str | None = None,
 ) -> dict[str, Any]:
     """The map of one training image, block, head (or ``mean``) and query (or ``mean``), as plain
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
-    a ``student``. ``png`` is drawn as well.
+    a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
+    well.
 
     ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
     std_y) in normalised coordinates where one head and one query are asked for and the store holds
-    Gaussians or embeddings.
+    Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored map
+    that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
+    over the queries and heads that were asked for; both are None otherwise.
     """
     if png is not None:
         check_png(png)
     if student is not None:
         found = student_maps(run_dir, student, image, layer)
     else:
-        found = stored_maps(str(RunDirectory(run_dir).maps) if url is None else url, image, layer)
+        url = str(RunDirectory(run_dir).maps) if url is None else url
+        found = stored_maps(url, image, layer, view)
     heads = _choice("--head", head, found.rows.shape[0])
     queries = _choice("--query", query, found.rows.shape[1])
     weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
@@ -135,10 +148,25 @@ def attention(
         "grid": list(found.grid),
         "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None,
         "map": weights.tolist(),
+        **compared(found, heads, queries),
     }
     if png is not None:
         draw(found.pixels(), seen, Path(png))
     return seen
+
+
+def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
+    """``teacher`` and ``kl`` of :func:`attention`."""
+    if found.teacher is None:
+        return {"teacher": None, "kl": None}
+    teacher = found.teacher.expand_as(found.rows)  # [H, T, T]
+    tiny = torch.finfo(torch.float32).tiny
+    hidden = found.rows == 0  # keys that the student's attention hides
+    teacher = without_keys(teacher, hidden) if hidden.any() else teacher
+    ratio = teacher.clamp_min(tiny).log() - found.rows.clamp_min(tiny).log()
+    kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
+    weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
+    return {"teacher": weights.tolist(), "kl": kl}
 
 
 @dataclass
@@ -149,6 +177,7 @@ class ImageMaps:
     gaussians      [H, T, 4] where the rows are those of Gaussians
     probabilities  [C], of the classes
     pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
+    teacher        [H or 1, T, T], what the run's store has to compare with a student's rows
     """
 
     grid: tuple[int, int]
@@ -157,15 +186,17 @@ class ImageMaps:
     label: int
     probabilities: Tensor
     pixels: Callable[[], np.ndarray]
+    teacher: Tensor | None = None
 
 
-def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
-    """An image's maps as a store has them."""
+def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
+    """The maps of an image, or of one of its views, as a store has them."""
     maps = store.open(url)
     schema = maps.schema
-    _check("--image", image, schema.num_images, "the store")
+    _check("--image", image, schema.images, "the store")
     _check("--layer", layer, schema.layers, "the store")
-    stored = maps.gather([image])
+    _check("--view", view, schema.views, "the store")
+    stored = maps.gather([image * schema.views + view])
     attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
     rows = attention.map(layer)[0]  # [H, T, T]
     gaussians = None  # [H, T, 4]
@@ -185,7 +216,9 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
             raise UserError(
                 f"{url}: the images of {data.name} are not those the maps were made from"
             )
-        return data.train.image(image)
+        seen = data.train.image(image)
+        drawing = schema.extra.get("views")
+        return seen if drawing is None else draw_view(seen, drawing, image, view)
 
     return ImageMaps(
         schema.grid,
@@ -195,6 +228,14 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
         pixels,
     )
+
+
+def draw_view(pixels: np.ndarray, drawing: dict, image: int, view: int) -> np.ndarray:
+    """One of the views that a store's maps are of: uint8 [height, width, C]."""
+    augment = Augment(AugmentSettings.model_validate(drawing["augment"]), drawing["seed"])
+    images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    drawn, _ = augment(images, torch.tensor([image]), view)
+    return drawn[0].permute(1, 2, 0).numpy()
 
 
 def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
@@ -215,7 +256,27 @@ def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
         int(batch.labels[0]),
         logits[0].softmax(-1),
         lambda: data.train.image(image),
+        teacher_map(RunDirectory(run_dir), settings, data, model, batch, layer),
     )
+
+
+def teacher_map(
+    run: RunDirectory,
+    settings: Settings,
+    data: ImageData,
+    student: nn.Module,
+    batch: Batch,
+    layer: int,
+) -> Tensor | None:
+    """What the run's store has for a block of the student, [H or 1, T, T]; None where there is no
+    store that fits it, or none of the images themselves."""
+    maps = open_maps(run, data, student, settings)
+    if maps is None or maps.schema.extra.get("views") is not None:
+        return None
+    batch.stored = maps.gather(batch.ids.numpy())
+    optim, device = settings.phase_b.optim, torch.device("cpu")
+    teacher = PhaseB(settings, data, device, student, optim, maps).teacher_maps(batch)
+    return None if teacher.layers[layer] is None else teacher.map(layer)[0]
 
 
 def check_png(png: str) -> None:
@@ -231,17 +292,47 @@ def check_png(png: str) -> None:
 
 def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
-    brackets. ``blocks`` shades with block characters, which not every terminal has."""
+    brackets; of a student with the teacher's map on its right. ``blocks`` shades with block
+    characters, which not every terminal has."""
+    shades = BLOCKS if blocks else LETTERS
     weights = np.array(seen["map"])
     top = weights.max()
-    shades = BLOCKS if blocks else LETTERS
-    query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
-    lines = [
+    title = Text(
+        f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
+        f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query "
+        f"{seen['query']}"
+    )
+    lines = [title, *shaded(weights, seen, shades)]
+    if seen["teacher"] is not None:
+        beside = Table(box=None, pad_edge=False, padding=(0, 2))
+        beside.add_column(seen["by"])
+        beside.add_column("teacher")
+        for line in zip(lines[1:], shaded(np.array(seen["teacher"]), seen, shades), strict=True):
+            beside.add_row(*line)
+        lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
+    y, x = np.unravel_index(weights.argmax(), weights.shape)
+    lines.append(
         Text(
-            f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
-            f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
+            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token "
+            f"{y * weights.shape[1] + x} (row {y}, column {x})"
         )
-    ]
+    )
+    if seen["gaussian"]:
+        mean_x, mean_y, std_x, std_y = seen["gaussian"]
+        lines.append(
+            Text(
+                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in "
+                "(x, y), -1 and +1 the first and last token"
+            )
+        )
+    return Group(*lines)
+
+
+def shaded(weights: np.ndarray, seen: dict[str, Any], shades: str) -> list[Text]:
+    """A line for each row of a map [h, w]."""
+    top = weights.max()
+    query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
+    lines = []
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
@@ -252,42 +343,28 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
                 style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)",
             )
         lines.append(line)
-    y, x = np.unravel_index(weights.argmax(), weights.shape)
-    lines.append(
-        Text(
-            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
-            f"(row {y}, column {x})"
-        )
-    )
-    if seen["gaussian"]:
-        mean_x, mean_y, std_x, std_y = seen["gaussian"]
-        lines.append(
-            Text(
-                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in (x, y), "
-                "-1 and +1 the first and last token"
-            )
-        )
-    return Group(*lines)
+    return lines
 
 
 def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
-    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over
-    it."""
+    """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it;
+    of a student also with the teacher's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     height, width = pixels.shape[:2]
     h, w = seen["grid"]
-    weights = np.array(seen["map"])
-    figure = Figure(figsize=(7, 3.6), dpi=150, layout="constrained")
+    maps = {"": None, seen["by"]: seen["map"], "teacher": seen["teacher"]}
+    maps = {name: weights for name, weights in maps.items() if weights is not None or not name}
+    figure = Figure(figsize=(3.5 * len(maps), 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, over in zip(figure.subplots(1, 2), (False, True), strict=True):
+    for axes, (name, weights) in zip(figure.subplots(1, len(maps)), maps.items(), strict=True):
         grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
         axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)
-        if over:
+        if weights is not None:
             shown = axes.imshow(
-                weights,
+                np.array(weights),
                 extent=(0, width, height, 0),
                 cmap="viridis",
                 vmin=0,
@@ -295,6 +372,7 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
                 interpolation="nearest",
             )
             figure.colorbar(shown, ax=axes, fraction=0.046, label="attention")
+            axes.set_title(name, fontsize=9)
         if seen["query"] != "mean":
             y, x = divmod(int(seen["query"]), w)
             axes.add_patch(

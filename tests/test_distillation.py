@@ -14,6 +14,7 @@ from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps, run_blocks
+from gaupipe.stored_maps import StoredGaussians, StoredRows
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
 
@@ -39,6 +40,16 @@ def gaussians(heads: int = H, tokens: int = 16) -> torch.Tensor:
     return values
 
 
+def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> TeacherMaps:
+    """Gaussians [B, L, H, T, 4], or the maps they stand for, as a store gives them."""
+    if form == "gaussian":
+        attention = StoredGaussians(stored, GRID)
+    else:
+        maps = expected_map(stored, GRID)
+        attention = StoredRows(lambda layer, heads: maps[:, layer], GRID)
+    return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
+
+
 def gradients(model, loss) -> list[torch.Tensor]:
     model.zero_grad()
     loss.backward()
@@ -50,7 +61,8 @@ def gradients(model, loss) -> list[torch.Tensor]:
     "temperature,direction",
     [(1.0, "teacher_student"), (2.0, "teacher_student"), (1.0, "student_teacher")],
 )
-def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, direction):
+@pytest.mark.parametrize("form", ["gaussian", "maps"])
+def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature, direction, form):
     model, images, labels = student(attention), torch.randn(B, 1, 8, 8), torch.tensor([1, 2, 3])
     stored = gaussians()
     hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
@@ -61,7 +73,7 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
     )
     oracle = gradients(model, cross_entropy(logits, labels) + expected)
     logits, loss = forward_with_feature_loss(
-        model, images, TeacherMaps(stored, GRID, [0, 1]), [1.0, 0.5], temperature, direction
+        model, images, teacher_maps(stored, form), [1.0, 0.5], temperature, direction
     )
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
@@ -78,7 +90,7 @@ def test_the_pass_compiles_without_graph_breaks(attention):
     model, images, stored = student(attention), torch.randn(B, 1, 8, 8), gaussians()
 
     def loss(images: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        return forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))[1]
+        return forward_with_feature_loss(model, images, teacher_maps(stored))[1]
 
     oracle = gradients(model, loss(images, stored))
     for ours, theirs in zip(
@@ -105,7 +117,7 @@ def test_a_teacher_that_looks_only_at_what_is_hidden():
         for layer, row in enumerate(rows)
     )
     oracle = gradients(model, expected)
-    _, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))
+    _, loss = forward_with_feature_loss(model, images, teacher_maps(stored))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(gradients(model, loss), oracle, strict=True):
         torch.testing.assert_close(
@@ -181,7 +193,7 @@ def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tok
             total += (wanted[seen] * np.log(wanted[seen] / rows[seen])).sum() / (B * H * 16)
         return total
 
-    logits, loss = forward_with_feature_loss(model, images, TeacherMaps(stored, GRID, [0, 1]))
+    logits, loss = forward_with_feature_loss(model, images, teacher_maps(stored))
     assert loss.item() == pytest.approx(by_loops(), rel=1e-5)
     torch.testing.assert_close(logits, model(images))
     loss.backward()
@@ -212,8 +224,8 @@ def test_a_layer_map_and_mean_heads_and_a_dense_store():
         )
         for own, theirs in ((0, 1), (2, 0))
     )
-    for kept, dense in ((stored, False), (expected_map(stored, GRID), True)):
-        teacher = TeacherMaps(kept, GRID, [1, None, 0], mean_heads=True, dense=dense)
+    for form in ("gaussian", "maps"):
+        teacher = teacher_maps(stored, form, layers=[1, None, 0], mean_heads=True)
         _, loss = forward_with_feature_loss(model, images, teacher)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
@@ -228,7 +240,8 @@ def test_a_finer_grid_looks_at_the_same_places_of_the_image():
         along.repeat_interleave(3),
     )  # every query at itself
     stored[..., 2:] = 1e-4
-    fine = TeacherMaps(stored, (3, 3), [0, 1], match_grid=(9, 9)).map(0).view(B, H, 9, 9, 9, 9)
+    fine = TeacherMaps(StoredGaussians(stored, (3, 3)), [0, 1], (9, 9)).map(0)
+    fine = fine.view(B, H, 9, 9, 9, 9)
     for y in (1, 4, 7):
         for x in (1, 4, 7):
             expected = torch.zeros(9, 9)
@@ -243,6 +256,6 @@ def test_a_finer_grid_looks_at_the_same_places_of_the_image():
 
 
 def test_a_grid_of_another_shape_gives_rows():
-    fine = TeacherMaps(gaussians(tokens=9), (3, 3), [0, 1], match_grid=(5, 4)).map(0)
+    fine = TeacherMaps(StoredGaussians(gaussians(tokens=9), (3, 3)), [0, 1], (5, 4)).map(0)
     assert fine.shape == (B, H, 20, 20)
     torch.testing.assert_close(fine.sum(-1), torch.ones(B, H, 20), atol=1e-4, rtol=0)

@@ -203,7 +203,14 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
         (["phase_b.optim.schedule=none"], "'constant' holds"),
         (["phase_b.optim.schedule_args={decay: 3}"], "decay"),
         (["phase_b.optim.name=adan2"], "optim.name"),
-        (["phase_b.model_args={depth: 3}"], "phase_b.layer_map"),
+        (["phase_b.layer_map=[0, 1, 1]"], "should have 2 entries"),
+        (["phase_b.head_map=[0]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
+        (["phase_b.head_map=[0, 2]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
+        (["phase_b.model_args={num_heads: 4}"], "phase_b.head_map"),
+        (
+            ["phase_b.copy_epochs=1", "phase_b.model_args={class_token: true}"],
+            "phase_b.copy_epochs: the store has no attention of class",
+        ),
         (["phase_b.layer_map=[0, 7]"], "0 to 1"),
         (["phase_b.layer_weights=[1]"], "should have 2 entries"),
         (["phase_b.model_args={num_heads: 4}"], "phase_b.mean_heads=true"),
@@ -222,7 +229,7 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    shuffled = phase_b.ShuffledMaps(maps, seed=0)
+    shuffled = phase_b.MapsOfEpoch(maps, seed=0)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
@@ -259,7 +266,8 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
         update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
     )
     data = load_data(settings.data)
-    check_student(settings, data, phase_a.build_teacher(settings, data))
+    teacher = phase_a.build_teacher(settings, data)
+    check_student(settings, data, phase_a.shape_of(teacher), teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.5 and all(
         0 < row["loss_feat"] < 0.2 for row in rows

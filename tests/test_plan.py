@@ -111,7 +111,7 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     """What a real store holds of the images, read by zarr, and what its images share."""
     config = parse({"data": {"train_images": 50}, "phase_a": phase_a_settings}, "test")
     job = phase_a.build(config, tmp_path, load_data(config.data))
-    schema = export_maps.make_schema(job, kind)
+    schema = export_maps.make_schema(job, export_maps.chosen(config, given={"kind": kind}))
     store.create(str(tmp_path / "maps.zarr"), schema, decoder=export_maps.decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
     names = ("gaussians", "maps", "embeddings", "logits", "labels")
