@@ -355,11 +355,12 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
 
     height, width = pixels.shape[:2]
     h, w = seen["grid"]
-    maps = {"": None, seen["by"]: seen["map"], "teacher": seen["teacher"]}
-    maps = {name: weights for name, weights in maps.items() if weights is not None or not name}
-    figure = Figure(figsize=(3.5 * len(maps), 3.6), dpi=150, layout="constrained")
+    panels = [("", None), (seen["by"], seen["map"])]
+    if seen["teacher"] is not None:
+        panels.append(("teacher", seen["teacher"]))
+    figure = Figure(figsize=(3.5 * len(panels), 3.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, weights) in zip(figure.subplots(1, len(maps)), maps.items(), strict=True):
+    for axes, (name, weights) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
         axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)
         if weights is not None:
