@@ -21,8 +21,8 @@ from timm.models import (
     generate_default_cfgs,
     model_entrypoint,
     register_model,
+    save_for_hf,
 )
-from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import (
     ATTN_LAYERS,
     Block,
