@@ -30,7 +30,7 @@ app = typer.Typer(
     help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.",
 )
 
-Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
+Student = Enum("Student", {name: name for name in STUDENTS}, type=str)
 
 
 class Kind(StrEnum):
@@ -123,17 +123,17 @@ def run(
     settings, folder = _settings(config, overrides, run_dir)
     from stages import run as stage
 
-    rows = stage.run(settings, folder, student and student.value)
+    lines = stage.run(settings, folder, student and student.value)
     table = Table(title=f"{settings.data.name}: {folder}", title_justify="left")
     for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
-    for row in rows:
+    for line in lines:
         table.add_row(
-            row["model"],
-            str(row["epochs"]),
-            _percent(row["train_acc"]),
-            _percent(row["val_acc"]),
-            f"{row['seconds']:.1f}",
+            line["model"],
+            str(line["epochs"]),
+            _percent(line["train_acc"]),
+            _percent(line["val_acc"]),
+            f"{line['seconds']:.1f}",
         )
     Console().print(table)
 
@@ -254,10 +254,10 @@ def phase_b(
     from stages import phase_b as stage
     from stages.run_directory import RunDirectory
 
-    key = student and student.value
+    attention = student and student.value
     stage.run(
         run_dir,
-        key,
+        attention,
         name=name,
         overrides=overrides or [],
         maps_url=maps,
@@ -265,7 +265,7 @@ def phase_b(
         distilled=distill,
     )
     run = RunDirectory(run_dir)
-    print(run.student(name or key or run.settings().phase_b.student, distill) / "student")
+    print(run.student(name or attention or run.settings().phase_b.student, distill) / "student")
 
 
 @app.command()
@@ -340,13 +340,13 @@ def compare(
             show_default="none",
         ),
     ] = None,
-    rows: Annotated[
+    cells: Annotated[
         list[str] | None,
         typer.Option(
             "--row",
             metavar="NAME",
-            help="Only this row, the plain ViT, and the rows it is like; may be repeated.",
-            show_default="all rows",
+            help="Only this cell, the plain ViT, and the cells it is like; may be repeated.",
+            show_default="all cells",
         ),
     ] = None,
     targets: Annotated[
@@ -375,7 +375,9 @@ def compare(
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
     named = settings.phase_b.student if students is None else students
-    keys = _listed("--students", named, str, lambda key: key in STUDENTS, ", ".join(STUDENTS))
+    attentions = _listed(
+        "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
+    )
     numbers = _listed(
         "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
     )
@@ -389,11 +391,11 @@ def compare(
     results = stage.run(
         settings,
         folder,
-        students=keys,
+        students=attentions,
         seeds=numbers,
         targets=goals,
         sweep=sweep,
-        only=rows or [],
+        only=cells or [],
         tune=tune,
         jobs=jobs,
         test=test,

@@ -186,7 +186,8 @@ class OptimSettings(Section):
 
 
 class RowSettings(Section):
-    """What phase A keeps per image (Gaussian parameters or embeddings) and its row-wise Adam."""
+    """What phase A keeps per image (Gaussian parameters or embeddings) and the Adam that
+    steps each image by itself."""
 
     lr: Rate = 0.1
     """Adam's rate for the per-image parameters, which step once an epoch."""
@@ -195,12 +196,12 @@ class RowSettings(Section):
     eps: Rate = 1e-8
     """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
-    """Standard deviation of a row's start; 0 starts every image alike."""
+    """Standard deviation of what an image starts with; 0 starts every image alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some
     hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
-    """Rows and moments beyond this many GB are kept in files in the run directory; 0 always uses
+    """Parameters and moments beyond this many GB are kept in files in the run directory; 0 always uses
     files."""
 
 
@@ -231,8 +232,8 @@ class PhaseASettings(Section):
     """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian
     parameters themselves."""
     prior_lr: Rate = 2e-2
-    """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch,
-    see ``rows``)."""
+    """Adam's rate for the shared prior, which steps every batch (per-image parameters step
+    once an epoch, see ``rows``)."""
     max_epochs: Positive = 12
     """Epochs after which phase A stops at the latest."""
     stop_accuracy: Fraction = 0.92

@@ -197,18 +197,18 @@ def embed(model: VisionTransformer, images: Tensor) -> Tensor:
 
 
 def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(logits [B, classes], rows): rows is a list over blocks of float32 log-probabilities [B,
-    H, T, T], the attention maps that the logits were computed with."""
-    maps = []
+    """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
+    list over blocks of log-probabilities [B, H, T, T], float32."""
+    log_maps: list[Tensor] = []
 
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
         if not isinstance(attention, StudentAttention):
             attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
-        update, rows = attention.forward_with_map(tokens)
-        maps.append(rows)
+        update, log_map = attention.forward_with_map(tokens)
+        log_maps.append(log_map)
         return update
 
-    return run_blocks(model, images, attend), maps
+    return run_blocks(model, images, attend), log_maps
 
 
 def save_student(

@@ -58,15 +58,14 @@ def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
 def fit_queries_and_keys(
     student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0
 ) -> list[float | None]:
-    """Trains Q and K alone, block after block, until the student's rows look like given maps on
-    these images.
+    """Trains Q and K alone, block after block, until the student's attention maps look
+    like given ones on these images.
 
-    maps    for each block [1, H or 1, T, T] float32, rows sum to 1: the expected maps of the shared prior; None leaves a
-            block as it is
+    maps    for each block [1, H or 1, T, T] float32, probabilities over keys: the expected maps of
+            the shared prior; None leaves a block as it is
     images  [N, C, height, width], on the student's device
 
-    Of a student with class and register tokens the rows of patches over the keys of patches are
-    fitted. Everything else of the student stays. Returns each block's divergence from its map
+    Of a student with class and register tokens the attention from patches to patches is fitted. Everything else of the student stays. Returns each block's divergence from its map
     (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()
@@ -87,7 +86,7 @@ def fit_queries_and_keys(
 
 
 def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed: int) -> float:
-    """Fits the attention's rows on tokens [N, prefix + T, d] to one map; its last divergence."""
+    """Fits the attention's map on tokens [N, prefix + T, d] to one map; its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
@@ -95,8 +94,8 @@ def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
-        rows = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
+        log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
+        loss = feature_loss(log_map, wanted.expand_as(log_map), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

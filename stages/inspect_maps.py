@@ -110,7 +110,7 @@ def attention(
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
     a ``student``. ``png`` is drawn as well.
 
-    ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
+    ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
     std_y) in normalised coordinates where one head and one query are asked for and the store holds
     Gaussians or embeddings.
     """
@@ -120,9 +120,9 @@ def attention(
         found = student_maps(run_dir, student, image, layer)
     else:
         found = stored_maps(str(RunDirectory(run_dir).maps) if url is None else url, image, layer)
-    heads = _choice("--head", head, found.rows.shape[0])
-    queries = _choice("--query", query, found.rows.shape[1])
-    weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
+    heads = _choice("--head", head, found.maps.shape[0])
+    queries = _choice("--query", query, found.maps.shape[1])
+    weights = found.maps[heads][:, queries].mean((0, 1)).reshape(found.grid)
     one = found.gaussians is not None and "mean" not in (head, query)
     seen = {
         "image": image,
@@ -146,14 +146,14 @@ def attention(
 class ImageMaps:
     """One image and where one block looks.
 
-    rows           [H, T, T] float32, probabilities over keys
-    gaussians      [H, T, 4] where the rows are those of Gaussians
+    maps           [H, T, T] float32, probabilities over keys
+    gaussians      [H, T, 4] where the maps are those of Gaussians
     probabilities  [C], of the classes
     pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
     """
 
     grid: tuple[int, int]
-    rows: Tensor
+    maps: Tensor
     gaussians: Tensor | None
     label: int
     probabilities: Tensor
@@ -170,7 +170,7 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     kind = KINDS[schema.kind]
     values = kind.reader(maps, torch.device("cpu"))(stored)[0, layer].float()
     gaussians = None if kind.are_maps else values  # [H, T, 4]
-    rows = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
+    attention_maps = values if kind.are_maps else expected_map(values, schema.grid)  # [H, T, T]
 
     def pixels() -> np.ndarray:
         try:
@@ -189,7 +189,7 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
 
     return ImageMaps(
         schema.grid,
-        rows,
+        attention_maps,
         gaussians,
         int(stored["labels"][0]),
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
@@ -206,8 +206,8 @@ def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
     batches = Batches(data.train, data, torch.device("cpu"), batch_size=1)
     batch = next(batches.in_order(np.array([image])))
     with torch.inference_mode():
-        logits, rows = forward_with_maps(model, batch.images)
-    patches = patch_map(rows[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
+        logits, log_maps = forward_with_maps(model, batch.images)
+    patches = patch_map(log_maps[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
     return ImageMaps(
         tuple(model.patch_embed.grid_size),
         patches,
