@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,19 +19,21 @@ from gaupipe import __version__
 from gaupipe.attention import STUDENTS
 from gaupipe.errors import UserError
 
-UsageError = (
-    typer.BadParameter.__base__
-)  # typer brings its own copy of click or uses the installed one
+# typer brings its own copy of click or uses the installed one
+UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="gaupipe",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.",
+    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
+    "distil them.",
 )
 
-Student = Enum("Student", {name: name for name in STUDENTS}, type=str)
+Student = Enum(  # type: ignore[misc]  # its members are the attentions that there are
+    "Student", {name: name for name in STUDENTS}, type=str
+)
 
 
 class Kind(StrEnum):
@@ -510,7 +513,7 @@ def verify(
         maps = str(run_dir / "maps.zarr")
     from stages import verify as stage
 
-    problems = stage.run(maps)
+    problems: Sequence[object] = stage.run(maps)
     if teacher and not problems:
         problems = stage.against_teacher(maps, run_dir, sample)
     for problem in problems:
@@ -572,7 +575,8 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
             print(
-                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues",
+                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
+                "or a phase with --resume, continues",
                 file=sys.stderr,
             )
         sys.exit(code)

@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -19,7 +19,10 @@ from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
 from gaupipe.sections import Count, Decay, Fraction, Positive, Rate, Section, Weight
 
-StudentKey = Literal[STUDENTS]
+if TYPE_CHECKING:
+    StudentKey = str  # a checker does not run what lists the attentions
+else:
+    StudentKey = Literal[STUDENTS]
 
 IRRELEVANT = (
     "device",
@@ -361,7 +364,7 @@ class Settings(Section):
         return self
 
 
-def load(source: str | Path, overrides: list[str] = ()) -> Settings:
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
     """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its
     bare name.
 

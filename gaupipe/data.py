@@ -137,7 +137,10 @@ class Batches:
         self.split, self.device = split, device
         self.order = _Order(batch_size)
         # tensorstore must not be in use before a fork, so workers start from a clean process
-        context = {"multiprocessing_context": "forkserver", "persistent_workers": True}
+        context: dict[str, Any] = {
+            "multiprocessing_context": "forkserver",
+            "persistent_workers": True,
+        }
         self.loader = DataLoader(
             _Batches(split),
             batch_sampler=self.order,

@@ -304,7 +304,7 @@ class FileRecords:
         """Reads the newest records of ``image_ids`` [n] into ``records`` [B, words], at
         ``positions`` [n]."""
         size = records.shape[1] * 4
-        bytes_ = memoryview(records.numpy()).cast("B")
+        bytes_ = records.numpy().data.cast("B")
         places = zip(positions.tolist(), self._places(image_ids), strict=True)
         where = [(position * size, *place) for position, place in places]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
@@ -343,7 +343,7 @@ class FileRecords:
                 records
             )
             size = self.words * 4
-            bytes_ = memoryview(records.numpy()).cast("B")
+            bytes_ = records.numpy().data.cast("B")
             for start, (descriptor, offset) in enumerate(self._places(image_ids)):
                 if os.pwrite(descriptor, bytes_[start * size : (start + 1) * size], offset) != size:
                     raise OSError("No space left on device")

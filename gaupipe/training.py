@@ -72,7 +72,7 @@ class TrainingState:
                     "identity": self.identity,
                     "finished": self.finished,
                 },
-                hashed,
+                hashed,  # type: ignore[arg-type]  # torch asks it for no more than write and flush
             )
             file.flush()
             os.fsync(file.fileno())
@@ -170,7 +170,9 @@ class Update:
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
         """The gradient of per-image parameters [B, ...], for each image that of its own loss,
         whatever the size of the batch."""
-        return parameters.grad * (len(parameters) * self.group / self.scale)
+        gradient = parameters.grad
+        assert gradient is not None  # the loss has gone back
+        return gradient * (len(parameters) * self.group / self.scale)
 
     def _step(self) -> None:
         state = self.state
@@ -253,8 +255,8 @@ def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float
         logits = logits.float()
         loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-        right += best[:, 0].sum().item()
-        right5 += best.any(-1).sum().item()
+        right += int(best[:, 0].sum())
+        right5 += int(best.any(-1).sum())
         count += len(labels)
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from rich.console import Group
 from rich.text import Text
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import store
@@ -38,8 +39,8 @@ def summary(
     ``student`` its attention, its settings and its last metrics. Without a ``url`` the store is
     that of the run."""
     if student is not None:
-        return student_summary(run_dir, student)
-    url = str(RunDirectory(run_dir).maps) if url is None else url
+        return student_summary(_run(run_dir), student)
+    url = _store(url, run_dir)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
     return {
@@ -63,17 +64,18 @@ def summary(
     }
 
 
-def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
+def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
     """What a student is, in what its settings differ from the run's, and the metrics of its last
     epoch."""
-    settings, model, name = load_student(run_dir, name)
-    run = RunDirectory(run_dir)
+    settings, model, name = load_student(run.path, name)
+    assert isinstance(model, VisionTransformer)  # load_student refuses others
+    block: Any = model.blocks[0]
     metrics = last_metrics(run.student(name) / "metrics.jsonl")
     return {
         "student": name,
         "attention": settings.phase_b.student,
         "layers": len(model.blocks),
-        "heads": model.blocks[0].attn.num_heads,
+        "heads": block.attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "overrides": run.overrides(name),
@@ -117,13 +119,15 @@ def attention(
     if png is not None:
         check_png(png)
     if student is not None:
-        found = student_maps(run_dir, student, image, layer)
+        found = student_maps(_run(run_dir), student, image, layer)
     else:
-        found = stored_maps(str(RunDirectory(run_dir).maps) if url is None else url, image, layer)
+        found = stored_maps(_store(url, run_dir), image, layer)
     heads = _choice("--head", head, found.maps.shape[0])
     queries = _choice("--query", query, found.maps.shape[1])
     weights = found.maps[heads][:, queries].mean((0, 1)).reshape(found.grid)
-    one = found.gaussians is not None and "mean" not in (head, query)
+    gaussian = None
+    if found.gaussians is not None and "mean" not in (head, query):
+        gaussian = found.gaussians[heads[0], queries[0]].tolist()
     seen = {
         "image": image,
         "label": found.label,
@@ -134,7 +138,7 @@ def attention(
         "head": head,
         "query": query,
         "grid": list(found.grid),
-        "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None,
+        "gaussian": gaussian,
         "map": weights.tolist(),
     }
     if png is not None:
@@ -166,7 +170,7 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     schema = maps.schema
     _check("--image", image, schema.num_images, "the store")
     _check("--layer", layer, schema.layers, "the store")
-    stored = maps.gather([image])
+    stored = maps.gather(np.array([image]))
     kind = KINDS[schema.kind]
     values = kind.reader(maps, torch.device("cpu"))(stored)[0, layer].float()
     gaussians = None if kind.are_maps else values  # [H, T, 4]
@@ -197,9 +201,10 @@ def stored_maps(url: str, image: int, layer: int) -> ImageMaps:
     )
 
 
-def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
+def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:
     """A training image's maps as a student makes them, from patches to patches."""
-    settings, model, _ = load_student(run_dir, name)
+    settings, model, _ = load_student(run.path, name)
+    assert isinstance(model, VisionTransformer)  # load_student refuses others
     data = load_data(settings.data)
     _check("--image", image, len(data.train), "the training split")
     _check("--layer", layer, len(model.blocks), "the student")
@@ -238,8 +243,9 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
     lines = [
         Text(
-            f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
-            f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
+            f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} "
+            f"with {seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, "
+            f"query {seen['query']}"
         )
     ]
     for y, row in enumerate(weights):
@@ -252,10 +258,11 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
                 style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)",
             )
         lines.append(line)
-    y, x = np.unravel_index(weights.argmax(), weights.shape)
+    token = int(weights.argmax())
+    y, x = divmod(token, weights.shape[1])
     lines.append(
         Text(
-            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {y * weights.shape[1] + x} "
+            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token {token} "
             f"(row {y}, column {x})"
         )
     )
@@ -263,8 +270,8 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
         lines.append(
             Text(
-                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in (x, y), "
-                "-1 and +1 the first and last token"
+                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) "
+                "in (x, y), -1 and +1 the first and last token"
             )
         )
     return Group(*lines)
@@ -310,10 +317,22 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         axes.set_axis_off()
     query = "mean over queries" if seen["query"] == "mean" else f"query {seen['query']} (red)"
     figure.suptitle(
-        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, head {seen['head']}, {query}",
+        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, "
+        f"head {seen['head']}, {query}",
         fontsize=10,
     )
     figure.savefig(path)
+
+
+def _run(run_dir: Path | None) -> RunDirectory:
+    if run_dir is None:
+        raise UserError("inspect: name a store or a run directory")
+    return RunDirectory(run_dir)
+
+
+def _store(url: str | None, run_dir: Path | None) -> str:
+    """The store that is named, else that of the run."""
+    return str(_run(run_dir).maps) if url is None else url
 
 
 def _choice(option: str, value: str, size: int) -> list[int]:

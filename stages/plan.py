@@ -64,7 +64,10 @@ def run(
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
-    data = load_or_say_how(settings) if images is None else random_data(settings, images, classes)
+    if images is None or classes is None:
+        data = load_or_say_how(settings)
+    else:
+        data = random_data(settings, images, classes)
     teacher = phase_a.build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:

@@ -162,7 +162,9 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset=settings.data.name,
             dataset_sha256="",
             teacher_sha256="",
-            embedding_dim=phase.compression.embedding if kind == "embedding" else None,
+            embedding_dim=(
+                phase.compression.embedding if phase.compression and kind == "embedding" else None
+            ),
         )
 
     return {kind: schema(kind).total_bytes + 4 * numbers for kind, numbers in shared.items()}

@@ -61,7 +61,8 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         for shard in store.join(url).shards
         for start in range(shard.start, shard.stop, size)
     ]
-    differences, distances = [], []
+    differences: list[str] = []
+    distances: list[np.ndarray] = []
     stored, own = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
     differences += [
         f"decoder/{name} is not the teacher's"
@@ -89,7 +90,8 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     distance = float(np.concatenate(distances).mean())
     if not (distance <= 0.01 or distance <= 0.01 + noise(job, batches, spans[index])):
         differences.append(
-            f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted classes"
+            f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
+            "classes"
         )
     return differences
 
@@ -104,7 +106,7 @@ def same(stored: np.ndarray | None, own: np.ndarray | None) -> bool:
 def unequal(
     name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16"
 ) -> str | None:
-    """Which of these images' rows differ by more than their encoding and another device's
+    """Which of these images' numbers differ by more than their encoding and another device's
     arithmetic explain, in words. Of 8-bit Gaussians that is one code."""
     coarse = encoding == "uint8" and name == "gaussians"
     own, stored = own.astype(np.float32), stored.astype(np.float32)
@@ -123,7 +125,10 @@ def unequal(
     wrong = ~close.reshape(len(ids), -1).all(1)
     if not wrong.any():
         return None
-    return f"image {ids[wrong.argmax()]}: {name} not the teacher's ({wrong.sum()} of {len(ids)} images of its batch)"
+    return (
+        f"image {ids[wrong.argmax()]}: {name} not the teacher's "
+        f"({wrong.sum()} of {len(ids)} images of its batch)"
+    )
 
 
 def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -33,7 +33,9 @@ class Cell(Section):
     with the configuration."""
     plain: bool = False
     """Train on the labels alone: a baseline."""
-    trials: tuple[dict[str, Any], ...] = Field((), validation_alias=AliasChoices("trials", "tries"))
+    trials: tuple[dict[str, Any], ...] = Field(
+        default=(), validation_alias=AliasChoices("trials", "tries")
+    )
     """Further changes to choose from. The trial with the best validation accuracy on the first
     seed is taken. ``tries`` is an older name of this key."""
     kind: Literal["gaussian", "embedding", "dense", "prior"] | None = None
@@ -133,7 +135,7 @@ def _other_baseline(base: Settings, attention: str) -> Cell:
 def _controls(base: Settings, distilled: str) -> list[Cell]:
     """What a distilled student is worth without one of the things that may help it."""
     labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "prior alone": {
             "phase_a.prior": True,
             "phase_a.residual": False,
