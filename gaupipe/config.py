@@ -204,8 +204,8 @@ class RowSettings(Section):
     """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some
     hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
-    """Parameters and moments beyond this many GB are kept in files in the run directory; 0 always uses
-    files."""
+    """Parameters and moments beyond this many GB are kept in files in the run directory; 0 always
+    uses files."""
 
 
 class CompressionSettings(Section):

@@ -24,8 +24,8 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
     and back. The outputs do not change
 
-    * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small for
-      float32 to see (*Belief2, proposition 1*);
+    * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small
+      for float32 to see (*Belief2, proposition 1*);
     * from "belief" to "belief_star" (W_s = 0) and to "belief2" (W_p = 0, Z as above);
     * from "xsa" to "belief_star" (W = 0, W_s = W);
     * on the way back, as long as the converted model has not been trained.

@@ -240,8 +240,8 @@ def load_data(settings: DataSettings) -> ImageData:
     if settings.train_images is not None:
         if settings.train_images > len(kept):
             raise UserError(
-                f"data.train_images: {settings.train_images} asked, {settings.name} has {len(kept)} "
-                "training images"
+                f"data.train_images: {settings.train_images} asked, "
+                f"{settings.name} has {len(kept)} training images"
             )
         if settings.train_images < len(kept):
             _, kept = _stratified(kept, labels[kept], settings.train_images)

@@ -101,8 +101,8 @@ class ImageState:
         *shape], any device.
 
         Each image has its own step count for the bias correction, so its parameters behave as if
-        they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16 makes it
-        now and then, is left as it was. Raises UserError where files cannot be written.
+        they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16
+        makes it now and then, is left as it was. Raises UserError where files cannot be written.
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
@@ -325,8 +325,9 @@ class FileRecords:
         )
         if wrong.any():
             raise UserError(
-                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
-                "restore the run directory from a copy, or start afresh in another --run-dir"
+                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
+                "damaged: restore the run directory from a copy, or start afresh in another "
+                "--run-dir"
             )
         self.doubtful[image_ids] = False
 

@@ -97,8 +97,8 @@ class TrainingState:
         ) as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
-                "copy, or start afresh in another --run-dir"
+                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore "
+                "it from a copy, or start afresh in another --run-dir"
             ) from None
         return True
 
@@ -106,7 +106,8 @@ class TrainingState:
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
         recorded = state["identity"]
-        # a setting that a later version adds was at its default; phase A of version 0.1 recorded no settings
+        # a setting that a later version adds was at its default; phase A of version 0.1 recorded
+        # no settings
         defaults = flatten(Settings()) if "seed" in recorded else {}
         known = defaults | recorded
         for name in known.keys() & self.identity.keys() | recorded.keys():
@@ -189,8 +190,8 @@ class Update:
         optim, rate = self.state.optim, self.state.optimizer.param_groups[0]["lr"]
         return (
             f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps} "
-            f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower optim.lr or "
-            "raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
+            f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower "
+            "optim.lr or raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
         )
 
 

@@ -37,8 +37,8 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     ]
     if differs:
         raise UserError(
-            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
-            "phase_b.model_args out or set warm_start to none"
+            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
+            "take phase_b.model_args out or set warm_start to none"
         )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])
@@ -70,7 +70,8 @@ def fit_queries_and_keys(
             the shared prior; None leaves a block as it is
     images  [N, C, height, width], on the student's device
 
-    Of a student with class and register tokens the attention from patches to patches is fitted. Everything else of the student stays. Returns each block's divergence from its map
+    Of a student with class and register tokens the attention from patches to patches is fitted.
+    Everything else of the student stays. Returns each block's divergence from its map
     (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()

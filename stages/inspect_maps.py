@@ -91,8 +91,8 @@ def last_metrics(path: Path) -> dict[str, Any]:
         entry = None
     if not isinstance(entry, dict):
         raise UserError(
-            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' writes "
-            "it again"
+            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' "
+            "writes it again"
         )
     return entry
 
@@ -112,9 +112,9 @@ def attention(
     numbers for JSON, from a store (that of the run without a ``url``) or, where one is named, from
     a ``student``. ``png`` is drawn as well.
 
-    ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
-    std_y) in normalised coordinates where one head and one query are asked for and the store holds
-    Gaussians or embeddings.
+    ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y,
+    std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
+    holds Gaussians or embeddings.
     """
     if png is not None:
         check_png(png)

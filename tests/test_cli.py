@@ -112,7 +112,8 @@ def test_the_store_opens_with_zarr_alone(finished):
 def test_the_student_loads_in_timm_without_gaupipe(finished):
     folder = finished[0] / "run" / "phase_b" / "standard"
     script = (
-        f"import sys, timm, torch; m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
+        "import sys, timm, torch;"
+        f"m = timm.create_model('local-dir:{folder / 'student'}', pretrained=True);"
         "assert not any(n.startswith('gaupipe.') for n in sys.modules);"
         "print(m(torch.zeros(1, 1, 8, 8)).sum().item())"
     )

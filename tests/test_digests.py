@@ -1,5 +1,5 @@
-"""Checkpoints, per-image parameters and students: what changed after it was written is refused in one line, and
-a process killed at any moment leaves what the next one reads."""
+"""Checkpoints, per-image parameters and students: what changed after it was written is
+refused in one line, and a process killed at any moment leaves what the next one reads."""
 
 import hashlib
 import itertools
@@ -209,11 +209,11 @@ def test_a_damaged_checkpoint_ends_a_command_in_one_line(tmp_path, in_process, c
     assert (code, err.count("\n")) == (2, 1) and "state.pt" in err and "Traceback" not in err
 
 
-# ---- records in files -------------------------------------------------------------------------------
+# ---- records in files ----------------------------------------------------------------------------
 
 
 def trained_rows(folder: Path) -> dict:
-    """A checkpoint of 6 images, 2 epochs old; the parameters of image 3 were passed over in the second."""
+    """A checkpoint of 6 images, 2 epochs old; image 3 was passed over in the second."""
     state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
     for visited in (range(6), (0, 1, 2, 4, 5)):
         image_ids = torch.tensor(list(visited))

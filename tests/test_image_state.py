@@ -21,8 +21,8 @@ def folder_of(place, tmp_path):
 
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
-    """Fits the parameters of every image to a target of its own; every image once an epoch, in an order that the
-    epoch determines."""
+    """Fits the parameters of every image to a target of its own; every image once an epoch, in an
+    order that the epoch determines."""
     target = torch.randn(
         len(state), *state.initial.shape, generator=torch.Generator().manual_seed(7)
     )
