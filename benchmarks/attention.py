@@ -1,7 +1,7 @@
 """How long the student attentions take, as ratios to timm's standard attention.
 
-    python benchmarks/attention.py layer                      one attention layer, forward and forward + backward
-    python benchmarks/attention.py model                      whole models, forward + backward
+    python benchmarks/attention.py layer    one attention layer, forward and forward + backward
+    python benchmarks/attention.py model    whole models, forward + backward
     python benchmarks/attention.py layer --compile --only belief,xsa --shapes atto --rounds 50
 
 Everything is timed in one process. A round runs every contender once, in random order; a ratio is

@@ -59,10 +59,12 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         if repeat:
             ratios.append(export / forward)
             print(
-                f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   ratio {ratios[-1]:.3f}"
+                f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   "
+                f"ratio {ratios[-1]:.3f}"
             )
     print(
-        f"ratio: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}, max {max(ratios):.3f}"
+        f"ratio: min {min(ratios):.3f}, median {statistics.median(ratios):.3f}, "
+        f"max {max(ratios):.3f}"
     )
 
 

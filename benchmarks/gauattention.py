@@ -1,7 +1,7 @@
 """How long a step with GauAttention takes, as a share of the same ViT's step with fused standard
 attention.
 
-    python benchmarks/gauattention.py                      Atto at 64 and 196 tokens, all exact ways of computing it
+    python benchmarks/gauattention.py    Atto at 64 and 196 tokens, all exact ways of computing it
     python benchmarks/gauattention.py --tokens 64 --rounds 30
 
 A step is forward and backward of the whole model, the gradient of the Gaussians' parameters

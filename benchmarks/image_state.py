@@ -1,16 +1,16 @@
-"""How fast per-image rows are gathered and updated, and what they take, for several numbers of
-images.
+"""How fast per-image parameters are gathered and updated, and what they take, for several numbers
+of images.
 
-    python benchmarks/image_state.py                           N = 1e4, 1e5, 1e6 with rows of 1024 numbers, in files
-    python benchmarks/image_state.py --images 50000 --row 21504        the rows of CIFAR-10 Atto (26 GB of disk)
-    python benchmarks/image_state.py overlap                   does it pay to update while the next step runs?
+    python benchmarks/image_state.py            1e4, 1e5 and 1e6 images of 1024 parameters, in files
+    python benchmarks/image_state.py --images 50000 --row 21504   CIFAR-10 Atto (26 GB of disk)
+    python benchmarks/image_state.py overlap    does it pay to update while the next step runs?
 
 Every N is filled by one whole epoch. Then rounds follow: each times, in random order, a gather, an
 update, a copy in memory, and a sequential read and a synchronous write on the disk of as many bytes
-as a batch of records has. A ratio is of times per byte (a gather moves the rows; an update moves
-the records, once in and once out, which counts once) and is taken within a round; the table shows
-the median over the rounds with the quartiles in brackets. ``mapped`` is the time of the same gather
-and update on numpy.memmap, in the same rounds, as a ratio to ours.
+as a batch of records has. A ratio is of times per byte (a gather moves the parameters; an
+update moves the records, once in and once out, which counts once) and is taken within a round; the
+table shows the median over the rounds with the quartiles in brackets. ``mapped`` is the time of the
+same gather and update on numpy.memmap, in the same rounds, as a ratio to ours.
 
 Files go to a temporary folder below --folder and are deleted; the program stops if fewer than 20 GB
 would stay free.
@@ -44,12 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["rows", "overlap", "one"], default="rows")
+    parser.add_argument("what", nargs="?", choices=["table", "overlap", "one"], default="table")
     parser.add_argument("--images", default="10000,100000,1000000")
-    parser.add_argument("--row", type=int, default=1024, help="numbers in a row")
+    parser.add_argument("--row", type=int, default=1024, help="parameters of an image")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
-        "--memory", action="store_true", help="keep the rows in memory instead of files"
+        "--memory", action="store_true", help="keep the parameters in memory instead of files"
     )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
@@ -60,20 +60,23 @@ def main() -> None:
     elif arguments.what == "one":
         print(json.dumps(measure(arguments, int(arguments.images))))
     else:
-        rows(arguments)
+        table(arguments)
 
 
-def rows(arguments: argparse.Namespace) -> None:
+def table(arguments: argparse.Namespace) -> None:
     """A process of its own for each N, so that peak memory is that N's."""
     words = record_words(arguments.row, getattr(torch, arguments.moments))
     print(
-        f"rows of {arguments.row} numbers, {arguments.moments} moments, {words * 4 / arguments.row:.0f} bytes a number and "
-        f"place, records of {words * 4:,} bytes, batches of {BATCH}, {'memory' if arguments.memory else 'files'}\n"
+        f"{arguments.row} parameters an image, {arguments.moments} moments, "
+        f"{words * 4 / arguments.row:.0f} bytes a parameter and place, "
+        f"records of {words * 4:,} bytes, batches of {BATCH}, "
+        f"{'memory' if arguments.memory else 'files'}\n"
     )
     print(
-        "| N | bytes | rows gathered /s | rows updated /s | gather / memcpy | update / memcpy | gather / disk read | "
-        "update / disk write | mapped gather | mapped update | first epoch, rows/s | end_epoch, s | anonymous MB, "
-        "before and after | peak resident MB | memcpy MB/s | disk read MB/s | disk write MB/s |"
+        "| N | bytes | images gathered /s | images updated /s | gather / memcpy | "
+        "update / memcpy | gather / disk read | update / disk write | mapped gather | "
+        "mapped update | first epoch, images/s | end_epoch, s | anonymous MB, before and after | "
+        "peak resident MB | memcpy MB/s | disk read MB/s | disk write MB/s |"
     )
     print("|---" * 17 + "|")
     for images in map(int, arguments.images.split(",")):
@@ -98,10 +101,12 @@ def rows(arguments: argparse.Namespace) -> None:
             sys.exit(result.returncode)
         r = json.loads(result.stdout.strip().splitlines()[-1])
         print(
-            f"| {images:,} | {r['bytes'] / 1e9:.2f} GB | {r['gather']} | {r['update']} | {r['gather/memcpy']} | "
-            f"{r['update/memcpy']} | {r['gather/read']} | {r['update/write']} | {r['mapped gather/gather']} | "
-            f"{r['mapped update/update']} | {r['fill']:,.0f} | {r['end_epoch']:.2f} | {r['before_mb']:,.0f}, {r['anonymous_mb']:,.0f} | "
-            f"{r['peak_mb']:,.0f} | {r['memcpy_mb_s']} | {r['read_mb_s']} | {r['write_mb_s']} |",
+            f"| {images:,} | {r['bytes'] / 1e9:.2f} GB | {r['gather']} | {r['update']} | "
+            f"{r['gather/memcpy']} | {r['update/memcpy']} | {r['gather/read']} | "
+            f"{r['update/write']} | {r['mapped gather/gather']} | {r['mapped update/update']} | "
+            f"{r['fill']:,.0f} | {r['end_epoch']:.2f} | "
+            f"{r['before_mb']:,.0f}, {r['anonymous_mb']:,.0f} | {r['peak_mb']:,.0f} | "
+            f"{r['memcpy_mb_s']} | {r['read_mb_s']} | {r['write_mb_s']} |",
             flush=True,
         )
 
@@ -235,8 +240,8 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
 
 
 def overlap(arguments: argparse.Namespace) -> None:
-    """Steps of a small ViT with rows, updates in line or in a worker thread, interleaved in
-    random order."""
+    """Steps of a small ViT with per-image parameters, updates in line or in a worker thread,
+    interleaved in random order."""
     import timm
 
     import gaupipe.models  # noqa: F401
@@ -256,14 +261,14 @@ def overlap(arguments: argparse.Namespace) -> None:
             torch.set_num_threads(threads)
             started = time.perf_counter()
             for image_ids in order[torch.randperm(len(order))[:2]]:
-                rows = state.gather(image_ids, device)
-                teacher(images, teacher.gaussians(rows)).logsumexp(-1).mean().backward()
+                parameters = state.gather(image_ids, device)
+                teacher(images, teacher.gaussians(parameters)).logsumexp(-1).mean().backward()
                 if worker:
                     while pending:
                         pending.pop().result()
-                    pending.append(pool.submit(state.update, image_ids, rows.grad))
+                    pending.append(pool.submit(state.update, image_ids, parameters.grad))
                 else:
-                    state.update(image_ids, rows.grad)
+                    state.update(image_ids, parameters.grad)
                 optimizer.step()
                 optimizer.zero_grad()
             while pending:
@@ -284,7 +289,8 @@ def overlap(arguments: argparse.Namespace) -> None:
             state.update(image_ids, gradient)
             update.append(time.perf_counter() - started)
     print(
-        f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes {1e3 * statistics.median(update):.1f} ms\n"
+        f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes "
+        f"{1e3 * statistics.median(update):.1f} ms\n"
     )
     print("| threads | update in | ms a step | ratio to 2 threads, in line |\n|---|---|---|---|")
     for threads, worker in ways:
@@ -292,8 +298,8 @@ def overlap(arguments: argparse.Namespace) -> None:
             mine / base for mine, base in zip(times[threads, worker], times[2, False], strict=True)
         ]
         print(
-            f"| {threads} | {'a worker' if worker else 'line'} | {1e3 * statistics.median(times[threads, worker]):.0f} | "
-            f"{spread(ratios, '.2f')} |"
+            f"| {threads} | {'a worker' if worker else 'line'} | "
+            f"{1e3 * statistics.median(times[threads, worker]):.0f} | {spread(ratios, '.2f')} |"
         )
 
 

@@ -1,7 +1,7 @@
 """What distillation costs over plain training of the same student: step time, memory, and the wait
 for maps.
 
-    python benchmarks/phase_b.py                                  Atto, every attention, 64 and 196 tokens
+    python benchmarks/phase_b.py    Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
 
 One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of

@@ -1,10 +1,10 @@
 """How fast stored maps are read in shuffled order, against zarr-python and np.memmap, and how large
 they are.
 
-    python benchmarks/stored_maps.py                      CIFAR-10 Atto: 7 layers, 12 heads, 64 tokens, every kind
+    python benchmarks/stored_maps.py               every kind, for CIFAR-10 Atto
     python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
-    python benchmarks/stored_maps.py --encoding           only what the encodings do to the maps (total variation per row)
-    python benchmarks/stored_maps.py --checksums          only what it costs to compare checksums
+    python benchmarks/stored_maps.py --encoding    only what the encodings do to the maps
+    python benchmarks/stored_maps.py --checksums   only what it costs to compare checksums
 
 A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the
 other: our store, our store preloaded into memory, np.memmap of the same numbers uncompressed in one
@@ -59,8 +59,8 @@ def main() -> None:
                 print_checksums(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
         return
     print(
-        f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} {'/ zarr-python':<18} {'/ memmap':<20} "
-        "preloaded / memmap"
+        f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} "
+        f"{'/ zarr-python':<18} {'/ memmap':<20} preloaded / memmap"
     )
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +113,8 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
             for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=True)
         ]
         print(
-            f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   {spread(speeds['store'], ',.0f'):<24} "
+            f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   "
+            f"{spread(speeds['store'], ',.0f'):<24} "
             f"{spread(against['zarr'], '.0f'):<18} {spread(against['memmap'], '.2f'):<20} "
             f"{spread(preloaded, '.2f')}",
             flush=True,
@@ -271,7 +272,8 @@ def normal_cdf(z: np.ndarray) -> np.ndarray:
 
 def print_encodings() -> None:
     print(
-        f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} {'99th percentile':>16} {'largest':>8}"
+        f"{'grid':<6} {'stds':<8} {'encoding':<9} {'total variation: mean':>22} "
+        f"{'99th percentile':>16} {'largest':>8}"
     )
     for size in (8, 14):
         for stds, log_std in (("wide", 0.0), ("teacher", None), ("narrow", -3.0)):
@@ -286,8 +288,8 @@ def print_encodings() -> None:
                     np.abs(expected_maps(stored, size) - expected_maps(gaussians, size)).sum(-1) / 2
                 )
                 print(
-                    f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} {np.quantile(distance, 0.99):>16.5f} "
-                    f"{distance.max():>8.4f}"
+                    f"{size}x{size:<4} {stds:<8} {encoding:<9} {distance.mean():>22.5f} "
+                    f"{np.quantile(distance, 0.99):>16.5f} {distance.max():>8.4f}"
                 )
 
 

@@ -1,1 +1,2 @@
-"""The shipped settings files; a package (``gaupipe.configs``) so that an installed gaupipe finds them."""
+"""The shipped settings files; a package (``gaupipe.configs``) so that an installed gaupipe finds
+them."""

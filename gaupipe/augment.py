@@ -21,7 +21,8 @@ from torchvision.transforms.v2 import functional as F
 from gaupipe.augment_settings import AugmentSettings, RandAugmentSettings, ResizedCropSettings
 from gaupipe.gaussians import Geometry
 
-# Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws of the others alone.
+# Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
+# of the others alone.
 RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
 
 ATTEMPTS = 10
@@ -311,8 +312,8 @@ class Mix:
 
     partner   int64 [B]: position in the batch of the image mixed in
     blend     float64 [B]: an image's own share outside the box; 1 for CutMix
-    box       float64 [B, 4]: (left, top, right, bottom) of the part taken from the partner alone, as fractions of width
-              and height; empty for Mixup
+    box       float64 [B, 4]: (left, top, right, bottom) of the part taken from the partner
+              alone, as fractions of width and height; empty for Mixup
     """
 
     partner: Tensor

@@ -102,7 +102,7 @@ class AugmentSettings(Section):
         if named and self.geometry == "follow":
             raise ValueError(
                 f"Gaussians cannot follow RandAugment's {', '.join(named)}: take "
-                f"{'it' if len(named) == 1 else 'them'} out of randaugment.operations, or set geometry to "
-                "ignore to use stored maps that do not match the image"
+                f"{'it' if len(named) == 1 else 'them'} out of randaugment.operations, or set "
+                "geometry to ignore to use stored maps that do not match the image"
             )
         return self

@@ -6,10 +6,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import timm
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2, get_optimizer_class, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
 from torch import nn
@@ -45,7 +47,7 @@ def build_vit(
     attention: str = "standard",
     device: str | None = None,
     **options: Any,
-) -> nn.Module:
+) -> VisionTransformer:
     """The timm model that the settings name, sized for the data, its weights started as the
     settings say.
 
@@ -57,10 +59,11 @@ def build_vit(
         raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
-        placed = {"device": device} if device else {}
+        placed: dict[str, Any] = {"device": device} if device else {}
         vit = timm.create_model(
             model.name, attention=attention, **{**sizes, **model.args}, **options, **placed
         )
+        assert isinstance(vit, VisionTransformer)  # no other model of timm's takes an attention
         _check_patches(vit.patch_embed.patch_size, data.image_size)
         start_weights(vit, model)
     except UserError:
@@ -101,11 +104,11 @@ def _reason(error: Exception) -> str:
 
 
 def build_optimizer(
-    vit: nn.Module,
+    vit: VisionTransformer,
     optim: OptimSettings,
     epochs: int,
     steps_per_epoch: int,
-    extra_groups: list[dict[str, Any]] = (),
+    extra_groups: Sequence[dict[str, Any]] = (),
 ) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update
     number.
@@ -114,17 +117,17 @@ def build_optimizer(
     Raises UserError for what timm cannot make.
     """
 
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
+    def groups(_vit: nn.Module) -> list[dict[str, Any]]:
         return [
             *param_groups_weight_decay(
-                model, optim.weight_decay, no_weight_decay_list=model.no_weight_decay()
+                vit, optim.weight_decay, no_weight_decay_list=vit.no_weight_decay()
             ),
             *extra_groups,
         ]
 
     try:
         takes = inspect.signature(get_optimizer_class(optim.name, bind_defaults=False)).parameters
-        options = {"betas": optim.betas} if "betas" in takes else {}
+        options: dict[str, Any] = {"betas": optim.betas} if "betas" in takes else {}
         optimizer = create_optimizer_v2(
             vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **options
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from collections.abc import Sequence
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,19 +19,21 @@ from gaupipe import __version__
 from gaupipe.attention import STUDENTS
 from gaupipe.errors import UserError
 
-UsageError = (
-    typer.BadParameter.__base__
-)  # typer brings its own copy of click or uses the installed one
+# typer brings its own copy of click or uses the installed one
+UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="gaupipe",
     pretty_exceptions_enable=False,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, distil them.",
+    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
+    "distil them.",
 )
 
-Student = Enum("Student", {key: key for key in STUDENTS}, type=str)
+Student = Enum(  # type: ignore[misc]  # its members are the attentions that there are
+    "Student", {name: name for name in STUDENTS}, type=str
+)
 
 
 class Kind(StrEnum):
@@ -140,17 +143,17 @@ def run(
     settings, folder = _settings(config, overrides, run_dir)
     from stages import run as stage
 
-    rows = stage.run(settings, folder, student and student.value)
+    lines = stage.run(settings, folder, student and student.value)
     table = Table(title=f"{settings.data.name}: {folder}", title_justify="left")
     for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
         table.add_column(column, justify="left" if not column else "right")
-    for row in rows:
+    for line in lines:
         table.add_row(
-            row["model"],
-            str(row["epochs"]),
-            _percent(row["train_acc"]),
-            _percent(row["val_acc"]),
-            f"{row['seconds']:.1f}",
+            line["model"],
+            str(line["epochs"]),
+            _percent(line["train_acc"]),
+            _percent(line["val_acc"]),
+            f"{line['seconds']:.1f}",
         )
     Console().print(table)
 
@@ -308,10 +311,10 @@ def phase_b(
     from stages import phase_b as stage
     from stages.run_directory import RunDirectory
 
-    key = student and student.value
+    attention = student and student.value
     stage.run(
         run_dir,
-        key,
+        attention,
         name=name,
         overrides=overrides or [],
         maps_url=maps,
@@ -319,7 +322,7 @@ def phase_b(
         distilled=distill,
     )
     run = RunDirectory(run_dir)
-    print(run.student(name or key or run.settings().phase_b.student, distill) / "student")
+    print(run.student(name or attention or run.settings().phase_b.student, distill) / "student")
 
 
 @app.command()
@@ -394,13 +397,13 @@ def compare(
             show_default="none",
         ),
     ] = None,
-    rows: Annotated[
+    cells: Annotated[
         list[str] | None,
         typer.Option(
             "--row",
             metavar="NAME",
-            help="Only this row, the plain ViT, and the rows it is like; may be repeated.",
-            show_default="all rows",
+            help="Only this cell, the plain ViT, and the cells it is like; may be repeated.",
+            show_default="all cells",
         ),
     ] = None,
     targets: Annotated[
@@ -429,7 +432,9 @@ def compare(
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
     named = settings.phase_b.student if students is None else students
-    keys = _listed("--students", named, str, lambda key: key in STUDENTS, ", ".join(STUDENTS))
+    attentions = _listed(
+        "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
+    )
     numbers = _listed(
         "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
     )
@@ -443,11 +448,11 @@ def compare(
     results = stage.run(
         settings,
         folder,
-        students=keys,
+        students=attentions,
         seeds=numbers,
         targets=goals,
         sweep=sweep,
-        only=rows or [],
+        only=cells or [],
         tune=tune,
         jobs=jobs,
         test=test,
@@ -568,7 +573,7 @@ def verify(
         maps = str(run_dir / "maps.zarr")
     from stages import verify as stage
 
-    problems = stage.run(maps)
+    problems: Sequence[object] = stage.run(maps)
     if teacher and not problems:
         problems = stage.against_teacher(maps, run_dir, sample)
     for problem in problems:
@@ -630,7 +635,8 @@ def main() -> None:
         code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130:
             print(
-                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, or a phase with --resume, continues",
+                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
+                "or a phase with --resume, continues",
                 file=sys.stderr,
             )
         sys.exit(code)
@@ -680,9 +686,7 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _with_teacher(
-    overrides: list[str] | None, teacher: str | None, download: bool
-) -> list[str]:
+def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
     """The options --teacher and --download as settings."""
     named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
     return [*(overrides or []), *named, *(["phase_a.download=true"] if download else [])]

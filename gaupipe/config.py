@@ -6,10 +6,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
@@ -19,7 +19,10 @@ from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
 from gaupipe.sections import Count, Decay, Fraction, Positive, Rate, Section, Weight
 
-StudentKey = Literal[STUDENTS]
+if TYPE_CHECKING:
+    StudentKey = str  # a checker does not run what lists the attentions
+else:
+    StudentKey = Literal[STUDENTS]
 
 IRRELEVANT = (
     "device",
@@ -186,7 +189,8 @@ class OptimSettings(Section):
 
 
 class RowSettings(Section):
-    """What phase A keeps per image (Gaussian parameters or embeddings) and its row-wise Adam."""
+    """What phase A keeps per image (Gaussian parameters or embeddings) and the Adam that
+    steps each image by itself."""
 
     lr: Rate = 0.1
     """Adam's rate for the per-image parameters, which step once an epoch."""
@@ -195,13 +199,13 @@ class RowSettings(Section):
     eps: Rate = 1e-8
     """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
-    """Standard deviation of a row's start; 0 starts every image alike."""
+    """Standard deviation of what an image starts with; 0 starts every image alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some
     hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
-    """Rows and moments beyond this many GB are kept in files in the run directory; 0 always uses
-    files."""
+    """Parameters and moments beyond this many GB are kept in files in the run directory; 0 always
+    uses files."""
 
 
 class CompressionSettings(Section):
@@ -240,8 +244,8 @@ class PhaseASettings(Section):
     """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian
     parameters themselves."""
     prior_lr: Rate = 2e-2
-    """Adam's rate for the shared prior, which steps every batch (the rows step once an epoch,
-    see ``rows``)."""
+    """Adam's rate for the shared prior, which steps every batch (per-image parameters step
+    once an epoch, see ``rows``)."""
     max_epochs: Positive = 12
     """Epochs after which phase A stops at the latest."""
     stop_accuracy: Fraction = 0.92
@@ -273,14 +277,15 @@ class PhaseASettings(Section):
             )
         return self
 
-
     def _without_gaussians(self) -> PhaseASettings:
         if self.teacher == "vit":
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
         if self.compression is not None:
-            raise ValueError(f"compression: a teacher {self.teacher!r} has no Gaussians to compress")
+            raise ValueError(
+                f"compression: a teacher {self.teacher!r} has no Gaussians to compress"
+            )
         return self
 
     @property
@@ -433,7 +438,7 @@ class Settings(Section):
         return self
 
 
-def load(source: str | Path, overrides: list[str] = ()) -> Settings:
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
     """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its
     bare name.
 

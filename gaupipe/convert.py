@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
@@ -23,8 +24,8 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
     and back. The outputs do not change
 
-    * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small for
-      float32 to see (*Belief2, proposition 1*);
+    * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small
+      for float32 to see (*Belief2, proposition 1*);
     * from "belief" to "belief_star" (W_s = 0) and to "belief2" (W_p = 0, Z as above);
     * from "xsa" to "belief_star" (W = 0, W_s = W);
     * on the way back, as long as the converted model has not been trained.
@@ -39,19 +40,22 @@ def convert(model: VisionTransformer, attention: str, **options) -> VisionTransf
     check_options(attention_type, options)
     if not issubclass(attention_type, StudentAttention):
         raise UserError(
-            f"cannot convert to {attention!r}: it has no queries and keys that could take over the weights"
+            f"cannot convert to {attention!r}: it has no queries and keys that could take over the "
+            "weights"
         )
     if not isinstance(model, VisionTransformer):
         raise UserError(
-            f"cannot convert a {type(model).__name__}: only timm's VisionTransformer and its subclasses"
+            f"cannot convert a {type(model).__name__}: only timm's VisionTransformer and its "
+            "subclasses"
         )
     options = {**attention_type.conversion_options, **options}
-    converted = copy.deepcopy(model)
+    converted: Any = copy.deepcopy(model)  # gaupipe_args is no attribute that timm declares
     for layer, block in enumerate(converted.blocks):
         block.attn = swap(getattr(block, "attn", block), attention_type, options, f"block {layer}")
     known = getattr(model, "gaupipe_args", None)
-    if known is None and hasattr(model, "pretrained_cfg"):
-        known = dict(getattr(model, "_model_args", {}), base=model.pretrained_cfg["architecture"])
+    timm_cfg = getattr(model, "pretrained_cfg", None)
+    if known is None and timm_cfg is not None:
+        known = dict(getattr(model, "_model_args", {}), base=timm_cfg["architecture"])
         known.pop("attn_layer", None)
     if known is not None:  # else the model was built by hand, and save_student will say so
         converted.gaupipe_args = dict(known, attention=attention, attention_options=options)
@@ -66,8 +70,8 @@ def swap(
     gaupipe's."""
     if type(old) is not Attention and not isinstance(old, StudentAttention):
         raise UserError(
-            f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's Attention and "
-            "gaupipe's own have the same queries, keys and values"
+            f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's "
+            "Attention and gaupipe's own have the same queries, keys and values"
         )
     weight = old.qkv.weight
     new = attention_type(

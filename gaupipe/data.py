@@ -137,7 +137,10 @@ class Batches:
         self.split, self.device = split, device
         self.order = _Order(batch_size)
         # tensorstore must not be in use before a fork, so workers start from a clean process
-        context = {"multiprocessing_context": "forkserver", "persistent_workers": True}
+        context: dict[str, Any] = {
+            "multiprocessing_context": "forkserver",
+            "persistent_workers": True,
+        }
         self.loader = DataLoader(
             _Batches(split),
             batch_sampler=self.order,
@@ -263,8 +266,8 @@ def load_data(settings: DataSettings) -> ImageData:
     if settings.train_images is not None:
         if settings.train_images > len(kept):
             raise UserError(
-                f"data.train_images: {settings.train_images} asked, {settings.name} has {len(kept)} "
-                "training images"
+                f"data.train_images: {settings.train_images} asked, "
+                f"{settings.name} has {len(kept)} training images"
             )
         if settings.train_images < len(kept):
             _, kept = _stratified(kept, labels[kept], settings.train_images)

@@ -31,7 +31,7 @@ class BlockGeometry:
     d_norm: Tensor
     """|D|, never more than |MH| (*BeliefFormer, eq. 13*)"""
     mh_update_norm: Tensor
-    """|MH W|, the update of standard attention (in "attentionx" MH enters with a minus: there it is -MH W)"""
+    """|MH W|, the update of standard attention (in "attentionx" it is -MH W: MH has a minus)"""
     d_update_norm: Tensor
     """|D W|, the update of belief-attention"""
     mh_update_angle: Tensor

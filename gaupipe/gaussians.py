@@ -210,9 +210,10 @@ class Geometry:
     """Where each view of a batch lies in its image: per axis, position in image = offset + scale *
     position in view.
 
-    offset, scale   [B, 2] float32, (x, y), in coordinates in which -1 and +1 are the outer *borders* of the image and of
-                    the view, which have the same size in pixels. So a geometry belongs to no grid: (0, 1) is the image
-                    itself, a scale below 0 mirrors, below 1 in magnitude enlarges.
+    offset, scale   [B, 2] float32, (x, y), in coordinates in which -1 and +1 are the outer
+                    *borders* of the image and of the view, which have the same size in pixels. So a
+                    geometry belongs to no grid: (0, 1) is the image itself, a scale below 0
+                    mirrors, below 1 in magnitude enlarges.
     """
 
     offset: Tensor
@@ -226,10 +227,6 @@ class Geometry:
         :func:`token_stretch`.
         """
         return self.offset * self.offset.new_tensor(token_stretch(grid)), self.scale
-
-    def inverse(self) -> Geometry:
-        """The geometry of the image in its view, which undoes this one."""
-        return Geometry(-self.offset / self.scale, 1 / self.scale)
 
     def to(self, device: torch.device) -> Geometry:
         """The same on another device."""
@@ -260,7 +257,7 @@ def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) ->
     rows_x, rows_y = (
         _query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h))
     )
-    # float64 passes untouched through autocast and TF32, which would round coordinates to three digits
+    # float64 passes untouched through autocast and TF32, which would round to three digits
     stored = (
         gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
     )

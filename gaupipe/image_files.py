@@ -62,9 +62,10 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     paths = [os.path.join(root, name) for name in names]
     stamps = [_stamp(path) for path in paths]
     digests = [cache.digest(name, stamp) for name, stamp in zip(names, stamps, strict=True)]
+    known = [digest for digest in digests if digest is not None]
+    if len(known) == len(digests):
+        return known
     unknown = [position for position, digest in enumerate(digests) if digest is None]
-    if not unknown:
-        return digests
     problems = []
     with (
         quiet(),
@@ -90,7 +91,7 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     if problems:
         more = f"; {len(problems)} of {len(names)} files are so" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}")
-    return digests
+    return [digest for digest in digests if digest is not None]  # there are no others left
 
 
 def _examine(path: str) -> str | UserError:

@@ -227,7 +227,7 @@ def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
     test = _timm_data_set(settings, "validation", "test")
     classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
     if classes != tested:
-        apart = min(set(classes) ^ set(tested), default="")
+        apart = min(set(classes or ()) ^ set(tested or ()), default="")
         raise UserError(
             f"data set {settings.name}: training and test images do not have the same "
             f"classes; {apart!r} is one that only one of them has"

@@ -1,20 +1,22 @@
-"""Per-image rows: numbers that belong to one training image each, kept on the CPU and stepped once
-per epoch.
+"""Per-image parameters: numbers that belong to one training image each, kept on the CPU and stepped
+once per epoch.
 
-A row never becomes part of a module. A batch gathers its rows as a leaf tensor, and after backward
-their gradient updates the same rows at once. Every image occurs once per epoch, so that is the same
-as one optimizer step over all rows at the end of the epoch, without holding the gradients of all
+They never become part of a module. A batch gathers those of its images as a leaf tensor, and after
+backward their gradient updates them at once. Every image occurs once per epoch, so that is the same
+as one optimizer step over all images at the end of the epoch, without holding the gradients of all
 images (*GauTransformer, section 3.3.1*).
 
-A row and its two Adam moments lie side by side in one *record*, in memory or in a file. Records in
-files are kept twice: an epoch reads each row's committed record and writes the updated one to the
-other place, and :meth:`ImageState.end_epoch` commits them all. A process killed in the middle of an
-epoch has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says only
-which of its two records each row has, the record's checksum and the row's step count: nine bytes an
-image. A record is compared with its checksum the first time it is read after a checkpoint was
-loaded.
+An image's parameters and their two Adam moments lie side by side in one *record*, in memory or in a
+file. Records in files are kept twice: an epoch reads each image's committed record and writes the
+updated one to the other place, and :meth:`ImageState.end_epoch` commits them all. A process killed
+in the middle of an epoch has therefore destroyed nothing that the last checkpoint needs, and a
+checkpoint says only which of its two records each image has, the record's checksum and the image's
+step count: nine bytes an image. A record is compared with its checksum the first time it is read
+after a checkpoint was loaded.
 
-Axis letters: N images, B images of a batch, R numbers of a row, W int32 words of a record.
+Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
+Checkpoints, files on disk and the section ``phase_a.rows`` of the settings call an image's
+parameters its *row*, as the first version did.
 """
 
 from __future__ import annotations
@@ -37,24 +39,24 @@ CHUNK_BYTES = 64 * 2**20
 """How much :meth:`ImageState.chunks` reads at a time."""
 
 
-def record_words(row_size: int, moments_dtype: torch.dtype = torch.float32) -> int:
-    """W, the int32 words of one record: a row of ``row_size`` float32 numbers and its two
+def record_words(size: int, moments_dtype: torch.dtype = torch.float32) -> int:
+    """W, the int32 words of one record: an image's ``size`` float32 parameters and their two
     moments."""
-    return row_size * (3 if moments_dtype == torch.float32 else 2)
+    return size * (3 if moments_dtype == torch.float32 else 2)
 
 
 class ImageState:
-    """N rows of one shape (float32), their Adam moments and step counts, outside the model and on
-    the CPU.
+    """The parameters of N images, float32 and of one shape [*shape], their Adam moments and step
+    counts, outside the model and on the CPU.
 
-    Rows are keyed by image id, the image's position in the data set's canonical order. What a step
-    costs does not depend on N: nothing is written for a row before its first update.
+    They are found by image id, the image's position in the data set's canonical order. What a step
+    costs does not depend on N: nothing is written for an image before its first update.
     """
 
     def __init__(
         self,
         num_images: int,
-        initial_row: Tensor,
+        initial: Tensor,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -64,21 +66,21 @@ class ImageState:
         initial_std: float = 0.0,
         seed: int = 0,
     ) -> None:
-        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial_row`` [*row],
+        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial`` [*shape],
         plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
 
         ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away
         changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
-        hundred or so steps of a row and then stops adapting. ``folder``: keep the records in files
-        there (made at the first update); None keeps them in memory.
+        hundred or so steps of an image and then stops adapting. ``folder``: keep the records in
+        files there (made at the first update); None keeps them in memory.
         """
         if moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
-        self.initial_row = initial_row.detach().to("cpu", torch.float32, copy=True).contiguous()
+        self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.lr, self.betas, self.eps, self.moments_dtype = lr, betas, eps, moments_dtype
         self.initial_std, self.seed = initial_std, seed
         self.steps = torch.zeros(num_images, dtype=torch.int32)
-        words = record_words(self.initial_row.numel(), moments_dtype)
+        words = record_words(self.initial.numel(), moments_dtype)
         self._records = (
             MemoryRecords(num_images, words)
             if folder is None
@@ -89,27 +91,25 @@ class ImageState:
         return len(self.steps)
 
     def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
-        """The rows of ``image_ids`` [B] int64 as a leaf tensor [B, *row] on ``device`` that
-        collects a gradient."""
-        return self._read_rows(image_ids).to(device).requires_grad_()
+        """The parameters of ``image_ids`` [B] int64 as a leaf tensor [B, *shape] on ``device``
+        that collects a gradient."""
+        return self._read_parameters(image_ids).to(device).requires_grad_()
 
     @torch.no_grad()
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
-        """One Adam step on the rows of distinct ``image_ids`` [B] with their ``gradient`` [B,
-        *row], any device.
+        """One Adam step on the parameters of distinct ``image_ids`` [B] with their ``gradient`` [B,
+        *shape], any device.
 
-        Each row has its own step count for the bias correction, so a row behaves as if it were
-        alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16 makes it
-        now and then, is left as it was. Raises UserError where files cannot be written.
+        Each image has its own step count for the bias correction, so its parameters behave as if
+        they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16
+        makes it now and then, is left as it was. Raises UserError where files cannot be written.
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
         image_ids, gradient = image_ids[finite], gradient[finite]
         records = self._read_records(image_ids)
-        row, *moments = self._parts(records)
-        first, second = (
-            moment.float() for moment in moments
-        )  # float32 moments are stepped in place
+        parameters, *moments = self._parts(records)
+        first, second = (moment.float() for moment in moments)  # float32 ones are stepped in place
         beta1, beta2 = self.betas
         steps = self.steps[image_ids].add_(1)
         power = steps.double().unsqueeze(1)
@@ -117,7 +117,7 @@ class ImageState:
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         denominator = second.div((1 - beta2**power).float()).sqrt_().add_(self.eps)
         denominator.mul_(((1 - beta1**power) / self.lr).float())
-        row.addcdiv_(first, denominator, value=-1)
+        parameters.addcdiv_(first, denominator, value=-1)
         for stored, new in zip(moments, (first, second), strict=True):
             stored.copy_(new)
         self._records.write(image_ids, records)
@@ -131,74 +131,77 @@ class ImageState:
         self._records.end_epoch()
 
     def chunks(self) -> Iterator[Tensor]:
-        """All rows in the order of their ids, a few at a time: tensors [n, *row]."""
-        size = max(1, CHUNK_BYTES // (4 * max(1, self.initial_row.numel())))
+        """The parameters of all images in the order of their ids, a few at a time: tensors
+        [n, *shape]."""
+        size = max(1, CHUNK_BYTES // (4 * max(1, self.initial.numel())))
         for start in range(0, len(self), size):
-            yield self._read_rows(torch.arange(start, min(start + size, len(self))))
+            yield self._read_parameters(torch.arange(start, min(start + size, len(self))))
 
-    @property
-    def rows(self) -> Tensor:
-        """A copy of all rows [N, *row]; see :meth:`chunks` for more than memory holds."""
+    def parameters(self) -> Tensor:
+        """A copy of the parameters of all images [N, *shape]; see :meth:`chunks` for more than
+        memory holds."""
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: the first row and nine bytes an image for records in files, else
-        all of them.
+        """What a checkpoint needs: where images start and nine bytes an image for records in files,
+        else all of them.
 
         Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch`
         has committed.
         """
-        start = {"row": self.initial_row, "std": self.initial_std, "seed": self.seed}
+        start = {"row": self.initial, "std": self.initial_std, "seed": self.seed}
         return {"start": start, "steps": self.steps, **self._records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
         killed process's.
 
-        Raises UserError for a checkpoint of other rows, or one whose files are missing or have
-        moved on.
+        Raises UserError for a checkpoint of other parameters, or one whose files are missing or
+        have moved on.
         """
         if "records" in state and not isinstance(self._records, MemoryRecords):
             raise UserError(
-                "the checkpoint's rows were kept in memory, these settings keep them in files: "
-                "continue with the phase_a.rows that it was started with"
+                "the checkpoint's per-image parameters were kept in memory, these settings keep "
+                "them in files: continue with the phase_a.rows that it was started with"
             )
         if "records" not in state and isinstance(self._records, MemoryRecords):
             raise UserError(
-                "the checkpoint's rows were kept in files, these settings keep them in memory: "
-                "continue with the phase_a.rows that it was started with"
+                "the checkpoint's per-image parameters were kept in files, these settings keep "
+                "them in memory: continue with the phase_a.rows that it was started with"
             )
         if len(state["steps"]) != len(self):
             raise UserError(
-                f"the checkpoint has rows of {len(state['steps'])} images, the data set has {len(self)}"
+                f"the checkpoint has parameters of {len(state['steps'])} images, "
+                f"the data set has {len(self)}"
             )
         self._records.load_state_dict(state)
         self.steps.copy_(state["steps"])
-        self.initial_row.copy_(state["start"]["row"])
+        self.initial.copy_(state["start"]["row"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
 
     def release(self) -> None:
         """Deletes superseded records once training is over: half of what the files take."""
         self._records.release(self.steps > 0)
 
-    def _initial_rows(self, image_ids: Tensor) -> Tensor:
-        """The rows [B, R] that images start with."""
-        rows = self.initial_row.flatten().expand(len(image_ids), -1)
+    def _initial(self, image_ids: Tensor) -> Tensor:
+        """The parameters [B, R] that images start with."""
+        alike = self.initial.flatten().expand(len(image_ids), -1)
         if not self.initial_std:
-            return rows
+            return alike
         noise = [
             np.random.Generator(
                 np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id])
-            ).standard_normal(rows.shape[1], dtype=np.float32)
+            ).standard_normal(alike.shape[1], dtype=np.float32)
             for image_id in image_ids.tolist()
         ]
-        return rows + self.initial_std * torch.from_numpy(np.stack(noise))
+        return alike + self.initial_std * torch.from_numpy(np.stack(noise))
 
-    def _read_rows(self, image_ids: Tensor) -> Tensor:
-        """Rows [B, *row] in memory of their own."""
-        size = self.initial_row.numel()
-        rows = self._records.read(image_ids, self.steps[image_ids] > 0, size).view(torch.float32)
-        return self._with_initial(image_ids, rows).view(-1, *self.initial_row.shape)
+    def _read_parameters(self, image_ids: Tensor) -> Tensor:
+        """Parameters [B, *shape] in memory of their own."""
+        words = self.initial.numel()
+        records = self._records.read(image_ids, self.steps[image_ids] > 0, words)
+        parameters = self._with_initial(image_ids, records.view(torch.float32))
+        return parameters.view(-1, *self.initial.shape)
 
     def _read_records(self, image_ids: Tensor) -> Tensor:
         """Records [B, W] in memory of their own."""
@@ -206,26 +209,26 @@ class ImageState:
         self._with_initial(image_ids, self._parts(records)[0])
         return records
 
-    def _with_initial(self, image_ids: Tensor, rows: Tensor) -> Tensor:
-        """Puts the start into those ``rows`` [B, R] that have never been updated."""
+    def _with_initial(self, image_ids: Tensor, parameters: Tensor) -> Tensor:
+        """Puts the start into those ``parameters`` [B, R] that have never been updated."""
         fresh = (self.steps[image_ids] == 0).nonzero().squeeze(1)
         if len(fresh):
-            rows[fresh] = self._initial_rows(image_ids[fresh])
-        return rows
+            parameters[fresh] = self._initial(image_ids[fresh])
+        return parameters
 
     def _parts(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of records [B, W]: rows float32, first and second moments, all [B, R]."""
-        row, moments = records.tensor_split([self.initial_row.numel()], dim=1)
-        return (row.view(torch.float32), *moments.view(self.moments_dtype).tensor_split(2, dim=1))
+        """Views of records [B, W]: parameters float32, first and second moments, all [B, R]."""
+        parameters, moments = records.tensor_split([self.initial.numel()], dim=1)
+        first, second = moments.view(self.moments_dtype).tensor_split(2, dim=1)
+        return parameters.view(torch.float32), first, second
 
 
 class MemoryRecords:
     """N records of W int32 words in memory. Pages that no record was written to take none."""
 
     def __init__(self, num_images: int, words: int) -> None:
-        self.records = torch.from_numpy(
-            np.zeros((num_images, words), dtype=np.int32)
-        )  # torch.zeros touches every page
+        # torch.zeros would touch every page
+        self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
         """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where
@@ -247,8 +250,8 @@ class MemoryRecords:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["records"].shape != self.records.shape:
             raise UserError(
-                f"the checkpoint's rows have {state['records'].shape[1]} words an image, these settings "
-                f"ask for {self.records.shape[1]}"
+                f"the checkpoint's per-image parameters have {state['records'].shape[1]} words an "
+                f"image, these settings ask for {self.records.shape[1]}"
             )
         self.records.copy_(state["records"])
 
@@ -267,14 +270,14 @@ class FileRecords:
     def __init__(self, folder: Path, num_images: int, words: int) -> None:
         self.folder, self.words = folder, words
         self.place = torch.zeros(num_images, dtype=torch.uint8)
-        """Which file holds a row's committed record."""
+        """Which file holds an image's committed record."""
         self.written = torch.zeros(num_images, dtype=torch.bool)
-        """Rows whose other place holds a newer record, not committed yet."""
+        """Images whose other place holds a newer record, not committed yet."""
         self.checksums = np.zeros((2, num_images), dtype=np.uint32)
         """crc32c of the record in each place; 0 where it is not known, as in checkpoints of
         earlier versions."""
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
-        """Rows whose committed record was written by another process and has not been compared
+        """Images whose committed record was written by another process and has not been compared
         yet."""
         self.epoch = 0
         self._descriptors: list[int] = []
@@ -298,10 +301,10 @@ class FileRecords:
         return records
 
     def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
-        """Reads the newest records of ``image_ids`` [n] into the rows ``positions`` [n] of
-        ``records`` [B, words]."""
+        """Reads the newest records of ``image_ids`` [n] into ``records`` [B, words], at
+        ``positions`` [n]."""
         size = records.shape[1] * 4
-        bytes_ = memoryview(records.numpy()).cast("B")
+        bytes_ = records.numpy().data.cast("B")
         places = zip(positions.tolist(), self._places(image_ids), strict=True)
         where = [(position * size, *place) for position, place in places]
         for _, descriptor, offset in where:  # the disk looks for all of them at once
@@ -309,7 +312,8 @@ class FileRecords:
         for start, descriptor, offset in where:
             if os.preadv(descriptor, [bytes_[start : start + size]], offset) != size:
                 raise UserError(
-                    f"{self.folder}: a record at byte {offset} cannot be read whole: the file is damaged"
+                    f"{self.folder}: a record at byte {offset} cannot be read whole: "
+                    "the file is damaged"
                 )
 
     def _check(self, image_ids: Tensor) -> None:
@@ -321,8 +325,9 @@ class FileRecords:
         )
         if wrong.any():
             raise UserError(
-                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is damaged: "
-                "restore the run directory from a copy, or start afresh in another --run-dir"
+                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
+                "damaged: restore the run directory from a copy, or start afresh in another "
+                "--run-dir"
             )
         self.doubtful[image_ids] = False
 
@@ -339,13 +344,14 @@ class FileRecords:
                 records
             )
             size = self.words * 4
-            bytes_ = memoryview(records.numpy()).cast("B")
+            bytes_ = records.numpy().data.cast("B")
             for start, (descriptor, offset) in enumerate(self._places(image_ids)):
                 if os.pwrite(descriptor, bytes_[start * size : (start + 1) * size], offset) != size:
                     raise OSError("No space left on device")
         except OSError as error:
             raise UserError(
-                f"{self.folder}: rows cannot be written: {error.strerror or error}; "
+                f"{self.folder}: per-image parameters cannot be written: "
+                f"{error.strerror or error}; "
                 "the checkpoint of the epoch before is kept"
             ) from None
 
@@ -359,7 +365,7 @@ class FileRecords:
         self.epoch += 1
 
     def release(self, used: Tensor) -> None:
-        """Empties a file that holds the committed record of no row that is ``used`` [N]."""
+        """Empties a file that holds the committed record of no image that is ``used`` [N]."""
         for place, descriptor in enumerate(self._descriptors):
             if not self.written.any() and not (self.place[used] == place).any():
                 os.ftruncate(descriptor, 0)
@@ -367,7 +373,7 @@ class FileRecords:
     def state_dict(self) -> dict[str, Any]:
         if self.written.any():
             raise RuntimeError(
-                "rows in files have a checkpoint only between epochs: call end_epoch() first"
+                "records in files have a checkpoint only between epochs: call end_epoch() first"
             )
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
         return {
@@ -396,21 +402,21 @@ class FileRecords:
             there = files["num_images"], files["words"], files["epoch"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise UserError(
-                f"{self.folder}: the files with the rows are missing or unreadable"
+                f"{self.folder}: the files with the per-image parameters are missing or unreadable"
             ) from None
         if there[:2] != (len(self.place), self.words):
             raise UserError(
-                f"{self.folder} holds {there[0]} rows of {there[1]} words, the settings ask for "
+                f"{self.folder} holds {there[0]} images of {there[1]} words, the settings ask for "
                 f"{len(self.place)} of {self.words}"
             )
         if there[2] not in (epoch - 1, epoch):
             raise UserError(
-                f"{self.folder} holds the rows of epoch {there[2]}, the checkpoint needs those of "
-                f"epoch {epoch}: they do not belong together"
+                f"{self.folder} holds the per-image parameters of epoch {there[2]}, the checkpoint "
+                f"needs those of epoch {epoch}: they do not belong together"
             )
 
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
-        """(file descriptor, byte offset) of each row's newest record."""
+        """(file descriptor, byte offset) of each image's newest record."""
         places = self.place[image_ids] ^ self.written[image_ids]
         for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
             yield self._descriptors[place], image_id * self.words * 4

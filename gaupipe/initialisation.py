@@ -23,7 +23,8 @@ def start_weights(vit: VisionTransformer, model: ModelSettings) -> None:
     it cannot be."""
     if vit.pos_embed is None and (model.init == "mimetic" or model.pos_embed_std is not None):
         raise UserError(
-            "model.args: without a position embedding, model.init should be normal and model.pos_embed_std null"
+            "model.args: without a position embedding, model.init should be normal and "
+            "model.pos_embed_std null"
         )
     if model.init_std is not None:
         for name, module in vit.named_modules():

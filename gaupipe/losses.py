@@ -22,7 +22,7 @@ def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
 
 
 def feature_loss(
-    student_rows: Tensor,
+    student_log_map: Tensor,
     teacher_map: Tensor,
     temperature: float = 1.0,
     direction: str = "teacher_student",
@@ -31,13 +31,13 @@ def feature_loss(
     """KL divergence between the attention maps of one block (*eq. 9*), mean over images, heads and
     queries.
 
-    student_rows  [B, H, T, T] log-probabilities over keys
-    teacher_map   [B, H, T, T] probabilities over keys
-    temperature   both rows become softmax(log p / temperature) before they are compared
-    direction     ``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's map;
-                  ``student_teacher`` is KL(student || teacher), eq. 9's order
-    hidden        keys that the student cannot see, bool broadcastable to [B, H, T, T]: the teacher's rows lose them too
-                  and are renormalised
+    student_log_map  [B, H, T, T] log-probabilities over keys
+    teacher_map      [B, H, T, T] probabilities over keys
+    temperature      both maps become softmax(log p / temperature) before they are compared
+    direction        ``teacher_student`` is KL(teacher || student), which makes the student cover
+                     the teacher's map; ``student_teacher`` is KL(student || teacher), eq. 9's order
+    hidden           keys that the student cannot see, bool broadcastable to [B, H, T, T]: the
+                     teacher's map loses them too and is renormalised
 
     A key that the teacher gives nothing adds nothing to KL(teacher || student). KL(student ||
     teacher) would be infinite there: such a key counts as having the smallest normal number of the
@@ -46,31 +46,31 @@ def feature_loss(
     if hidden is not None:
         teacher_map = without_keys(teacher_map, hidden)
     if temperature != 1.0:
-        student_rows = (student_rows / temperature).log_softmax(-1)
+        student_log_map = (student_log_map / temperature).log_softmax(-1)
     if hidden is not None:  # both sides get a 0 there, so that a hidden key adds nothing
-        student_rows = student_rows.masked_fill(hidden, 0.0)
+        student_log_map = student_log_map.masked_fill(hidden, 0.0)
     if direction == "teacher_student":
         if temperature != 1.0:
             teacher_map = (teacher_map.log() / temperature).softmax(-1)
-        divergence = F.kl_div(student_rows, teacher_map, reduction="sum")
+        divergence = F.kl_div(student_log_map, teacher_map, reduction="sum")
     else:
-        teacher_rows = teacher_map.clamp_min(torch.finfo(teacher_map.dtype).tiny).log()
+        teacher_log_map = teacher_map.clamp_min(torch.finfo(teacher_map.dtype).tiny).log()
         if hidden is not None:
-            teacher_rows = teacher_rows.masked_fill(hidden, -torch.inf)
-        teacher_rows = (teacher_rows / temperature).log_softmax(-1)
+            teacher_log_map = teacher_log_map.masked_fill(hidden, -torch.inf)
+        teacher_log_map = (teacher_log_map / temperature).log_softmax(-1)
         if hidden is not None:
-            teacher_rows = teacher_rows.masked_fill(hidden, 0.0)
-        divergence = F.kl_div(teacher_rows, student_rows, log_target=True, reduction="sum")
-    return divergence / student_rows[..., 0].numel()
+            teacher_log_map = teacher_log_map.masked_fill(hidden, 0.0)
+        divergence = F.kl_div(teacher_log_map, student_log_map, log_target=True, reduction="sum")
+    return divergence / student_log_map[..., 0].numel()
 
 
-def without_keys(rows: Tensor, hidden: Tensor) -> Tensor:
-    """Rows [..., T] of a map without their ``hidden`` keys, summing to 1 again. What looks only at
-    hidden keys looks at all the others alike."""
-    rows = rows.masked_fill(hidden, 0.0)
-    left = rows.sum(-1, keepdim=True)
-    rows = torch.where(left == 0, (~hidden).to(rows.dtype), rows)
-    return rows / rows.sum(-1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny)
+def without_keys(maps: Tensor, hidden: Tensor) -> Tensor:
+    """Attention maps [..., T, T] without their ``hidden`` keys, summing to 1 again over the keys. A
+    query that looks only at hidden keys looks at all the others alike."""
+    maps = maps.masked_fill(hidden, 0.0)
+    left = maps.sum(-1, keepdim=True)
+    maps = torch.where(left == 0, (~hidden).to(maps.dtype), maps)
+    return maps / maps.sum(-1, keepdim=True).clamp_min(torch.finfo(maps.dtype).tiny)
 
 
 def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:

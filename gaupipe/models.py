@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -21,8 +22,8 @@ from timm.models import (
     generate_default_cfgs,
     model_entrypoint,
     register_model,
+    save_for_hf,
 )
-from timm.models._hub import save_for_hf
 from timm.models.vision_transformer import (
     ATTN_LAYERS,
     Block,
@@ -71,10 +72,11 @@ class ReZero(nn.Module):
 class ReZeroBlock(Block):
     """timm's block without normalisation, each branch behind a scalar that starts at 0."""
 
-    def __init__(self, *args, device=None, dtype=None, **kwargs) -> None:
-        super().__init__(*args, device=device, dtype=dtype, **kwargs)
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
         self.norm1, self.norm2 = nn.Identity(), nn.Identity()
-        self.ls1, self.ls2 = ReZero(device, dtype), ReZero(device, dtype)
+        for scale in ("ls1", "ls2"):
+            self.add_module(scale, ReZero(kwargs.get("device"), kwargs.get("dtype")))
 
 
 class NoFFN(nn.Module):
@@ -85,11 +87,11 @@ class NoFFN(nn.Module):
         return torch.zeros_like(x)
 
 
-def without_ffn(block_class: type[Block]) -> type[Block]:
+def without_ffn(block_class: Callable[..., Block]) -> Callable[..., Block]:
     """A ``block_fn`` for timm: blocks of ``block_class`` that consist of their attention only."""
 
-    def block_fn(*args, mlp_ratio: float, **kwargs) -> Block:
-        block = block_class(*args, mlp_ratio=1, **kwargs)
+    def block_fn(*args, **kwargs) -> Block:
+        block = block_class(*args, **{**kwargs, "mlp_ratio": 1})
         block.norm2, block.mlp, block.ls2, block.drop_path2 = (
             nn.Identity(),
             NoFFN(),
@@ -122,7 +124,7 @@ class GauViT(VisionTransformer):
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
         attn_layer = bind_options(attention_type, options)
-        block_fn = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
+        block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
             kwargs["mlp_ratio"] = matching_mlp_ratio(
                 attn_layer, {**TIMM_ARGUMENTS, **kwargs, "block_fn": block_fn}
@@ -162,16 +164,17 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
     nearest = round(hidden - extra / a_unit)
     if nearest < 0:
         raise UserError(
-            f"match_params: the attention adds {extra} parameters to a block, more than an FFN of mlp_ratio "
-            f"{arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params out"
+            f"match_params: the attention adds {extra} parameters to a block, more than an FFN of "
+            f"mlp_ratio {arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params "
+            "out"
         )
-    misses = {}
+    misses: dict[int, int] = {}
     for candidate in range(max(nearest - 8, 1), nearest + 9) if nearest else ():
         try:
             misses[candidate] = abs(size(attn_layer, candidate) - wanted)
         except AssertionError:  # gated FFNs halve their width, which must be even
             continue
-    return (min(misses, key=misses.get) + 0.5) / dim if nearest else 0
+    return (min(misses, key=misses.__getitem__) + 0.5) / dim if nearest else 0
 
 
 def run_blocks(
@@ -185,6 +188,7 @@ def run_blocks(
     returns logits [B, classes].
     """
     x = embed(model, images)
+    block: Any  # timm says Module
     for layer, block in enumerate(model.blocks):
         x = x + block.drop_path1(block.ls1(attend(layer, block.attn, block.norm1(x))))
         x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
@@ -197,18 +201,18 @@ def embed(model: VisionTransformer, images: Tensor) -> Tensor:
 
 
 def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(logits [B, classes], rows): rows is a list over blocks of float32 log-probabilities [B,
-    H, T, T], the attention maps that the logits were computed with."""
-    maps = []
+    """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
+    list over blocks of log-probabilities [B, H, T, T], float32."""
+    log_maps: list[Tensor] = []
 
     def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
         if not isinstance(attention, StudentAttention):
             attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
-        update, rows = attention.forward_with_map(tokens)
-        maps.append(rows)
+        update, log_map = attention.forward_with_map(tokens)
+        log_maps.append(log_map)
         return update
 
-    return run_blocks(model, images, attend), maps
+    return run_blocks(model, images, attend), log_maps
 
 
 def save_student(
@@ -240,12 +244,12 @@ def save_student(
             "or remove it"
         )
     architecture, model_args = architecture_of(model)
-    described = copy.copy(model)
+    described: Any = copy.copy(model)  # with attributes that timm does not declare
     described._model_args = (
         model_args  # timm would add what create_model was given, gaupipe's keywords among it
     )
     described.pretrained_cfg = dict(
-        model.pretrained_cfg,
+        described.pretrained_cfg,
         architecture=architecture,
         num_classes=model.num_classes,
         input_size=(model.in_chans, *model.patch_embed.img_size),
@@ -278,16 +282,17 @@ def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
         global_pool=model.global_pool,
         fc_norm=not isinstance(model.fc_norm, nn.Identity),
     )  # what timm lets one change after construction
-    if not hasattr(model, "gaupipe_args"):
-        return model.pretrained_cfg["architecture"], {**getattr(model, "_model_args", {}), **now}
-    args = {**model.gaupipe_args, **now}
+    notes = vars(model)  # what timm and gaupipe note of how it was built
+    if "gaupipe_args" not in notes:
+        return notes["pretrained_cfg"]["architecture"], {**notes.get("_model_args", {}), **now}
+    args = {**notes["gaupipe_args"], **now}
     if "base" in args:
         return "gauvit_converted", args
     if args["attention"] == "standard" and not args["rezero"] and args.get("mlp_ratio") != 0:
         return STOCK_ARCHITECTURE, {
             key: value for key, value in args.items() if key in TIMM_ARGUMENTS
         }
-    return model.pretrained_cfg["architecture"], args
+    return notes["pretrained_cfg"]["architecture"], args
 
 
 def _cfg(size: int, num_classes: int) -> dict:

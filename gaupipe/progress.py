@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 
 class EpochProgress:
@@ -20,12 +20,13 @@ class EpochProgress:
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
         self.console = Console(stderr=True, highlight=False)
-        self._bar = self._task = None
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
         self._done = done * images_per_epoch
 
     def __enter__(self) -> EpochProgress:
         if self.console.is_terminal:
-            self._bar = Progress(
+            self._bar = bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=20),
                 TextColumn("{task.percentage:>3.0f}%"),
@@ -34,10 +35,8 @@ class EpochProgress:
                 console=self.console,
                 transient=True,
             )
-            self._task = self._bar.add_task(
-                self.label, total=self.total, completed=self._done, speed=""
-            )
-            self._bar.start()
+            self._task = bar.add_task(self.label, total=self.total, completed=self._done, speed="")
+            bar.start()
             self._started, self._first = time.monotonic(), self._done
         return self
 

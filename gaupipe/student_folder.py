@@ -16,9 +16,7 @@ from gaupipe.errors import UserError
 from gaupipe.models import STUDENT_FILES
 
 
-def load_folder(
-    folder: Path, remedy: str, arguments: dict[str, Any] | None = None
-) -> nn.Module:
+def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = None) -> nn.Module:
     """The model of ``folder`` (config.json and model.safetensors), in eval mode.
 
     ``arguments`` are further keywords of ``timm.create_model``. Files that SHA256SUMS lists are

@@ -74,7 +74,7 @@ class TrainingState:
                     "identity": self.identity,
                     "finished": self.finished,
                 },
-                hashed,
+                hashed,  # type: ignore[arg-type]  # torch asks it for no more than write and flush
             )
             file.flush()
             os.fsync(file.fileno())
@@ -99,8 +99,8 @@ class TrainingState:
         ) as error:  # torch.load and load_state_dict raise whatever a foreign file makes of them
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore it from a "
-                "copy, or start afresh in another --run-dir"
+                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore "
+                "it from a copy, or start afresh in another --run-dir"
             ) from None
         return True
 
@@ -108,7 +108,8 @@ class TrainingState:
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
         recorded = state["identity"]
-        # a setting that a later version adds was at its default; phase A of version 0.1 recorded no settings
+        # a setting that a later version adds was at its default; phase A of version 0.1 recorded
+        # no settings
         defaults = flatten(Settings()) if "seed" in recorded else {}
         known = defaults | recorded
         for name in known.keys() & self.identity.keys() | recorded.keys():
@@ -172,7 +173,9 @@ class Update:
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
         """The gradient of per-image parameters [B, ...], for each image that of its own loss,
         whatever the size of the batch."""
-        return parameters.grad * (len(parameters) * self.group / self.scale)
+        gradient = parameters.grad
+        assert gradient is not None  # the loss has gone back
+        return gradient * (len(parameters) * self.group / self.scale)
 
     def _step(self) -> None:
         state = self.state
@@ -189,8 +192,8 @@ class Update:
         optim, rate = self.state.optim, self.state.optimizer.param_groups[0]["lr"]
         return (
             f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps} "
-            f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower optim.lr or "
-            "raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
+            f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower "
+            "optim.lr or raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
         )
 
 
@@ -255,8 +258,8 @@ def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float
         logits = logits.float()
         loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-        right += best[:, 0].sum().item()
-        right5 += best.any(-1).sum().item()
+        right += int(best[:, 0].sum())
+        right5 += int(best.any(-1).sum())
         count += len(labels)
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 

@@ -104,6 +104,10 @@ class VitTeacher(nn.Module):
     and register tokens; ``predicts``, whether it has a head for the classes.
     """
 
+    model: Any  # some class of timm's
+    rescale: Tensor | None
+    offset: Tensor
+
     def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
@@ -113,7 +117,7 @@ class VitTeacher(nn.Module):
                 module.fused_attn = True  # else the module never calls what is read
         self._check_images(data)
         self.num_classes = data.num_classes
-        self.predicts = model.num_classes > 0
+        self.predicts = self.model.num_classes > 0
         self._adapt_normalisation(data)
         self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
 
@@ -212,7 +216,7 @@ class VitTeacher(nn.Module):
         same = torch.equal(mean, own_mean) and torch.equal(std, own_std)
         # (x * own_std + own_mean - mean) / std
         rescale = None if same else (own_std / std).float().view(-1, 1, 1)
-        offset = None if same else ((own_mean - mean) / std).float().view(-1, 1, 1)
+        offset = ((own_mean - mean) / std).float().view(-1, 1, 1)
         self.register_buffer("rescale", rescale, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
 
@@ -299,11 +303,9 @@ def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Modul
     if config.hf_hub_id and not config.custom_load:
         overlay = {"file": _weights_file(name, config, download)}
     elif not download and not _is_cached(config):
-        raise _not_here(name, config.url or config.hf_hub_id)
+        raise _not_here(name, str(config.url or config.hf_hub_id))
     try:
-        return timm.create_model(
-            name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments
-        )
+        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except Exception as error:  # whatever timm makes of keywords or of a broken download
         raise UserError(
             f"{SETTING}: timm cannot build {name} with {arguments}: {_one_line(error)}"

@@ -3,9 +3,13 @@ shared prior."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from typing import Any
 
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.attention.functional import StudentAttention
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import embed
@@ -15,7 +19,7 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 
 
 @torch.no_grad()
-def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
+def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and
     position embedding, V, output projection, FFN, norms and head. Q and K of a trained ViT are
     copied too; a teacher with Gaussian attention has none, and the student's keep their start.
@@ -39,21 +43,22 @@ def warm_start(student: nn.Module, teacher: dict[str, Tensor]) -> None:
     ]
     if differs:
         raise UserError(
-            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): take "
-            "phase_b.model_args out or set warm_start to none"
+            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
+            "take phase_b.model_args out or set warm_start to none"
         )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])
+    block: Any  # timm says Module
     for layer, block in enumerate(student.blocks):
         trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
         for name, weight in block.attn.start_from(trained).items():
             getattr(block.attn, name).weight.copy_(weight)
 
 
-def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
+def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     """The student's parameters by the names that they have in a teacher: of Q, K and V also the
     last alone, of the position embedding what belongs to patches."""
-    parts = dict(student.named_parameters())
+    parts: dict[str, Tensor] = dict(student.named_parameters())
     for name in [name for name in parts if ".attn.qkv." in name]:
         parts[name.replace(".attn.qkv.", ".attn.v.")] = parts[name].chunk(3)[2]
     if "pos_embed" in parts:
@@ -62,22 +67,23 @@ def parts_in_common(student: nn.Module) -> dict[str, Tensor]:
 
 
 def fit_queries_and_keys(
-    student: nn.Module, maps: list[Tensor | None], images: Tensor, seed: int = 0
+    student: VisionTransformer, maps: list[Tensor | None], images: Tensor, seed: int = 0
 ) -> list[float | None]:
-    """Trains Q and K alone, block after block, until the student's rows look like given maps on
-    these images.
+    """Trains Q and K alone, block after block, until the student's attention maps look
+    like given ones on these images.
 
-    maps    for each block [1, H or 1, T, T] float32, rows sum to 1: the expected maps of the shared prior; None leaves a
-            block as it is
+    maps    for each block [1, H or 1, T, T] float32, probabilities over keys: the expected maps of
+            the shared prior; None leaves a block as it is
     images  [N, C, height, width], on the student's device
 
-    Of a student with class and register tokens the rows of patches over the keys of patches are
-    fitted. Everything else of the student stays. Returns each block's divergence from its map
+    Of a student with class and register tokens the attention from patches to patches is fitted.
+    Everything else of the student stays. Returns each block's divergence from its map
     (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
     """
     student.eval()
     divergences: list[float | None] = []
     x = embed(student, images).detach()
+    block: Any  # timm says Module
     for block, wanted in zip(student.blocks, maps, strict=True):
         with torch.no_grad():
             tokens = block.norm1(x)
@@ -92,17 +98,20 @@ def fit_queries_and_keys(
     return divergences
 
 
-def _fit(attention: nn.Module, wanted: Tensor, tokens: Tensor, prefix: int, seed: int) -> float:
-    """Fits the attention's rows on tokens [N, prefix + T, d] to one map; its last divergence."""
+def _fit(
+    attention: StudentAttention, wanted: Tensor, tokens: Tensor, prefix: int, seed: int
+) -> float:
+    """Fits the attention's map on tokens [N, prefix + T, d] to one map; its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
     hidden = attention.hidden_keys(wanted.shape[-1], tokens.device)
+    loss = tokens.new_tensor(torch.nan)  # before the first step
     for _ in range(FIT_STEPS):
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
-        rows = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        loss = feature_loss(rows, wanted.expand_as(rows), hidden=hidden)
+        log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
+        loss = feature_loss(log_map, wanted.expand_as(log_map), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

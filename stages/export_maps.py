@@ -238,9 +238,7 @@ def drawing(settings: Settings) -> dict[str, Any]:
     return {"seed": settings.seed, "augment": augment}
 
 
-def check_disk(
-    schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path
-) -> None:
+def check_disk(schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path) -> None:
     """Raises UserError where the disk cannot hold the store."""
     shared = sum(array.nbytes for array in (decoder or {}).values())
     needed, free = schema.total_bytes + shared, free_disk(path.parent) + size_on_disk(path)

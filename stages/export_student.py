@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.errors import UserError
 from stages.evaluate import load_student
@@ -35,6 +36,7 @@ def run(
     except ImportError as error:
         raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
     settings, student, name = load_student(run_dir, name, distilled)
+    assert isinstance(student, VisionTransformer)  # load_student refuses others
     out = Path(out or RunDirectory(run_dir).student(name, distilled) / "student.onnx")
     target = check_place(out)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -64,7 +66,8 @@ def run(
         )
         if not difference <= TOLERANCE:
             raise UserError(
-                f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, more than {TOLERANCE}"
+                f"{out}: onnxruntime's logits differ from torch's by {difference:.2g}, "
+                f"more than {TOLERANCE}"
             )
         partial.replace(check_place(out))
     finally:

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 
 import store
 from gaupipe.augment import Augment
@@ -42,8 +43,8 @@ def summary(
     ``student`` its attention, its settings and its last metrics. Without a ``url`` the store is
     that of the run."""
     if student is not None:
-        return student_summary(run_dir, student)
-    url = str(RunDirectory(run_dir).maps) if url is None else url
+        return student_summary(_run(run_dir), student)
+    url = _store(url, run_dir)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
     return {
@@ -70,17 +71,18 @@ def summary(
     }
 
 
-def student_summary(run_dir: Path, name: str) -> dict[str, Any]:
+def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
     """What a student is, in what its settings differ from the run's, and the metrics of its last
     epoch."""
-    settings, model, name = load_student(run_dir, name)
-    run = RunDirectory(run_dir)
+    settings, model, name = load_student(run.path, name)
+    assert isinstance(model, VisionTransformer)  # load_student refuses others
+    block: Any = model.blocks[0]
     metrics = last_metrics(run.student(name) / "metrics.jsonl")
     return {
         "student": name,
         "attention": settings.phase_b.student,
         "layers": len(model.blocks),
-        "heads": model.blocks[0].attn.num_heads,
+        "heads": block.attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "overrides": run.overrides(name),
@@ -96,8 +98,8 @@ def last_metrics(path: Path) -> dict[str, Any]:
         entry = None
     if not isinstance(entry, dict):
         raise UserError(
-            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' writes "
-            "it again"
+            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' "
+            "writes it again"
         )
     return entry
 
@@ -119,23 +121,24 @@ def attention(
     a ``student``. ``view`` counts the views that a store may have of an image. ``png`` is drawn as
     well.
 
-    ``map`` is a list of h rows of w weights that sum to 1. ``gaussian`` is (mean_x, mean_y, std_x,
-    std_y) in normalised coordinates where one head and one query are asked for and the store holds
-    Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored map
-    that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
+    ``map`` is a list of h lists of w weights, which all sum to 1. ``gaussian`` is (mean_x, mean_y,
+    std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
+    holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
+    map that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
     over the queries and heads that were asked for; both are None otherwise.
     """
     if png is not None:
         check_png(png)
     if student is not None:
-        found = student_maps(run_dir, student, image, layer)
+        found = student_maps(_run(run_dir), student, image, layer)
     else:
-        url = str(RunDirectory(run_dir).maps) if url is None else url
-        found = stored_maps(url, image, layer, view)
-    heads = _choice("--head", head, found.rows.shape[0])
-    queries = _choice("--query", query, found.rows.shape[1])
-    weights = found.rows[heads][:, queries].mean((0, 1)).reshape(found.grid)
-    one = found.gaussians is not None and "mean" not in (head, query)
+        found = stored_maps(_store(url, run_dir), image, layer, view)
+    heads = _choice("--head", head, found.maps.shape[0])
+    queries = _choice("--query", query, found.maps.shape[1])
+    weights = found.maps[heads][:, queries].mean((0, 1)).reshape(found.grid)
+    gaussian = None
+    if found.gaussians is not None and "mean" not in (head, query):
+        gaussian = found.gaussians[heads[0], queries[0]].tolist()
     seen = {
         "image": image,
         "label": found.label,
@@ -146,7 +149,7 @@ def attention(
         "head": head,
         "query": query,
         "grid": list(found.grid),
-        "gaussian": found.gaussians[heads[0], queries[0]].tolist() if one else None,
+        "gaussian": gaussian,
         "map": weights.tolist(),
         **compared(found, heads, queries),
     }
@@ -159,11 +162,11 @@ def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str
     """``teacher`` and ``kl`` of :func:`attention`."""
     if found.teacher is None:
         return {"teacher": None, "kl": None}
-    teacher = found.teacher.expand_as(found.rows)  # [H, T, T]
+    teacher = found.teacher.expand_as(found.maps)  # [H, T, T]
     tiny = torch.finfo(torch.float32).tiny
-    hidden = found.rows == 0  # keys that the student's attention hides
+    hidden = found.maps == 0  # keys that the student's attention hides
     teacher = without_keys(teacher, hidden) if hidden.any() else teacher
-    ratio = teacher.clamp_min(tiny).log() - found.rows.clamp_min(tiny).log()
+    ratio = teacher.clamp_min(tiny).log() - found.maps.clamp_min(tiny).log()
     kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
     weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
     return {"teacher": weights.tolist(), "kl": kl}
@@ -173,15 +176,15 @@ def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str
 class ImageMaps:
     """One image and where one block looks.
 
-    rows           [H, T, T] float32, probabilities over keys
-    gaussians      [H, T, 4] where the rows are those of Gaussians
+    maps           [H, T, T] float32, probabilities over keys
+    gaussians      [H, T, 4] where the maps are those of Gaussians
     probabilities  [C], of the classes
     pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
-    teacher        [H or 1, T, T], what the run's store has to compare with a student's rows
+    teacher        [H or 1, T, T], what the run's store has to compare with a student's maps
     """
 
     grid: tuple[int, int]
-    rows: Tensor
+    maps: Tensor
     gaussians: Tensor | None
     label: int
     probabilities: Tensor
@@ -196,9 +199,9 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
     _check("--image", image, schema.images, "the store")
     _check("--layer", layer, schema.layers, "the store")
     _check("--view", view, schema.views, "the store")
-    stored = maps.gather([image * schema.views + view])
+    stored = maps.gather(np.array([image * schema.views + view]))
     attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
-    rows = attention.map(layer)[0]  # [H, T, T]
+    attention_maps = attention.map(layer)[0]  # [H, T, T]
     gaussians = None  # [H, T, 4]
     if isinstance(attention, StoredGaussians):
         gaussians = attention.gaussians[0, layer].float()
@@ -222,7 +225,7 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
 
     return ImageMaps(
         schema.grid,
-        rows,
+        attention_maps,
         gaussians,
         int(stored["labels"][0]),
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
@@ -238,17 +241,18 @@ def draw_view(pixels: np.ndarray, drawing: dict, image: int, view: int) -> np.nd
     return drawn[0].permute(1, 2, 0).numpy()
 
 
-def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
+def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:
     """A training image's maps as a student makes them, from patches to patches."""
-    settings, model, _ = load_student(run_dir, name)
+    settings, model, _ = load_student(run.path, name)
+    assert isinstance(model, VisionTransformer)  # load_student refuses others
     data = load_data(settings.data)
     _check("--image", image, len(data.train), "the training split")
     _check("--layer", layer, len(model.blocks), "the student")
     batches = Batches(data.train, data, torch.device("cpu"), batch_size=1)
     batch = next(batches.in_order(np.array([image])))
     with torch.inference_mode():
-        logits, rows = forward_with_maps(model, batch.images)
-    patches = patch_map(rows[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
+        logits, log_maps = forward_with_maps(model, batch.images)
+    patches = patch_map(log_maps[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
     return ImageMaps(
         tuple(model.patch_embed.grid_size),
         patches,
@@ -256,7 +260,7 @@ def student_maps(run_dir: Path, name: str, image: int, layer: int) -> ImageMaps:
         int(batch.labels[0]),
         logits[0].softmax(-1),
         lambda: data.train.image(image),
-        teacher_map(RunDirectory(run_dir), settings, data, model, batch, layer),
+        teacher_map(run, settings, data, model, batch, layer),
     )
 
 
@@ -264,7 +268,7 @@ def teacher_map(
     run: RunDirectory,
     settings: Settings,
     data: ImageData,
-    student: nn.Module,
+    student: VisionTransformer,
     batch: Batch,
     layer: int,
 ) -> Tensor | None:
@@ -302,12 +306,13 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query "
         f"{seen['query']}"
     )
-    lines = [title, *shaded(weights, seen, shades)]
+    own = shaded(weights, seen, shades)
+    lines: list[Text | Table] = [title, *own]
     if seen["teacher"] is not None:
         beside = Table(box=None, pad_edge=False, padding=(0, 2))
         beside.add_column(seen["by"])
         beside.add_column("teacher")
-        for line in zip(lines[1:], shaded(np.array(seen["teacher"]), seen, shades), strict=True):
+        for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades), strict=True):
             beside.add_row(*line)
         lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
     y, x = np.unravel_index(weights.argmax(), weights.shape)
@@ -389,10 +394,22 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         axes.set_axis_off()
     query = "mean over queries" if seen["query"] == "mean" else f"query {seen['query']} (red)"
     figure.suptitle(
-        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, head {seen['head']}, {query}",
+        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, "
+        f"head {seen['head']}, {query}",
         fontsize=10,
     )
     figure.savefig(path)
+
+
+def _run(run_dir: Path | None) -> RunDirectory:
+    if run_dir is None:
+        raise UserError("inspect: name a store or a run directory")
+    return RunDirectory(run_dir)
+
+
+def _store(url: str | None, run_dir: Path | None) -> str:
+    """The store that is named, else that of the run."""
+    return str(_run(run_dir).maps) if url is None else url
 
 
 def _choice(option: str, value: str, size: int) -> list[int]:

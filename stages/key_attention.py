@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
@@ -46,7 +47,7 @@ def save_snapshot(
     np.save(folder / "key_attention" / f"{epoch:04d}.npy", torch.cat(snapshots).numpy())
 
 
-def student_attention(student: nn.Module, device: torch.device) -> Attention:
+def student_attention(student: VisionTransformer, device: torch.device) -> Attention:
     """The attention maps of a student, in eval mode, from patches to patches."""
 
     def attention(images: Tensor, _image_ids: Tensor) -> list[Tensor]:

@@ -64,9 +64,7 @@ class PhaseA(TeacherJob):
         gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
         gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
         mode = self.settings.phase_a.mode
-        logits = predict(
-            self.teacher, batch.images, gaussians, mode, self.label_passes, generator
-        )
+        logits = predict(self.teacher, batch.images, gaussians, mode, self.label_passes, generator)
         return GaussianAttention(self.teacher, gaussians, parameters), logits
 
     @property

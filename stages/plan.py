@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model, list_models
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import store
@@ -38,6 +39,8 @@ from stages.resources import (
     sizes_of,
 )
 from stages.teacher_job import TeacherJob
+
+StartedTeacher = Teacher | VisionTransformer | VitTeacher
 
 JSON_NAMES = {
     "per_image_parameters": "row_parameters",
@@ -66,7 +69,10 @@ def run(
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
-    data = load_or_say_how(settings) if images is None else random_data(settings, images, classes)
+    if images is None or classes is None:
+        data = load_or_say_how(settings)
+    else:
+        data = random_data(settings, images, classes)
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     if images is not None:
@@ -82,11 +88,11 @@ def run(
         "available_memory_bytes": available_memory(),
         "device": str(device),
         "seconds": seconds,
-        "problem": find_problem(plan, run_dir, export_maps.chosen(settings).kind),
+        "problem": find_problem(plan, run_dir, str(export_maps.chosen(settings).kind)),
     }
 
 
-def build_teacher(settings: Settings, data: ImageData) -> nn.Module:
+def build_teacher(settings: Settings, data: ImageData) -> StartedTeacher:
     """The teacher as phase A starts with it."""
     phase = settings.phase_a
     if phase.learns_gaussians:
@@ -153,7 +159,7 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 def measure(
     settings: Settings,
     data: ImageData,
-    teacher: nn.Module,
+    teacher: StartedTeacher,
     device: torch.device,
     plan: Plan,
     steps: int,
@@ -216,19 +222,19 @@ def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
 
 
 def measure_phase_a(
-    settings: Settings, data: ImageData, teacher: nn.Module, device: torch.device, folder: Path
+    settings: Settings, data: ImageData, teacher: StartedTeacher, device: torch.device, folder: Path
 ) -> tuple[TeacherJob, float]:
     """The trained teacher, and the seconds an image took in the last epoch: none where the teacher
     was trained before."""
     count = len(data.train)
     if isinstance(teacher, VitTeacher):
         return trained_teacher.TrainedTeacher(settings, data, device, teacher.to(device)), 0.0
-    if not isinstance(teacher, Teacher):
+    if isinstance(teacher, VisionTransformer):
         state = trained_teacher.training_state(settings, data)
         trained_teacher.train(settings, data, state, folder / "phase_a")
         vit = VitTeacher(state.kept, data, "vit").to(device)
-        job = trained_teacher.TrainedTeacher(settings, data, device, vit)
-        return job, state.metrics[-1]["seconds"] / count
+        trained = trained_teacher.TrainedTeacher(settings, data, device, vit)
+        return trained, state.metrics[-1]["seconds"] / count
     per_image = None
     if settings.phase_a.residual:
         per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
@@ -241,8 +247,11 @@ def measure_phase_a(
 def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
     """Seconds that the teacher takes to classify the images."""
     if isinstance(job, phase_a.PhaseA):
-        return clock(lambda: phase_a.score_teacher(job, evaluation, seen=True))
-    return clock(lambda: [job.teacher.predict(batch.images) for batch in evaluation.in_order()])
+        gaussian = job
+        return clock(lambda: phase_a.score_teacher(gaussian, evaluation, seen=True))
+    vit = job.teacher
+    assert isinstance(vit, VitTeacher)
+    return clock(lambda: [vit.predict(batch.images) for batch in evaluation.in_order()])
 
 
 def measure_export(job: TeacherJob, path: Path) -> float:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
 from gaupipe.stored_maps import KINDS
-from gaupipe.teacher import Teacher
+from gaupipe.vit_teacher import VitTeacher
 
 PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
@@ -55,8 +56,8 @@ def sizes_of(teacher: Any, data: Any) -> Sizes:
     sources = {id(split.source): split.source for split in splits}
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
     sizes = {"images": len(data.train), "classes": data.num_classes, "image_bytes": 2 * sum(held)}
-    if not isinstance(teacher, Teacher):
-        return Sizes(**sizes, **shape_of(teacher), network_parameters=count(teacher))
+    if isinstance(teacher, VisionTransformer | VitTeacher):
+        return Sizes(**sizes, **_shape_of(teacher), network_parameters=count(teacher))
     prior = teacher.prior.numel()
     return Sizes(
         **sizes,
@@ -70,12 +71,12 @@ def sizes_of(teacher: Any, data: Any) -> Sizes:
     )
 
 
-def shape_of(vit: torch.nn.Module) -> dict[str, Any]:
-    """Grid, layers and heads of a timm ViT, or of a trained one that is read as a teacher."""
-    if hasattr(vit, "patch_embed"):
-        grid, layers = tuple(vit.patch_embed.grid_size), len(vit.blocks)
-        return {"grid": grid, "layers": layers, "heads": vit.blocks[0].attn.num_heads}
-    return {"grid": vit.grid, "layers": vit.layers, "heads": vit.heads}
+def _shape_of(vit: Any) -> dict[str, Any]:
+    """Grid, layers and heads of a ViT as a teacher."""
+    if isinstance(vit, VitTeacher):
+        return {"grid": vit.grid, "layers": vit.layers, "heads": vit.heads}
+    grid, heads = tuple(vit.patch_embed.grid_size), vit.blocks[0].attn.num_heads
+    return {"grid": grid, "layers": len(vit.blocks), "heads": heads}
 
 
 def count(module: torch.nn.Module) -> int:
@@ -168,7 +169,7 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
 
     def schema(kind: str) -> store.Schema:
         usual = settings.export.kind in (None, kind)
-        k = settings.export.k if usual else None
+        k = (settings.export.k if usual else None) or KINDS[kind].default_k
         return store.Schema(
             kind=kind,
             num_images=sizes.images * views,
@@ -179,9 +180,11 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset=settings.data.name,
             dataset_sha256="",
             teacher_sha256="",
-            embedding_dim=phase.compression.embedding if kind == "embedding" else None,
+            embedding_dim=(
+                phase.compression.embedding if phase.compression and kind == "embedding" else None
+            ),
             encoding=(settings.export.encoding if usual else None) or KINDS[kind].default_encoding,
-            k=KINDS[kind].default_k and min(k or KINDS[kind].default_k, sizes.grid[0] * sizes.grid[1]),
+            k=k and min(k, sizes.grid[0] * sizes.grid[1]),
             views=views,
         )
 

@@ -13,22 +13,23 @@ from stages import export_maps, phase_a, phase_b
 from stages.run_directory import RunDirectory
 
 
-def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[str, Any]]:
-    """Runs every stage that has not finished in ``run_dir`` and returns the rows of the summary
-    table."""
-    key = key or settings.phase_b.student
+def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[dict[str, Any]]:
+    """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
+    returns the lines of the summary table."""
+    attention = attention or settings.phase_b.student
     settings = settings.model_copy(
-        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
+        update={"phase_b": settings.phase_b.model_copy(update={"student": attention})}
     )
     data = load_data(settings.data)
     if settings.baseline.enabled:
         check_baseline(settings, data)
     run_directory = RunDirectory(run_dir)
     for distilled in (True, False):
-        run_directory.overrides(key, distilled)  # a damaged student is refused before anything runs
+        # a damaged student is refused before anything runs
+        run_directory.overrides(attention, distilled)
     teacher = phase_a.run(settings, run_dir, resume=True, data=data)
     export_maps.ensure(run_dir, data=data)
-    student = phase_b.run(run_dir, key, resume=True, data=data)
+    student = phase_b.run(run_dir, attention, resume=True, data=data)
     last = teacher[-1]
     learns = settings.phase_b
     made = (
@@ -36,7 +37,7 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
         if learns.alpha == learns.gamma == 0 and learns.warm_start != "none"
         else "distilled"
     )
-    rows = [
+    lines = [
         {
             "model": "teacher (phase A)",
             "epochs": last["epoch"],
@@ -45,7 +46,7 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
             "seconds": total_seconds(teacher),
         },
         {
-            "model": f"{key}, {made}",
+            "model": f"{attention}, {made}",
             "epochs": len(student),
             "train_acc": student[-1]["train_acc"],
             "val_acc": student[-1]["val_acc"],
@@ -53,14 +54,14 @@ def run(settings: Settings, run_dir: Path, key: str | None = None) -> list[dict[
         },
     ]
     if settings.baseline.enabled:
-        plain = phase_b.run(run_dir, key, resume=True, distilled=False, data=data)
-        rows.append(
+        plain = phase_b.run(run_dir, attention, resume=True, distilled=False, data=data)
+        lines.append(
             {
-                "model": f"{key}, plain",
+                "model": f"{attention}, plain",
                 "epochs": len(plain),
                 "train_acc": plain[-1]["train_acc"],
                 "val_acc": plain[-1]["val_acc"],
                 "seconds": total_seconds(plain),
             }
         )
-    return rows
+    return lines

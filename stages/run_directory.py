@@ -50,8 +50,8 @@ class RunDirectory:
         text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()
         if not re.fullmatch("[0-9a-f]{64}", text):
             raise UserError(
-                f"{self.teacher_sha256} is damaged: it should hold the 64 digits of the teacher's sha256; "
-                "remove it, and 'gaupipe phase-a --resume' writes it again"
+                f"{self.teacher_sha256} is damaged: it should hold the 64 digits of the teacher's "
+                "sha256; remove it, and 'gaupipe phase-a --resume' writes it again"
             )
         return text
 
@@ -102,8 +102,8 @@ class RunDirectory:
         for key in changed(of_run, settings):
             if not allowed(key, config.IN_PHASE_B):
                 raise UserError(
-                    f"--set {key}: belongs to the run, not to one student: start another run with it "
-                    f"('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
+                    f"--set {key}: belongs to the run, not to one student: start another run "
+                    f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
                 )
         return settings
 
@@ -120,8 +120,8 @@ class RunDirectory:
                 if not allowed(key, FREE):
                     before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
                     raise UserError(
-                        f"{self.path} holds a run with other settings ({key} is {before}, asked {now}); "
-                        "choose another --run-dir or remove it"
+                        f"{self.path} holds a run with other settings ({key} is {before}, "
+                        f"asked {now}); choose another --run-dir or remove it"
                     )
         elif self.path.is_file() or (
             self.path.is_dir()
@@ -164,7 +164,8 @@ def last_used() -> RunDirectory:
     runs = [RunDirectory(path.parent) for path in RUNS.glob("*/config.yaml")]
     if not runs:
         raise UserError(
-            f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is elsewhere"
+            f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is "
+            "elsewhere"
         )
 
     def last_use(run: RunDirectory) -> int:
@@ -193,8 +194,8 @@ def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
             file.seek(0)
             process = file.read().strip()
             raise UserError(
-                f"{folder}: another process{f' (pid {process})' if process else ''} is using this {what}: "
-                "wait for it to end, or choose another folder"
+                f"{folder}: another process{f' (pid {process})' if process else ''} is using "
+                f"this {what}: wait for it to end, or choose another folder"
             ) from None
         before = os.fstat(file.fileno())
         file.truncate(0)

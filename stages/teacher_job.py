@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaupipe.config import Settings
 from gaupipe.data import Batch, Batches, ImageData, Split
 from gaupipe.stored_maps import Attention
 from gaupipe.student import MapShape
+from gaupipe.teacher import Teacher
+from gaupipe.vit_teacher import VitTeacher
 
 
 @dataclass
 class TeacherJob:
-    """A teacher on the data of a run. ``teacher`` has a ``grid`` (h, w), ``layers`` and
-    ``heads``."""
+    """A teacher on the data of a run."""
 
     settings: Settings
     data: ImageData
     device: torch.device
-    teacher: nn.Module
+    teacher: Teacher | VitTeacher
 
     @property
     def shape(self) -> MapShape:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 
 from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
@@ -71,26 +72,32 @@ def run(
 
     ``resume`` continues from the last checkpoint. Raises UserError before anything is written.
     """
-    trained_here = settings.phase_a.teacher == "vit"
     job = check(settings, data)
-    if trained_here:
-        state = training_state(settings, data)
+    state = training_state(settings, data) if job is None else None
     with run.locked():
         run.check_free(settings, resume)
         run.start(settings)
         data.write_split(run.path / "split.json")
-        if trained_here:
+        if job is not None:
+            metrics = adopt(job, run.phase_a / "metrics.jsonl")
+        else:
+            assert state is not None
             state.load(run.phase_a / "checkpoint")
             train(settings, data, state, run.phase_a)
-            metrics, folder = state.metrics, run.phase_a / "teacher"
-            if not run.teacher_sha256.is_file():
-                save_student(state.kept, folder, mean=data.mean, std=data.std)
-                job = build(settings, data, folder)
-        else:
-            metrics = adopt(job, run.phase_a / "metrics.jsonl")
+            metrics = state.metrics
         if not run.teacher_sha256.is_file():
+            if state is not None:
+                folder = run.phase_a / "teacher"
+                save_student(vit_of(state), folder, mean=data.mean, std=data.std)
+            job = build(settings, data, run.phase_a / "teacher")
             write_whole(run.teacher_sha256, job.sha256() + "\n")
     return metrics
+
+
+def vit_of(state: TrainingState) -> VisionTransformer:
+    """The teacher that a training keeps."""
+    assert isinstance(state.kept, VisionTransformer)
+    return state.kept
 
 
 def check(settings: Settings, data: ImageData) -> TrainedTeacher | None:
@@ -147,7 +154,7 @@ def train(settings: Settings, data: ImageData, state: TrainingState, folder: Pat
                 val_acc=scores["acc"],
                 val_loss=scores["loss"],
             )
-            attention = student_attention(state.kept, device)
+            attention = student_attention(vit_of(state), device)
             save_snapshot(folder, epoch.number + 1, settings, data, attention)
             state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
             progress.line(
@@ -177,8 +184,7 @@ def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
 def score_split(job: TrainedTeacher, split: Split) -> dict[str, float]:
     """Accuracy and loss of the teacher on a split."""
     return score(
-        (job.teacher.predict(batch.images), batch.labels)
-        for batch in job.batches(split).in_order()
+        (job.teacher.predict(batch.images), batch.labels) for batch in job.batches(split).in_order()
     )
 
 
@@ -212,7 +218,9 @@ def load(run: RunDirectory, settings: Settings, data: ImageData) -> TrainedTeach
     return job
 
 
-def build_model(settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+def build_model(
+    settings: Settings, data: ImageData, device: str | None = None
+) -> VisionTransformer:
     """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
     torch.manual_seed(settings.seed)
     args = {**settings.model.args, **settings.phase_a.teacher_args}
@@ -220,10 +228,10 @@ def build_model(settings: Settings, data: ImageData, device: str | None = None) 
     return build_vit(model, data, "standard", device)
 
 
-def shape_of(vit: nn.Module) -> MapShape:
+def shape_of(vit: VisionTransformer) -> MapShape:
     """Of the maps that a ViT of timm's will have."""
-    grid = tuple(vit.patch_embed.grid_size)
-    return MapShape(grid, len(vit.blocks), vit.blocks[0].attn.num_heads)
+    first: Any = vit.blocks[0]
+    return MapShape(tuple(vit.patch_embed.grid_size), len(vit.blocks), first.attn.num_heads)
 
 
 def training_state(settings: Settings, data: ImageData) -> TrainingState:

@@ -68,7 +68,8 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         for shard in store.join(url).shards
         for start in range(shard.start, shard.stop, size)
     ]
-    differences, distances = [], []
+    differences: list[str] = []
+    distances: list[np.ndarray] = []
     stored, own = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
     differences += [
         f"decoder/{name} is not the teacher's"
@@ -99,7 +100,8 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     distance = float(np.concatenate(distances).mean())
     if not (distance <= 0.01 or distance <= 0.01 + noise(job, maps.schema, batches, spans[index])):
         differences.append(
-            f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted classes"
+            f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
+            "classes"
         )
     return differences
 
@@ -114,7 +116,7 @@ def same(stored: np.ndarray | None, own: np.ndarray | None) -> bool:
 def unequal(
     name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16"
 ) -> str | None:
-    """Which of these images' rows differ by more than their encoding and another device's
+    """Which of these images' numbers differ by more than their encoding and another device's
     arithmetic explain, in words. Of 8-bit Gaussians that is one code."""
     coarse = encoding == "uint8" and name == "gaussians"
     own, stored = own.astype(np.float32), stored.astype(np.float32)
@@ -133,7 +135,10 @@ def unequal(
     wrong = ~close.reshape(len(ids), -1).all(1)
     if not wrong.any():
         return None
-    return f"image {ids[wrong.argmax()]}: {name} not the teacher's ({wrong.sum()} of {len(ids)} images of its batch)"
+    return (
+        f"image {ids[wrong.argmax()]}: {name} not the teacher's "
+        f"({wrong.sum()} of {len(ids)} images of its batch)"
+    )
 
 
 def distant(
@@ -141,11 +146,11 @@ def distant(
 ) -> list[str]:
     """Which of these images' maps are further from the teacher's than another device's arithmetic
     explains, in words: a mean total variation over 0.01."""
-    distance = sum(
+    distances = [
         (stored.map(layer) - own.map(layer)).abs().sum(-1).mean((1, 2)) / 2
         for layer in range(layers)
-    )
-    wrong = (distance / layers > 0.01).numpy()
+    ]  # of [B, H, T] each
+    wrong = (torch.stack(distances).mean(0) > 0.01).numpy()
     if not wrong.any():
         return []
     return [

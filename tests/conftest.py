@@ -1,6 +1,7 @@
 """One thread a test process: the models are tiny, and threads that wait for each other cost more
 than they bring."""
 
+import functools
 import gzip
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer
 
 from gaupipe.cli import main
 
@@ -36,6 +38,14 @@ def machine(tmp_path_factory):
         patch.setenv("GAUPIPE_FASHION_MNIST", str(folder / "fashion-mnist"))
         patch.setenv("GAUPIPE_CACHE", str(folder / "cache"))
         yield folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def parsers():
+    """Makes the command line's parsers once: a process needs them once, and they hold no state."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ VARIANT_NAMES = [
 ]
 
 
-# ---- the oracle: one image, float64, no vectorisation over heads or tokens ----------------------------------------
+# ---- the oracle: one image, float64, no vectorisation over heads or tokens -----------------------
 
 
 def oracle(key, options, weights, x, heads, visible, bias):
@@ -121,7 +121,7 @@ def numpy_weights(module):
     }
 
 
-# ---- values and gradients -------------------------------------------------------------------------------------------
+# ---- values and gradients ------------------------------------------------------------------------
 
 
 @st.composite
@@ -219,7 +219,7 @@ def test_gradients_are_the_slopes_of_the_equations(key, options, case):
         assert mine == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
 
-# ---- the orthogonal projection --------------------------------------------------------------------------------------
+# ---- the orthogonal projection -------------------------------------------------------------------
 
 vectors = st.tuples(
     st.integers(1, 4), st.integers(2, 40), st.integers(0, 2**31), st.floats(1e-6, 1e6)
@@ -280,11 +280,11 @@ def test_autocast_stays_close_to_float32(key):
         torch.testing.assert_close(low.float(), exact, rtol=0.05, atol=0.03)
 
 
-# ---- AttentionX -----------------------------------------------------------------------------------------------------
+# ---- AttentionX ----------------------------------------------------------------------------------
 
 
 def test_attentionx_masking_the_diagonal_makes_the_discrepancy_larger():
-    """*AttentionX, eq. 13*, per head; unmasked it is the masked one times 1 - a_kk, as eq. 12 says."""
+    """*AttentionX, eq. 13*, per head; unmasked it is the masked one times 1 - a_kk (*eq. 12*)."""
     torch.manual_seed(0)
     masked = ATTENTION["attentionx"](24, 3)
     unmasked = ATTENTION["attentionx"](24, 3, mask_diagonal=False)
@@ -350,7 +350,7 @@ def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype, low
     assert (rows[..., [0, 4], :] == -torch.inf).all()
 
 
-# ---- what the classes promise beyond values -------------------------------------------------------------------------
+# ---- what the classes promise beyond values ------------------------------------------------------
 
 
 class LargestTensor(TorchDispatchMode):
@@ -436,7 +436,7 @@ def test_an_unknown_choice_names_the_right_one(key, options, message):
         ATTENTION[key](16, 2, **options)
 
 
-# ---- causal use -----------------------------------------------------------------------------------------------------
+# ---- causal use ----------------------------------------------------------------------------------
 
 
 class CharacterModel(torch.nn.Module):

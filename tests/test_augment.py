@@ -274,9 +274,8 @@ def test_an_operation_on_a_batch_is_torchvisions_on_each_image(name, channels):
         for sign in (-1, 1):
             values = magnitudes(31, 16, 16)
             value = 0.0 if values is None else values[magnitude].item() * (sign if signed else 1)
-            if (
-                name in STRONGEST
-            ):  # the same to more digits: the last bit of a factor can decide how a pixel is rounded
+            if name in STRONGEST:
+                # with more digits: the last bit of a factor can decide how a pixel is rounded
                 first, last = STRONGEST[name]
                 exact = (first + (last - first) * (magnitude / 30)) * (sign if signed else 1)
                 assert value == pytest.approx(exact, rel=1e-6, abs=1e-6)

@@ -3,13 +3,12 @@
 The table is tests/bad_inputs.py. Its commands run in this process.
 """
 
+import io
 import json
 import os
 import shlex
 import shutil
 import signal
-import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -71,20 +70,29 @@ def finished(tmp_path_factory):
 def contents(folder: Path) -> dict[str, tuple]:
     """What is in a folder: names, kinds, bytes, and of locks the time."""
     found = {}
-    for place, folders, files in os.walk(folder):
-        found.update({os.path.join(place, name): () for name in folders})
-        for name in files:
-            path = os.path.join(place, name)
-            status = os.lstat(path)
-            found[path] = (status.st_mode, read(path) if stat.S_ISREG(status.st_mode) else None)
-            if name == "lock":
-                found[path] += (status.st_mtime_ns,)
+    folders = [str(folder)]
+    while folders:
+        for entry in os.scandir(folders.pop()):
+            if entry.is_dir(follow_symlinks=False):
+                found[entry.path] = ()
+                folders.append(entry.path)
+                continue
+            regular = entry.is_file(follow_symlinks=False)
+            status = entry.stat(follow_symlinks=False)
+            found[entry.path] = (status.st_mode, read(entry.path) if regular else None)
+            if entry.name == "lock":
+                found[entry.path] += (status.st_mtime_ns,)
     return found
 
 
 def read(path: str) -> bytes:
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=0) as file:
         return file.read()
+
+
+@pytest.fixture(scope="module")
+def finished_contents(finished):
+    return contents(finished)
 
 
 @pytest.fixture
@@ -111,28 +119,31 @@ def check(row: Row, code: int, out: str, err: str) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.command[:60])
-def test_bad_input(row, finished, tmp_path, in_process, no_hang):
-    folder = finished
+def test_bad_input(row, finished, finished_contents, tmp_path, in_process, no_hang):
+    folder, before = finished, finished_contents
     if row.change is not None:
         folder = tmp_path / "copy"
         shutil.copytree(finished, folder, copy_function=os.link)  # changes leave linked files alone
         row.change(folder)
-    before = contents(folder)
+        before = contents(folder)
     code, out, err = in_process(*shlex.split(row.command), cwd=folder)
     assert contents(folder) == before
     check(row, code, out, err)
 
 
 @pytest.mark.parametrize("row", ASCII_ROWS, ids=lambda row: row.command[:60])
-def test_bad_input_on_a_terminal_of_ascii(row, finished):
-    before = contents(finished)
-    command = [sys.executable, "-m", "gaupipe", *shlex.split(row.command)]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    result = subprocess.run(
-        command, cwd=finished, env=environment, capture_output=True, timeout=300
-    )
-    assert contents(finished) == before
-    check(row, result.returncode, result.stdout.decode("ascii"), result.stderr.decode("ascii"))
+def test_bad_input_on_a_terminal_of_ascii(row, finished, finished_contents, monkeypatch):
+    monkeypatch.chdir(finished)
+    monkeypatch.setattr(sys, "argv", ["gaupipe", *shlex.split(row.command)])
+    streams = []
+    for name in ("stdout", "stderr"):
+        streams.append(io.BytesIO())
+        terminal = io.TextIOWrapper(streams[-1], encoding="ascii", write_through=True)
+        monkeypatch.setattr(sys, name, terminal)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert contents(finished) == finished_contents
+    check(row, exit_.value.code or 0, *(stream.getvalue().decode("ascii") for stream in streams))
 
 
 def test_the_table_is_large_and_without_repetition():

@@ -404,23 +404,16 @@ def compared(tmp_path_factory):
     return folder, sweep, command(folder, "--sweep", sweep, "--jobs", 2)
 
 
-def command(folder, *arguments):
+def compare(folder, *arguments, seeds="0,1"):
+    """The command's arguments."""
     sets = [argument for setting in TINY for argument in ("--set", setting)]
+    options = ["--run-dir", folder, "--seeds", seeds, "--no-tune"]
+    return [*map(str, ["compare", "digits", *options, *arguments]), *sets]
+
+
+def command(folder, *arguments):
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "gaupipe.cli",
-            "compare",
-            "digits",
-            "--run-dir",
-            folder,
-            "--seeds",
-            "0,1",
-            "--no-tune",
-            *map(str, arguments),
-            *sets,
-        ],
+        [sys.executable, "-m", "gaupipe.cli", *compare(folder, *arguments)],
         text=True,
         capture_output=True,
         timeout=300,
@@ -484,24 +477,25 @@ def test_a_tiny_comparison(compared):
         ).read_text()
 
 
-def test_finished_cells_are_not_run_again(compared):
+def test_finished_cells_are_not_run_again(compared, in_process):
     folder, sweep, _ = compared
     (folder / "lock").rename(folder / "comparison.lock")  # as an earlier version left the folder
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
-    again = command(folder, "--sweep", sweep, "--targets", "0.05,0.99")
-    assert again.returncode == 0 and "seed" not in again.stderr
-    assert "To 5.0 % accuracy" in again.stdout and "never" in again.stdout
+    code, out, err = in_process(
+        *compare(folder, "--sweep", sweep, "--jobs", 2, "--targets", "0.05,0.99")
+    )
+    assert code == 0 and "seed" not in err
+    assert "To 5.0 % accuracy" in out and "never" in out
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
-    alone = command(folder, "--row", BASELINE, "--json")
-    assert [cell["cell"] for cell in json.loads(alone.stdout)["cells"]] == [BASELINE]
+    _, out, _ = in_process(*compare(folder, "--row", BASELINE, "--json"))
+    assert [cell["cell"] for cell in json.loads(out)["cells"]] == [BASELINE]
     other = shutil.copy(
         sweep, folder.parent / "few.yaml"
     )  # its tables leave those of the other tests alone
-    few = command(
-        folder, "--sweep", other, "--row", "plain longer", "--row", "shuffled maps", "--json"
-    )
-    assert few.returncode == 0 and "seed" not in few.stderr
-    names = [cell["cell"] for cell in json.loads(few.stdout)["cells"]]
+    selected = ["--row", "plain longer", "--row", "shuffled maps"]
+    code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))
+    assert code == 0 and "seed" not in err
+    names = [cell["cell"] for cell in json.loads(out)["cells"]]
     assert names == [BASELINE, "distilled", "shuffled maps", "plain longer"]
     teachers, students, tuned = 4, 14, 3  # one of eight cells is the same runs as another
     assert len(before) == teachers + students + tuned
@@ -531,40 +525,24 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     assert (code, err.count("\n")) == (2, 1) and "holds no comparison" in err
 
 
-def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, tmp_path):
+def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, in_process, tmp_path):
     folder, sweep, _ = compared
-    sets = [argument for setting in TINY for argument in ("--set", setting)]
-    call = [
-        sys.executable,
-        "-m",
-        "gaupipe.cli",
-        "compare",
-        "digits",
-        "--run-dir",
-        tmp_path / "c",
-        "--seeds",
-        "0,1",
-        "--no-tune",
-        "--sweep",
-        sweep,
-        "--jobs",
-        "2",
-        *sets,
-    ]
+    call = compare(tmp_path / "c", "--sweep", sweep, seeds="0")
     process = subprocess.Popen(
-        list(map(str, call)), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "gaupipe.cli", *call, "--jobs", "2"],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
     deadline = time.monotonic() + 120
     while len(list(tmp_path.glob("c/students/*/student"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate(timeout=120)  # its workers have the same stdout, and have ended too
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "c" / "mine.json").exists()
-    process = subprocess.run(list(map(str, call)), capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
+    code, _, err = in_process(*call)
+    assert code == 0, err
     resumed = json.loads((tmp_path / "c" / "mine.json").read_text())
     unbroken = json.loads((folder / "mine.json").read_text())
     for cell, other in zip(resumed["cells"], unbroken["cells"], strict=True):
-        assert [run["val_loss"] for run in cell["runs"]] == [
-            run["val_loss"] for run in other["runs"]
-        ]
+        (run,) = cell["runs"]
+        assert run["val_loss"] == other["runs"][0]["val_loss"]

@@ -1,5 +1,5 @@
-"""Checkpoints, rows and students: what changed after it was written is refused in one line, and
-a process killed at any moment leaves what the next one reads."""
+"""Checkpoints, per-image parameters and students: what changed after it was written is
+refused in one line, and a process killed at any moment leaves what the next one reads."""
 
 import hashlib
 import itertools
@@ -209,11 +209,11 @@ def test_a_damaged_checkpoint_ends_a_command_in_one_line(tmp_path, in_process, c
     assert (code, err.count("\n")) == (2, 1) and "state.pt" in err and "Traceback" not in err
 
 
-# ---- rows in files -------------------------------------------------------------------------------
+# ---- records in files ----------------------------------------------------------------------------
 
 
 def trained_rows(folder: Path) -> dict:
-    """A checkpoint of 6 rows, 2 epochs old; the rows of image 3 were passed over in the second."""
+    """A checkpoint of 6 images, 2 epochs old; image 3 was passed over in the second."""
     state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
     for visited in (range(6), (0, 1, 2, 4, 5)):
         image_ids = torch.tensor(list(visited))
@@ -256,20 +256,20 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
                 read()
             assert "\n" not in str(error.value)
     path.write_bytes(sound)
-    assert continued(tmp_path, checkpoint).rows.shape == (6, 5)
+    assert continued(tmp_path, checkpoint).parameters().shape == (6, 5)
 
 
 def test_records_that_are_not_committed_may_be_anything(tmp_path):
     """What a killed process had begun to write."""
     checkpoint = trained_rows(tmp_path)
-    rows = continued(tmp_path, checkpoint).rows
+    parameters = continued(tmp_path, checkpoint).parameters()
     for place in range(2):
         data = bytearray((tmp_path / f"records.{place}").read_bytes())
         for image in range(6):
             if checkpoint["place"][image] != place:
                 data[image * 60 : (image + 1) * 60] = b"\xff" * 60
         (tmp_path / f"records.{place}").write_bytes(data)
-    assert torch.equal(continued(tmp_path, checkpoint).rows, rows)
+    assert torch.equal(continued(tmp_path, checkpoint).parameters(), parameters)
 
 
 def test_the_checksums_of_a_checkpoint_are_crc32c(tmp_path):

@@ -167,7 +167,7 @@ def test_what_is_stored_is_the_teachers(trained):
     job = phase_a.load(RunDirectory(trained))
     ids = np.array([199, 3, 3, 77])
     stored = store.open(trained / "maps.zarr", dataset_sha256=job.data.sha256).gather(ids)
-    own = job.teacher.gaussians(job.per_image.rows[ids]).detach()
+    own = job.teacher.gaussians(job.per_image.parameters()[ids]).detach()
     np.testing.assert_array_equal(stored["gaussians"], own.numpy().astype(np.float16))
     np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
 

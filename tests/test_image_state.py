@@ -1,4 +1,4 @@
-"""Rows of single images: their own Adam, against torch's; in memory and in files; killed and
+"""Per-image parameters: their own Adam, against torch's; in memory and in files; killed and
 continued."""
 
 import os
@@ -21,24 +21,24 @@ def folder_of(place, tmp_path):
 
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
-    """Fits every row to a target of its own; every image once an epoch, in an order that the
-    epoch determines."""
+    """Fits the parameters of every image to a target of its own; every image once an epoch, in an
+    order that the epoch determines."""
     target = torch.randn(
-        len(state), *state.initial_row.shape, generator=torch.Generator().manual_seed(7)
+        len(state), *state.initial.shape, generator=torch.Generator().manual_seed(7)
     )
     for epoch in range(first_epoch, first_epoch + epochs):
         order = torch.randperm(len(state), generator=torch.Generator().manual_seed(epoch))
         for step, image_ids in enumerate(order.split(batch_size)):
             if step == stop_after:
                 return
-            rows = state.gather(image_ids)
-            ((rows - target[image_ids]) ** 4).sum().backward()
-            state.update(image_ids, rows.grad)
+            parameters = state.gather(image_ids)
+            ((parameters - target[image_ids]) ** 4).sum().backward()
+            state.update(image_ids, parameters.grad)
         state.end_epoch()
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch(place, tmp_path):
+def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(place, tmp_path):
     N, shape, epochs, options = 10, (2, 3), 5, dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
     torch.manual_seed(0)
     target = torch.randn(N, *shape)
@@ -47,39 +47,39 @@ def test_stepping_each_row_at_once_equals_torch_adam_stepped_once_per_epoch(plac
     optimizer = torch.optim.Adam([reference], **options)
     for _ in range(epochs):
         for image_ids in torch.randperm(N).split(3):  # every image once, in batches of uneven size
-            rows = state.gather(image_ids)
-            ((rows - target[image_ids]) ** 4).sum().backward()
-            state.update(image_ids, rows.grad)
+            parameters = state.gather(image_ids)
+            ((parameters - target[image_ids]) ** 4).sum().backward()
+            state.update(image_ids, parameters.grad)
         state.end_epoch()
         optimizer.zero_grad()
         ((reference - target) ** 4).sum().backward()
         optimizer.step()
-    torch.testing.assert_close(state.rows, reference.detach(), atol=1e-6, rtol=1e-5)
-    assert (state.rows != 0).all()
+    torch.testing.assert_close(state.parameters(), reference.detach(), atol=1e-6, rtol=1e-5)
+    assert (state.parameters() != 0).all()
 
 
-def test_a_row_counts_its_own_steps():
-    """A row that is updated for the first time late gets the bias correction of a first step: it
+def test_an_image_counts_its_own_steps():
+    """An image that is updated for the first time late gets the bias correction of a first step: it
     moves by lr."""
     state = ImageState(2, torch.zeros(1), lr=0.1)
     for _ in range(50):
         state.update(torch.tensor([0]), torch.ones(1, 1))
     state.update(torch.tensor([1]), torch.full((1, 1), 1e-3))
-    torch.testing.assert_close(state.rows[1], torch.tensor([-0.1]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(state.parameters()[1], torch.tensor([-0.1]), atol=1e-5, rtol=0)
     assert state.steps.tolist() == [50, 1]
 
 
-def test_untouched_rows_do_not_change():
+def test_untouched_images_do_not_change():
     state = ImageState(4, torch.full((3,), 7.0), lr=0.1)
     state.update(torch.tensor([2]), torch.ones(1, 3))
-    assert (state.rows[[0, 1, 3]] == 7).all() and (state.rows[2] < 7).all()
+    assert (state.parameters()[[0, 1, 3]] == 7).all() and (state.parameters()[2] < 7).all()
 
 
 def test_gather_is_a_leaf_that_collects_a_gradient():
     state = ImageState(3, torch.zeros(2), lr=0.1)
-    rows = state.gather(torch.tensor([2, 0]))
-    (rows * torch.tensor([[1.0, 2], [3, 4]])).sum().backward()
-    assert rows.is_leaf and rows.grad.tolist() == [[1, 2], [3, 4]]
+    parameters = state.gather(torch.tensor([2, 0]))
+    (parameters * torch.tensor([[1.0, 2], [3, 4]])).sum().backward()
+    assert parameters.is_leaf and parameters.grad.tolist() == [[1, 2], [3, 4]]
 
 
 def test_state_survives_a_round_trip():
@@ -88,11 +88,11 @@ def test_state_survives_a_round_trip():
     second.load_state_dict(first.state_dict())
     for state in (first, second):
         state.update(torch.tensor([1, 2]), torch.ones(2, 2))
-    assert torch.equal(first.rows, second.rows)
+    assert torch.equal(first.parameters(), second.parameters())
 
 
 @pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
-def test_rows_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp_path):
+def test_records_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp_path):
     states = [
         ImageState(
             11,
@@ -108,13 +108,13 @@ def test_rows_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp
     for epoch in range(4):
         for state in states:
             train(state, 1, epoch)
-        assert torch.equal(states[0].rows, states[1].rows)
+        assert torch.equal(states[0].parameters(), states[1].parameters())
         image_ids = torch.tensor([9, 0, 4])
         assert torch.equal(states[0].gather(image_ids), states[1].gather(image_ids))
 
 
-def test_an_epoch_that_misses_rows_leaves_them_as_they_were(tmp_path):
-    """Rows that some epochs pass over: never updated, updated before, updated again later."""
+def test_an_epoch_that_misses_images_leaves_them_as_they_were(tmp_path):
+    """Images that some epochs pass over: never updated, updated before, updated again later."""
     states = [
         ImageState(6, torch.zeros(4), lr=0.1, folder=folder_of(place, tmp_path)) for place in PLACES
     ]
@@ -124,16 +124,16 @@ def test_an_epoch_that_misses_rows_leaves_them_as_they_were(tmp_path):
                 image_ids = torch.tensor(visited)
                 state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 4))
             state.end_epoch()
-        assert torch.equal(states[0].rows, states[1].rows)
+        assert torch.equal(states[0].parameters(), states[1].parameters())
         states[1].load_state_dict(states[1].state_dict())
-        assert torch.equal(states[0].rows, states[1].rows)
-    assert (states[1].rows[5] == 0).all() and states[1].steps.tolist() == [2, 3, 5, 4, 3, 0]
+        assert torch.equal(states[0].parameters(), states[1].parameters())
+    assert (states[1].parameters()[5] == 0).all() and states[1].steps.tolist() == [2, 3, 5, 4, 3, 0]
 
 
 def test_an_update_is_seen_before_the_epoch_ends(tmp_path):
     state = ImageState(3, torch.zeros(2), lr=0.1, folder=tmp_path)
     state.update(torch.tensor([1]), torch.ones(1, 2))
-    torch.testing.assert_close(state.rows, torch.tensor([[0.0, 0], [-0.1, -0.1], [0, 0]]))
+    torch.testing.assert_close(state.parameters(), torch.tensor([[0.0, 0], [-0.1, -0.1], [0, 0]]))
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -149,7 +149,7 @@ def test_an_interrupted_epoch_is_repeated_exactly(place, tmp_path):
     again = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
     again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     train(again, 3, first_epoch=2)
-    assert torch.equal(again.rows, unbroken.rows)
+    assert torch.equal(again.parameters(), unbroken.parameters())
 
 
 def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
@@ -165,10 +165,10 @@ def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
     again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
     again.load_state_dict(checkpoint)
     train(again, 1, first_epoch=2)
-    assert torch.equal(again.rows, unbroken.rows)
+    assert torch.equal(again.parameters(), unbroken.parameters())
 
 
-def test_a_checkpoint_of_rows_in_files_is_small_and_costs_no_rewriting(tmp_path):
+def test_a_checkpoint_of_records_in_files_is_small_and_costs_no_rewriting(tmp_path):
     state = ImageState(1000, torch.zeros(256), lr=0.1, folder=tmp_path / "rows")
     train(state, 1, batch_size=100)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "rows").iterdir()}
@@ -189,13 +189,15 @@ def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
     def fresh(num_images=4, size=3, folder=tmp_path / "rows"):
         return ImageState(num_images, torch.zeros(size), lr=0.1, folder=folder)
 
-    with pytest.raises(UserError, match="rows of epoch 2, the checkpoint needs those of epoch 1"):
+    with pytest.raises(
+        UserError, match="parameters of epoch 2, the checkpoint needs those of epoch 1"
+    ):
         fresh().load_state_dict(early)
     with pytest.raises(UserError, match="missing or unreadable"):
         fresh(folder=tmp_path / "elsewhere").load_state_dict(early)
-    with pytest.raises(UserError, match="4 rows of 9 words, the settings ask for 4 of 15"):
+    with pytest.raises(UserError, match="4 images of 9 words, the settings ask for 4 of 15"):
         fresh(size=5).load_state_dict(early)
-    with pytest.raises(UserError, match="rows of 4 images, the data set has 5"):
+    with pytest.raises(UserError, match="parameters of 4 images, the data set has 5"):
         fresh(num_images=5).load_state_dict(early)
     with pytest.raises(UserError, match="kept in files"):
         fresh(folder=None).load_state_dict(early)
@@ -225,36 +227,37 @@ def test_nothing_is_written_before_the_first_update(tmp_path):
     assert not (tmp_path / "rows").exists()
 
 
-def test_release_frees_half_of_the_files_and_keeps_the_rows(tmp_path):
+def test_release_frees_half_of_the_files_and_keeps_the_parameters(tmp_path):
     state = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
     train(state, 2)
-    rows, size = state.rows, 50 * record_words(40) * 4
+    parameters, size = state.parameters(), 50 * record_words(40) * 4
     state.release()
     assert sorted((tmp_path / f"records.{place}").stat().st_size for place in range(2)) == [0, size]
-    assert torch.equal(state.rows, rows)
+    assert torch.equal(state.parameters(), parameters)
 
 
 def test_a_random_start_depends_on_seed_and_image_id_alone():
     few, many = (
         ImageState(n, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=4) for n in (5, 20)
     )
-    assert torch.equal(few.rows, many.rows[:5])
-    assert torch.equal(many.gather(torch.tensor([17, 3])), many.rows[[17, 3]])
+    assert torch.equal(few.parameters(), many.parameters()[:5])
+    assert torch.equal(many.gather(torch.tensor([17, 3])), many.parameters()[[17, 3]])
     assert not torch.equal(
-        few.rows, ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).rows
+        few.parameters(),
+        ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).parameters(),
     )
-    assert many.rows.mean().item() == pytest.approx(
+    assert many.parameters().mean().item() == pytest.approx(
         3, abs=0.02
-    ) and many.rows.std().item() == pytest.approx(0.5, abs=0.02)
+    ) and many.parameters().std().item() == pytest.approx(0.5, abs=0.02)
     assert (
-        many.rows.flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2
+        many.parameters().flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2
     )  # 1000 numbers: one sigma is 0.03
 
 
 def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
     """Stored to 2^-9, a moment is off by at most 0.2 % a step. Over 30 noisy steps these
     roundings, of either sign, add up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's
-    length lr. The rows, which moved by up to 30 lr, stay within half an lr of float32's at
+    length lr. The parameters, which moved by up to 30 lr, stay within half an lr of float32's at
     worst, and within 0.05 lr on average."""
     N, R, epochs, lr = 20, 200, 30, 0.1
     states = [
@@ -267,9 +270,9 @@ def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
         gradient = drift + 0.5 * torch.randn(N, R, generator=generator)
         for state in states:
             state.update(torch.arange(N), gradient)
-    difference = (states[0].rows - states[1].rows).abs() / lr
+    difference = (states[0].parameters() - states[1].parameters()).abs() / lr
     assert difference.max() < 0.5 and difference.mean() < 0.05
-    assert (states[0].rows.abs() / lr).mean() > 10
+    assert (states[0].parameters().abs() / lr).mean() > 10
 
 
 TRAIN_AND_SAVE = """
@@ -283,20 +286,20 @@ folder = Path(sys.argv[1])
 state = ImageState(64, torch.zeros(2000), lr=0.1, folder=folder / "rows")
 checkpoint, epoch = folder / "checkpoint.pt", 0
 if checkpoint.exists():
-    epoch, rows = torch.load(checkpoint, weights_only=True).values()
-    state.load_state_dict(rows)
+    epoch, saved = torch.load(checkpoint, weights_only=True).values()
+    state.load_state_dict(saved)
 while epoch < {epochs}:
     train(state, 1, epoch, batch_size=4)
     epoch += 1
-    torch.save({{"epoch": epoch, "rows": state.state_dict()}}, folder / "partial.pt")
+    torch.save({{"epoch": epoch, "state": state.state_dict()}}, folder / "partial.pt")
     (folder / "partial.pt").replace(checkpoint)
-torch.save(state.rows, folder / "rows.pt")
+torch.save(state.parameters(), folder / "parameters.pt")
 print("finished", flush=True)
 """
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
-def test_killed_at_any_moment_the_rows_in_files_go_on_exactly(tmp_path):
+def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path):
     epochs, root = 40, os.path.dirname(os.path.dirname(__file__))
     unbroken = ImageState(64, torch.zeros(2000), lr=0.1)
     train(unbroken, epochs, batch_size=4)
@@ -320,10 +323,12 @@ def test_killed_at_any_moment_the_rows_in_files_go_on_exactly(tmp_path):
             time.sleep(0.2 * delay)
             process.kill()
         kills += process.wait() == -signal.SIGKILL
-        if (tmp_path / "rows.pt").exists():
+        if (tmp_path / "parameters.pt").exists():
             break
     assert kills >= 1
-    assert torch.equal(torch.load(tmp_path / "rows.pt", weights_only=True), unbroken.rows)
+    assert torch.equal(
+        torch.load(tmp_path / "parameters.pt", weights_only=True), unbroken.parameters()
+    )
 
 
 def epoch_of(folder):

@@ -156,7 +156,7 @@ def test_what_loses_nothing_by_a_shift_keeps_every_bit():
 
 
 def attention_of_positions(queries, keys, distance, width) -> np.ndarray:
-    """softmax over keys of -|query + distance - key|^2 / (2 width^2), places (x, y) in the image."""
+    """softmax over keys of -|query + distance - key|^2 / (2 width^2), (x, y) in the image."""
     difference = queries[:, None] + np.asarray(distance) - keys[None]
     scores = -(difference**2).sum(-1) / (2 * width**2)
     rows = np.exp(scores - scores.max(-1, keepdims=True))

@@ -45,7 +45,7 @@ def images(model, count=3):
     return torch.randn(count, model.in_chans, *model.patch_embed.img_size)
 
 
-# ---- sizes ----------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_without_ffn_the_blocks_are_attention_and_nothing_else():
     torch.testing.assert_close(model(x), model.head(model.fc_norm(tokens.mean(1))))
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------
 
 
 def test_attention_options_reach_every_block():
@@ -221,7 +221,7 @@ def test_a_whole_model_compiles_without_graph_breaks():
     torch._dynamo.reset()
 
 
-# ---- ReZero ---------------------------------------------------------------------------------------------------------
+# ---- ReZero --------------------------------------------------------------------------------------
 
 
 def test_rezero_starts_as_the_identity_and_every_branch_can_grow():
@@ -236,7 +236,7 @@ def test_rezero_starts_as_the_identity_and_every_branch_can_grow():
     assert not any(isinstance(module, torch.nn.LayerNorm) for module in model.blocks.modules())
 
 
-# ---- the explicit loop and the maps ---------------------------------------------------------------------------------
+# ---- the explicit loop and the maps --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_loss_on_the_maps_reaches_queries_and_keys(key):
 FILES = ["SHA256SUMS", "config.json", "model.safetensors"]
 
 
-# ---- student folders ------------------------------------------------------------------------------------------------
+# ---- student folders -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,8 @@ assert "gaupipe" not in sys.modules
 torch.testing.assert_close(model(x), expected)
 cfg = model.pretrained_cfg
 assert tuple(cfg["input_size"]) == (1, 28, 28) and cfg["num_classes"] == 3, cfg
-assert tuple(cfg["mean"]) == (0.3,) and tuple(cfg["std"]) == (0.4,) and cfg["label_names"] == ["cat", "dog", "bird"], cfg
+assert tuple(cfg["mean"]) == (0.3,) and tuple(cfg["std"]) == (0.4,), cfg
+assert cfg["label_names"] == ["cat", "dog", "bird"], cfg
 """
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
 

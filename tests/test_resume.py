@@ -71,7 +71,8 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     assert attempt(tmp_path / "unbroken", settings, None) == 0
     killed = 0
     generator = random.Random(case)
-    # later and later, so that it is killed several times on a fast machine and gets somewhere on a slow one
+    # later and later, so that it is killed several times on a fast machine and gets somewhere on a
+    # slow one
     while (
         attempt(tmp_path / "killed", settings, generator.uniform(0.1, 0.5) * (1 + 0.4 * killed))
         != 0

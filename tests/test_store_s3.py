@@ -6,7 +6,7 @@ import pytest
 import zarr
 
 import store
-from test_export_s3 import pytestmark, server  # noqa: F401  the server's fixture, and the reason to skip without it
+from test_export_s3 import pytestmark, server  # noqa: F401  (a fixture, and the reason to skip)
 from test_store import assert_stored, make_arrays, make_schema, write_store
 
 CREDENTIALS = {

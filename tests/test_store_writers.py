@@ -23,7 +23,8 @@ writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per
 print("started", flush=True)
 for shard in writer.shards[rank::world]:
     if shard in writer.pending():
-        writer.write(shard, {name: values[shard.start:shard.stop] for name, values in arrays.items()})
+        part = slice(shard.start, shard.stop)
+        writer.write(shard, {name: values[part] for name, values in arrays.items()})
 if not writer.pending():
     writer.finish()
 """

@@ -92,7 +92,7 @@ def test_per_image_parameters_without_a_finite_gradient_stay():
     gradient = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [1.0, torch.nan]])
     state.update(torch.arange(3), gradient)
     assert state.steps.tolist() == [1, 0, 0]
-    torch.testing.assert_close(state.rows, torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]]))
+    torch.testing.assert_close(state.parameters(), torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]]))
 
 
 def walk(state, folder, stop: int, last: int) -> list[int]:

@@ -13,8 +13,8 @@ class AttentionX(StudentAttention):
 
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
     ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
-    one of a causal sequence) attends to nothing: MH = 0, update V W, and its row of
-    log-probabilities is -inf throughout, as the diagonal is. In an additive mask a key is hidden
+    one of a causal sequence) attends to nothing: MH = 0, update V W, and all
+    its log-probabilities are -inf, as the diagonal is. In an additive mask a key is hidden
     from half the type's lowest number on.
     """
 
@@ -46,7 +46,7 @@ class AttentionX(StudentAttention):
         visible = without_diagonal(q, attn_mask, is_causal)
         if attn_mask is None and not is_causal and q.shape[-2] > 1:
             return super().attend(q, k, v, visible, False)
-        # not every kernel defines a row without keys: such a token reads all of them and then nothing
+        # not every kernel defines a query without keys: it reads all of them, and then nothing
         keyless = (visible == -torch.inf).all(-1, keepdim=True)
         heads = super().attend(q, k, v, visible.masked_fill(keyless, 0), False)
         return heads.masked_fill(keyless, 0)

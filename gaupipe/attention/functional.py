@@ -85,8 +85,8 @@ class StudentAttention(Attention):
         )
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        """The rows of the map that :meth:`attend` uses, [B, H, T, T] log-probabilities, float32.
-        A masked key has log-probability -inf, also in the row of a query without any key."""
+        """The attention map that :meth:`attend` uses, as log-probabilities [B, H, T, T], float32.
+        A masked key has log-probability -inf, also for a query without any key."""
         with torch.autocast(q.device.type, enabled=False):
             scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT  # [B, H, T, T]
         if is_causal:
@@ -129,13 +129,13 @@ class StudentAttention(Attention):
     def forward_with_map(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the attention map in memory: (update [B, T, d], rows [B, H,
-        T, T]), rows being log-probabilities in float32, -inf where a key is masked. The update
-        is computed from these rows."""
+        """As :meth:`forward`, with the attention map in memory: (update [B, T, d],
+        log-probabilities [B, H, T, T]), the latter float32 and -inf where a key is masked. The
+        update is computed from them."""
         q, k, v = self.project(x)
-        rows = self.log_map(q, k, attn_mask, is_causal)
-        heads = self.attn_drop(rows.exp()).to(v.dtype) @ v
-        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), rows
+        log_map = self.log_map(q, k, attn_mask, is_causal)
+        heads = self.attn_drop(log_map.exp()).to(v.dtype) @ v
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), log_map
 
 
 def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
@@ -167,7 +167,7 @@ def causal_mask(
 
 def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
     """Log-softmax of scores [B, H, T, T] over the keys, under a boolean or additive mask. A
-    query without a key has a row of -inf, whose exponential is what a fused kernel uses: zeros."""
+    query without a key gets -inf, whose exponential is what a fused kernel uses: zeros."""
     if attn_mask is None:
         return scores.log_softmax(-1)
     if attn_mask.dtype == torch.bool:

@@ -237,15 +237,15 @@ class _RemadeMapTimesKeys(torch.autograd.Function):
         return None, rows.expand(-1, grad.shape[1], -1, -1).mT @ grad
 
 
-def _rows(rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None) -> Tensor:
+def _maps(along_y: Tensor, along_x: Tensor, hidden: Tensor | None) -> Tensor:
     """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where
     there are some."""
-    rows = outer(rows_y, rows_x)
+    maps = outer(along_y, along_x)
     if hidden is None:
-        return rows
-    # a row that looked at hidden keys alone becomes uniform
-    rows = rows.clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
-    return rows.div_(rows.sum(-1, keepdim=True))
+        return maps
+    # a query that looked at hidden keys alone looks at all others alike
+    maps = maps.clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
+    return maps.div_(maps.sum(-1, keepdim=True))
 
 
 class _MapTimesKeys(torch.autograd.Function):
@@ -254,20 +254,20 @@ class _MapTimesKeys(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows_y: Tensor, rows_x: Tensor, hidden: Tensor | None, k: Tensor
+        ctx, along_y: Tensor, along_x: Tensor, hidden: Tensor | None, k: Tensor
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(rows_y, rows_x, hidden)
-        rows = _rows(rows_y, rows_x, hidden)
+        ctx.save_for_backward(along_y, along_x, hidden)
+        maps = _maps(along_y, along_x, hidden)
         if hidden is None:
-            entropy = torch.special.entr(rows_y).sum(-1) + torch.special.entr(rows_x).sum(-1)
+            entropy = torch.special.entr(along_y).sum(-1) + torch.special.entr(along_x).sum(-1)
         else:
-            entropy = -torch.linalg.vecdot(rows, rows.clamp_min(SMALLEST).log_())
+            entropy = -torch.linalg.vecdot(maps, maps.clamp_min(SMALLEST).log_())
         ctx.mark_non_differentiable(entropy)
-        return rows.to(k.dtype) @ k, entropy
+        return maps.to(k.dtype) @ k, entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, None, Tensor]:
-        return None, None, None, _rows(*ctx.saved_tensors).to(grad.dtype).mT @ grad
+        return None, None, None, _maps(*ctx.saved_tensors).to(grad.dtype).mT @ grad
 
 
 def has_normaliser_kernel(q: Tensor, dropout: float) -> bool:
@@ -288,7 +288,7 @@ def attention_with_normaliser(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k' scale) v [B, H, T, d_m] without ``hidden`` keys [T, T] bool, and the
-    log-normaliser of its rows [B, H, T], both differentiable, by a fused kernel."""
+    log-normaliser of each query [B, H, T], both differentiable, by a fused kernel."""
     if q.device.type == "cpu":
         return _AttentionWithNormaliser.apply(q, k, v, hidden, scale)
     return flex_with_normaliser(q, k, v, hidden, scale)
@@ -311,7 +311,7 @@ def flex_with_normaliser(
 
 
 class _AttentionWithNormaliser(torch.autograd.Function):
-    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of its rows, both
+    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of each query, both
     differentiable, by the CPU's fused kernel.
 
     The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient

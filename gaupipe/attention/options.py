@@ -46,11 +46,10 @@ def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Modul
     """
     check_options(cls, options)
 
-    class Bound(cls):
-        def __new__(kind, *args, **kwargs) -> nn.Module:
-            return cls(*args, **options, **kwargs)
+    def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
+        return cls(*args, **options, **kwargs)
 
-    return Bound
+    return type("Bound", (cls,), {"__new__": new})
 
 
 def count_parameters(module: nn.Module) -> int:

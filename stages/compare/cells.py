@@ -33,7 +33,9 @@ class Cell(Section):
     with the configuration."""
     plain: bool = False
     """Train on the labels alone: a baseline."""
-    trials: tuple[dict[str, Any], ...] = Field((), validation_alias=AliasChoices("trials", "tries"))
+    trials: tuple[dict[str, Any], ...] = Field(
+        default=(), validation_alias=AliasChoices("trials", "tries")
+    )
     """Further changes to choose from. The trial with the best validation accuracy on the first
     seed is taken. ``tries`` is an older name of this key."""
     kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
@@ -76,25 +78,29 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
             plain=True,
             trials=_grid([starts[0], starts[2]], rates),
         ),
-        *(_other_baseline(base, key) for key in students if key != "standard"),
+        *(_other_baseline(base, attention) for attention in students if attention != "standard"),
         Cell(
             name=distilled,
             settings=_student(base, first),
             trials=_grid(distilled_starts, _rates(base.phase_b.optim.lr)),
         ),
         *(
-            Cell(name=f"{DISTILLED} {key}", settings=_student(base, key), like=distilled)
-            for key in further
+            Cell(
+                name=f"{DISTILLED} {attention}",
+                settings=_student(base, attention),
+                like=distilled,
+            )
+            for attention in further
         ),
         *_controls(base, distilled),
     ]
     return cells if tune else [cell.model_copy(update={"trials": ()}) for cell in cells]
 
 
-def _student(base: Settings, key: str) -> dict[str, Any]:
+def _student(base: Settings, attention: str) -> dict[str, Any]:
     """An attention, with the options of the settings if they are meant for it."""
-    options = base.phase_b.attention_options if key == base.phase_b.student else {}
-    return {"phase_b.student": key, "phase_b.attention_options": options}
+    options = base.phase_b.attention_options if attention == base.phase_b.student else {}
+    return {"phase_b.student": attention, "phase_b.attention_options": options}
 
 
 def _starts(base: Settings) -> list[dict[str, Any]]:
@@ -120,17 +126,17 @@ def _grid(starts: Sequence[dict], rates: Sequence[float]) -> tuple[dict[str, Any
     return tuple(trial for number, trial in enumerate(trials) if trial not in trials[:number])
 
 
-def _other_baseline(base: Settings, key: str) -> Cell:
+def _other_baseline(base: Settings, attention: str) -> Cell:
     """A student's attention without distillation."""
-    settings = {**_student(base, key), "phase_b.match_params": base.phase_b.match_params}
-    return Cell(name=f"{BASELINE}, {key}", settings=settings, like=BASELINE, plain=True)
+    settings = {**_student(base, attention), "phase_b.match_params": base.phase_b.match_params}
+    return Cell(name=f"{BASELINE}, {attention}", settings=settings, like=BASELINE, plain=True)
 
 
 def _controls(base: Settings, distilled: str) -> list[Cell]:
     """What a distilled student is worth without one of the things that may help it."""
     labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
     no_soft_labels = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "prior alone": {
             "phase_a.prior": True,
             "phase_a.residual": False,
@@ -218,7 +224,7 @@ def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     for name in names:
         if name not in by_name:
             known = ", ".join(map(repr, by_name))
-            raise UserError(f"--row {name!r}: no such row; there are {known}")
+            raise UserError(f"--row {name!r}: no such cell; there are {known}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 

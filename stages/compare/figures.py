@@ -74,9 +74,9 @@ def curves(results: dict[str, Any]) -> Figure:
 
 def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, *, reference: str) -> None:
     """The metric ``name`` of every cell, epoch by epoch."""
-    from matplotlib import colormaps
+    from matplotlib import color_sequences
 
-    colours = colormaps["tab10" if len(cells) <= 10 else "tab20"].colors
+    colours = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
     for number, cell in enumerate(cells):
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
@@ -133,10 +133,12 @@ def key_selection(comparison: Comparison) -> Figure | None:
         panels[0, column].set_title(title, fontsize=10)
         panels[-1, column].set_xlabel("epoch")
         highest = attention[:, :, 0].max()
-        for image, panel in enumerate(panels[:, column]):
-            mesh = draw_keys(panel, attention[:, image, 0].T, highest)
+        drawn = [
+            draw_keys(panel, attention[:, image, 0].T, highest)
+            for image, panel in enumerate(panels[:, column])
+        ]
         figure.colorbar(
-            mesh,
+            drawn[-1],
             ax=panels[:, column],
             location="bottom",
             fraction=0.03,
@@ -163,6 +165,8 @@ def key_snapshots(comparison: Comparison) -> dict[str, np.ndarray]:
 
 def draw_keys(panel: Axes, attention: np.ndarray, highest: float) -> Any:
     """Attention [T, epochs] of each key. Returns the drawn image, for a scale of colours."""
+    from matplotlib.ticker import MaxNLocator
+
     tokens, epochs = attention.shape
     mesh = panel.imshow(
         attention,
@@ -175,5 +179,5 @@ def draw_keys(panel: Axes, attention: np.ndarray, highest: float) -> Any:
         vmax=highest,
     )
     for axis in (panel.xaxis, panel.yaxis):
-        axis.get_major_locator().set_params(integer=True)
+        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     return mesh

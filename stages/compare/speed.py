@@ -68,9 +68,10 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread:
         """A single value has no spread: its std is None."""
-        if not values or None in values:
+        numbers = [value for value in values if value is not None]
+        if not numbers or len(numbers) < len(values):
             return cls(None, None)
-        return cls(fmean(values), stdev(values) if len(values) > 1 else None)
+        return cls(fmean(numbers), stdev(numbers) if len(numbers) > 1 else None)
 
 
 def epochs_to(curve: Sequence[float], target: float) -> int | None:
@@ -104,7 +105,12 @@ def compare_at(
     pairs = []
     for run in runs:
         other = by_seed[run.seed]
-        accuracy = target if share is None else share * other.curve[-1]
+        if share is not None:
+            accuracy = share * other.curve[-1]
+        elif target is not None:
+            accuracy = target
+        else:
+            raise TypeError("compare_at: an accuracy is missing: target or share")
         pairs.append((run.reach(accuracy), other.reach(accuracy)))
     result: dict[str, Any] = {"reached": sum(cell.epochs is not None for cell, _ in pairs)}
     for name in (*COSTS, "accuracy"):

@@ -222,5 +222,6 @@ def score_test_split(training: Training) -> dict[str, float]:
     data, device = load_data(settings.data), select_device(settings)
     folder = training.folder / "student"
     student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(device)
+    assert data.test is not None  # a comparison asks for it before it trains
     logits, labels = evaluate.predictions(student, data.test, data, settings, device)
     return evaluate.metrics(logits, labels)
