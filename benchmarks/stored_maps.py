@@ -173,26 +173,29 @@ def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> Non
 
 
 def print_gathers(rounds: int) -> None:
-    """Milliseconds to gather 128 images whose checksums were compared before, the page cache
-    warm."""
+    """Milliseconds of a clock and of processor time to gather 128 images whose checksums were
+    compared before, the page cache warm."""
     for size, sizes in SIZES.items():
-        print(f"{size}: bytes an image as numbers and on the disk, ms a batch of {GATHERED} images")
+        print(
+            f"{size}: bytes an image as numbers and on the disk, {GATHERED} images: ms, ms of CPU"
+        )
         maps = trained_maps(np.random.default_rng(0), DIFFERENT, **sizes)
         for name, changes in TRAINED.items():
             with tempfile.TemporaryDirectory() as folder:
                 schema = make_schema(num_images=STORED, **sizes, **changes)
                 write_trained(Path(folder), schema, maps)
-                reader, times = store.open(folder), []
+                reader, times, cpu_times = store.open(folder), [], []
                 reader.gather(np.arange(STORED))
                 for round_ in range(rounds):
                     ids = np.random.default_rng(round_).permutation(STORED)[:GATHERED]
-                    started = time.perf_counter()
+                    started, cpu_started = time.perf_counter(), time.process_time()
                     reader.gather(ids)
                     times.append(1e3 * (time.perf_counter() - started))
+                    cpu_times.append(1e3 * (time.process_time() - cpu_started))
                 on_disk = reader.size_on_disk() / STORED
                 print(
                     f"  {name:<18} {schema.bytes_per_image:>10,} {on_disk:>12,.0f}   "
-                    f"{spread(times, ',.1f')}",
+                    f"{spread(times, ',.1f'):<28} {spread(cpu_times, ',.1f')}",
                     flush=True,
                 )
 
