@@ -5,13 +5,17 @@ they are.
     python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
     python benchmarks/stored_maps.py --encoding    only what the encodings do to the maps
     python benchmarks/stored_maps.py --checksums   only what it costs to compare checksums
+    python benchmarks/stored_maps.py --gather      only how long a batch of 128 images takes, for
+                                                   maps of trained ViTs: every kind and encoding,
+                                                   two sizes of models
 
 A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the
 other: our store, our store preloaded into memory, np.memmap of the same numbers uncompressed in one
 file, zarr-python on the store's own files (one batch only, it is slow). Ratios are taken within a
 round; the tables show medians with quartiles in brackets. Cold: before each reader's turn its files
 are dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it opens them anew.
-Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own.
+Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own. Maps
+of trained ViTs are the softmax of noise and of a preference of each head for keys near the query.
 """
 
 from __future__ import annotations
@@ -36,6 +40,23 @@ KINDS = {
     "embedding": dict(kind="embedding", embedding_dim=256),
     "dense": dict(kind="dense"),
 }
+SIZES = {
+    "Fashion-MNIST": dict(layers=4, heads=4, grid=(7, 7)),
+    "ImageNet-Tiny": dict(layers=8, heads=12, grid=(14, 14), num_classes=1000),
+}
+TRAINED = {
+    "gaussian": dict(kind="gaussian"),
+    "gaussian, uint8": dict(kind="gaussian", encoding="uint8"),
+    "mixture, k 2": dict(kind="mixture", k=2),
+    "topk, k 4": dict(kind="topk", k=4),
+    "topk, k 4, uint8": dict(kind="topk", k=4, encoding="uint8"),
+    "topk, k 8": dict(kind="topk", k=8),
+    "topk, k 8, uint8": dict(kind="topk", k=8, encoding="uint8"),
+    "dense": dict(kind="dense"),
+    "dense, uint8": dict(kind="dense", encoding="uint8"),
+}
+GATHERED, STORED, DIFFERENT = 128, 256, 8
+"""Images of a batch, images of the store, and how many of these are not copies of others."""
 
 
 def main() -> None:
@@ -49,7 +70,11 @@ def main() -> None:
     )
     parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
     parser.add_argument("--checksums", action="store_true", help="only the cost of the checksums")
+    parser.add_argument("--gather", action="store_true", help="only the time of a batch")
     arguments = parser.parse_args()
+    if arguments.gather:
+        print_gathers(arguments.rounds)
+        return
     if arguments.encoding:
         print_encodings()
         return
@@ -149,6 +174,88 @@ def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> Non
     )
 
 
+def print_gathers(rounds: int) -> None:
+    """Milliseconds of a clock and of processor time to gather 128 images whose checksums were
+    compared before, the page cache warm."""
+    for size, sizes in SIZES.items():
+        print(
+            f"{size}: bytes an image as numbers and on the disk, {GATHERED} images: ms, ms of CPU"
+        )
+        maps = trained_maps(np.random.default_rng(0), DIFFERENT, **sizes)
+        for name, changes in TRAINED.items():
+            with tempfile.TemporaryDirectory() as folder:
+                schema = make_schema(num_images=STORED, **sizes, **changes)
+                write_trained(Path(folder), schema, maps)
+                reader, times, cpu_times = store.open(folder), [], []
+                reader.gather(np.arange(STORED))
+                for round_ in range(rounds):
+                    ids = np.random.default_rng(round_).permutation(STORED)[:GATHERED]
+                    started, cpu_started = time.perf_counter(), time.process_time()
+                    reader.gather(ids)
+                    times.append(1e3 * (time.perf_counter() - started))
+                    cpu_times.append(1e3 * (time.process_time() - cpu_started))
+                on_disk = reader.size_on_disk() / STORED
+                print(
+                    f"  {name:<18} {schema.bytes_per_image:>10,} {on_disk:>12,.0f}   "
+                    f"{spread(times, ',.1f'):<28} {spread(cpu_times, ',.1f')}",
+                    flush=True,
+                )
+
+
+def trained_maps(
+    rng: np.random.Generator, n: int, layers: int, heads: int, grid: tuple[int, int], **_
+) -> np.ndarray:
+    """[n, layers, heads, T, T] float32."""
+    tokens = grid[0] * grid[1]
+    y, x = np.divmod(np.arange(tokens), grid[1])
+    distance = np.hypot(y[:, None] - y, x[:, None] - x).astype(np.float32)
+    nearness = rng.uniform(0, 1, (layers, heads, 1, 1)).astype(np.float32)
+    maps = rng.standard_normal((n, layers, heads, tokens, tokens), np.float32)
+    maps -= nearness * distance
+    np.exp(maps, out=maps)
+    maps /= maps.sum(-1, keepdims=True)
+    return maps
+
+
+def write_trained(url: Path, schema: store.Schema, maps: np.ndarray) -> None:
+    """A store of copies of these images."""
+    arrays = trained_arrays(schema, maps)
+    writer = store.create(url, schema)
+    for shard in writer.pending():
+        ids = np.arange(shard.start, shard.stop)
+        logits = np.random.default_rng(shard.index).normal(size=(len(ids), schema.num_classes))
+        writer.write(
+            shard,
+            {name: values[ids % len(maps)] for name, values in arrays.items()}
+            | {"labels": ids % 10, "logits": logits},
+        )
+    writer.finish()
+
+
+def trained_arrays(schema: store.Schema, maps: np.ndarray) -> dict[str, np.ndarray]:
+    """What a store of this kind holds of maps [n, L, H, T, T]; Gaussians are drawn, not fitted."""
+    if schema.kind == "dense":
+        return {"maps": maps}
+    if schema.kind == "topk":
+        keys = np.argpartition(-maps, schema.k - 1, axis=-1)[..., : schema.k]
+        weights = np.take_along_axis(maps, keys, axis=-1)
+        order = np.argsort(-weights, axis=-1)
+        return {
+            "keys": np.take_along_axis(keys, order, axis=-1),
+            "weights": np.take_along_axis(weights, order, axis=-1),
+        }
+    rng = np.random.default_rng(0)
+    drawn = [
+        make_gaussians(rng, len(maps), schema.layers, schema.heads, schema.grid[0])
+        for _ in range(schema.k or 1)
+    ]
+    if schema.kind == "gaussian":
+        return {"gaussians": drawn[0]}
+    gaussians = np.stack(drawn, axis=-2)
+    weights = rng.dirichlet(np.ones(schema.k), gaussians.shape[:-2])[..., None]
+    return {"mixtures": np.concatenate([weights, gaussians], axis=-1)}
+
+
 def drop_from_cache(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
@@ -228,9 +335,8 @@ def make_gaussians(
         ],
         axis=-1,
     )
-    coarse = (
-        rng.normal(0, 0.3, (n, layers, heads, 2, 2, 4)).repeat(size // 2, 3).repeat(size // 2, 4)
-    )
+    half = np.arange(size) * 2 // size
+    coarse = rng.normal(0, 0.3, (n, layers, heads, 2, 2, 4))[:, :, :, half][:, :, :, :, half]
     smooth = coarse.reshape(n, layers, heads, size * size, 4)
     raw = prior + smooth + rng.normal(0, 0.2, (n, layers, heads, size * size, 4))
     return np.concatenate([raw[..., :2], np.exp(raw[..., 2:])], axis=-1).astype(np.float32)

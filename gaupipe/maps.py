@@ -91,17 +91,19 @@ def move_map(
         for axis, old, new in ((1, grid[0], new_grid[0]), (0, grid[1], new_grid[1]))
     )
     with torch.autocast(maps.device.type, enabled=False):
-        stored = rows.reshape(*rows.shape[:3], *grid)
         # Taken from what is lost, not from what is left: a row that loses nothing is not touched.
         outside = 1 - torch.einsum("bi,bj->bij", covers_y.sum(1), covers_x.sum(1))
-        lost = torch.einsum("bhqij,bij->bhq", stored, outside)
-        seen = torch.einsum("byi,bhqij->bhqyj", covers_y, stored)
-        seen = torch.einsum("bxj,bhqyj->bhqyx", covers_x, seen).flatten(-2)
+        lost = rows @ outside.flatten(1)[:, None, :, None]  # [B, H, T', 1]
+        seen = (rows.reshape(len(rows), -1, grid[1]) @ covers_x.mT).reshape(
+            *rows.shape[:3], grid[0], new_grid[1]
+        )
+        seen = torch.einsum("byi,bhqix->bhqyx", covers_y.expand(len(seen), -1, -1), seen)
+        seen = seen.flatten(-2)
         area = torch.einsum("by,bx->byx", covers_y.sum(2), covers_x.sum(2)).flatten(1)
     area = torch.where(area.sum(-1, keepdim=True) > 0, area, 1.0)
     uniform = (area / area.sum(-1, keepdim=True))[:, None, None]
     left = seen.sum(-1, keepdim=True)
-    whole = torch.where(lost.unsqueeze(-1) > 0, left.clamp_min(LEAST_IN_VIEW), 1.0)
+    whole = torch.where(lost > 0, left.clamp_min(LEAST_IN_VIEW), 1.0)
     return torch.where(left >= LEAST_IN_VIEW, seen / whole, uniform)
 
 
@@ -123,9 +125,10 @@ def interpolate_queries(
     weights_y, weights_x = (w.expand(images, -1, -1) for w in (weights_y, weights_x))
     rows = rows.float().expand(images, -1, -1, -1)
     with torch.autocast(rows.device.type, enabled=False):
-        rows = rows.unflatten(2, grid)
-        rows = torch.einsum("byi,bhijk->bhyjk", weights_y, rows)
-        rows = torch.einsum("bxj,bhyjk->bhyxk", weights_x, rows)
+        # matmul rather than einsum, which would copy the rows for every axis
+        keys = rows.shape[-1]
+        rows = weights_y[:, None] @ rows.unflatten(2, grid).flatten(3)  # [B, H, h', w * K]
+        rows = weights_x[:, None, None] @ rows.unflatten(3, (grid[1], keys))  # [B, H, h', w', K]
     return rows.flatten(2, 3)
 
 

@@ -10,10 +10,18 @@ Axis letters: B images, H heads, T tokens on a grid (h, w), M Gaussians, R rows.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from gaupipe.gaussians import Geometry, expected_axes, token_stretch
+from gaupipe.gaussians import (
+    MAX_STD_PIXELS,
+    MIN_STD_PIXELS,
+    Geometry,
+    expected_axes,
+    token_stretch,
+)
 from gaupipe.maps import interpolate_queries
 
 LEAST_STD = 0.3
@@ -23,7 +31,7 @@ HAT_VARIANCE = 1 / 6
 """What linear interpolation adds to the variance of a point, in tokens squared, on average over
 where the point lies between two tokens."""
 EM_STEPS = 8
-LEARNING_RATE = 0.15
+LEARNING_RATE = 0.3
 """In tokens, of log stds and of logits; falls to 0 linearly."""
 ROWS_AT_ONCE = 2**11
 """On a CPU, whose cache should hold them."""
@@ -63,7 +71,9 @@ def move_mixture_map(
     new_grid = new_grid or grid
     if geometry is None and new_grid == grid:
         return mixture_map(mixtures, grid)
-    old, new = (mixtures.new_tensor(token_stretch(each)).float() for each in (grid, new_grid))
+    old, new = (
+        torch.tensor(token_stretch(each), device=mixtures.device) for each in (grid, new_grid)
+    )
     ratio = torch.where(old > 0, new / old.clamp_min(1), 0.0)
     weights, mean, std = mixtures.float().split([1, 2, 2], dim=-1)
     mean, std = mean * ratio, std * ratio
@@ -78,12 +88,13 @@ def move_mixture_map(
     return interpolate_queries(rows, geometry, grid, new_grid)
 
 
+@torch.no_grad()
 def fit(
     maps: Tensor,
     grid: tuple[int, int],
     components: int,
     *,
-    steps: int = 40,
+    steps: int = 25,
     rows_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixtures [..., T, M, 5] of ``components`` Gaussians that stand for maps [..., T, h * w],
@@ -96,11 +107,7 @@ def fit(
     """
     rows = maps.reshape(-1, maps.shape[-1])
     at_once = rows_at_once or (ROWS_AT_ONCE if rows.device.type == "cpu" else ROWS_AT_ONCE_ON_A_GPU)
-    with torch.inference_mode(False):  # a copy that gradients may pass, wherever it comes from
-        chunks = [
-            _fit(chunk.detach().clone().float(), grid, components, steps)
-            for chunk in rows.split(at_once)
-        ]
+    chunks = [_fit(chunk.float(), grid, components, steps) for chunk in rows.split(at_once)]
     mixtures, divergence = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return (
         mixtures.reshape(*maps.shape[:-1], components, 5),
@@ -114,38 +121,79 @@ def _fit(rows: Tensor, grid: tuple[int, int], components: int, steps: int) -> tu
     Inside, a Gaussian is (logit, mean_x, mean_y, log std_x, log std_y) with lengths in tokens.
     """
     entropy = torch.special.entr(rows).sum(-1)
-    start = _moments(rows, _positions(grid, rows.device))  # [R, 1, 5]
+    start = _moments(rows, _powers(grid, rows.device)).unsqueeze(1)  # [R, 1, 5]
     best = start.expand(-1, components, -1)
-    lowest = _cross_entropy(rows, best, grid) - entropy
-    if components > 1:
-        start = _expectation_maximisation(rows, grid, components)
-    raw = start.clone()
+    lowest = _cross_entropy(rows, best, grid)[0]
+    raw = _expectation_maximisation(rows, grid, components) if components > 1 else start
     first, second = torch.zeros_like(raw), torch.zeros_like(raw)
     for step in range(1, steps + 2):
-        with torch.enable_grad():
-            raw.requires_grad_()
-            divergence = _cross_entropy(rows, raw, grid) - entropy
-            (slope,) = torch.autograd.grad(divergence.sum(), raw)
-        raw, divergence = raw.detach(), divergence.detach()
-        better = divergence < lowest
-        lowest = torch.where(better, divergence, lowest)
+        loss, slope = _cross_entropy(rows, raw, grid)
+        better = loss < lowest
+        lowest = torch.where(better, loss, lowest)
         best = torch.where(better[:, None, None], raw, best)
-        # Adam, without a state of its own: torch.optim.Adam with betas .9 and .99
+        # Adam with betas .9 and .99; the last round only takes the loss of the last step
         first.lerp_(slope, 0.1)
         second.lerp_(slope.square(), 0.01)
         change = first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)
-        raw = raw - LEARNING_RATE * (1 - (step - 1) / steps if steps else 0) * change
+        raw = raw - LEARNING_RATE * (1 - (step - 1) / max(steps, 1)) * change
     mixtures = _normalised(best, grid)
     order = mixtures[..., :1].argsort(dim=1, descending=True, stable=True)
-    return mixtures.take_along_dim(order, dim=1), lowest.clamp_min(0)
+    return mixtures.take_along_dim(order, dim=1), (lowest - entropy).clamp_min(0)
 
 
-def _cross_entropy(rows: Tensor, raw: Tensor, grid: tuple[int, int]) -> Tensor:
-    """-sum p log q of rows [R, h * w] and mixtures [R, M, 5] as they are inside of a fit: [R]."""
-    mixtures = _normalised(raw, grid)
-    expected = _rows(mixtures[..., 0], *expected_axes(mixtures[..., 1:], grid))
-    tiny = torch.finfo(expected.dtype).tiny
-    return -(rows * expected.clamp_min(tiny).log()).sum(-1)
+def _cross_entropy(rows: Tensor, raw: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """-sum p log q [R] of rows p [R, h * w] and mixtures q [R, M, 5] as they are inside of a fit,
+    and its gradient in the mixtures [R, M, 5].
+
+    The gradient is written out, as a fit does little else than this.
+    """
+    weights = raw[..., 0].softmax(-1)  # [R, M]
+    x, y = (_axis(raw[..., 1 + axis], raw[..., 3 + axis], grid[1 - axis]) for axis in (0, 1))
+    weighted = weights.unsqueeze(-1) * y[0]  # [R, M, h]
+    tiny = torch.finfo(rows.dtype).tiny
+    expected = (weighted.mT @ x[0]).clamp_min(tiny)  # [R, h, w]
+    rows = rows.unflatten(-1, grid)
+    loss = -(rows * expected.log()).sum((-2, -1))
+    ratio = rows / expected
+    of_x = weighted @ ratio  # [R, M, w], for weights * rows of x
+    of_y = x[0] @ ratio.mT  # [R, M, h], for rows of y
+    share = (of_y * y[0]).sum(-1)  # [R, M]
+    slope_x = [(of_x * change).sum(-1) for change in x[1:]]
+    slope_y = [weights * (of_y * change).sum(-1) for change in y[1:]]
+    slope_logit = weights * (share - (weights * share).sum(-1, keepdim=True))
+    slopes = [slope_logit, slope_x[0], slope_y[0], slope_x[1], slope_y[1]]
+    return loss, -torch.stack(slopes, dim=-1)
+
+
+def _axis(mean: Tensor, log_std: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Expected weights of the n tokens of an axis, [..., n], for Gaussians with lengths in tokens
+    [...], and their derivatives in the mean and in the logarithm of the std.
+
+    :func:`gaupipe.gaussians.expected_axes` has the same weights. As there, R(a) = E[max(0, u - a)]
+    is split into its kink and an even rest; its derivatives are Phi, a step and an odd rest, and
+    phi. Weights and derivatives are second differences, in which the kink and the step are exact.
+    """
+    if n == 1:
+        same = torch.ones_like(mean).unsqueeze(-1)
+        return same, torch.zeros_like(same), torch.zeros_like(same)
+    std = log_std.exp().clamp(MIN_STD_PIXELS, MAX_STD_PIXELS).unsqueeze(-1)
+    tokens = torch.arange(n, device=mean.device)
+    distance = mean.unsqueeze(-1) - tokens
+    far, side = distance.abs(), distance.sign()
+    z = far / (std * math.sqrt(2))
+    tail, bell = torch.erfc(z) / 2, std * torch.exp(-z.square()) / math.sqrt(2 * math.pi)
+    inside = mean.clamp(0, n - 1).unsqueeze(-1)
+    kink = (1 - (inside - tokens).abs()).clamp_min(0)
+    rows = (kink + _second_difference(bell - far * tail)).clamp_min(0)
+    by_mean = _second_difference(side) / 2 - _second_difference(side * tail)
+    return rows, by_mean, _second_difference(bell)
+
+
+def _second_difference(values: Tensor) -> Tensor:
+    """v[j-1] - 2 v[j] + v[j+1] along the last axis [..., n], the borders repeated beyond it; n is
+    at least 2."""
+    steps = values.diff(dim=-1)
+    return torch.cat([steps[..., :1], steps.diff(dim=-1), -steps[..., -1:]], dim=-1)
 
 
 def _normalised(raw: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -157,39 +205,41 @@ def _normalised(raw: Tensor, grid: tuple[int, int]) -> Tensor:
     return torch.cat([raw[..., :1].softmax(-2), mean, std], dim=-1)
 
 
-def _positions(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """(x, y) of every token in tokens: [h * w, 2]."""
+def _powers(grid: tuple[int, int], device: torch.device) -> Tensor:
+    """(1, x, y, x^2, y^2) of every token in tokens: [h * w, 5]."""
     y, x = torch.meshgrid(*(torch.arange(n, device=device) for n in grid), indexing="ij")
-    return torch.stack([x, y], dim=-1).flatten(0, 1).float()
+    return torch.stack([torch.ones_like(x), x, y, x**2, y**2], dim=-1).flatten(0, 1).float()
 
 
-def _moments(weights: Tensor, positions: Tensor) -> Tensor:
-    """The Gaussians [..., 1, 5] with mean and variance of weights [..., T] at positions [T, 2];
-    logits are the logarithms of the weights' sums."""
-    total = weights.sum(-1, keepdim=True).clamp_min(1e-12)
-    share = weights / total
-    mean = share @ positions
-    variance = (share @ positions.square() - mean.square()) - HAT_VARIANCE
+def _moments(weights: Tensor, powers: Tensor) -> Tensor:
+    """The Gaussians [..., 5] with mean and variance of weights [..., T] at tokens with ``powers``
+    [T, 5]; logits are the logarithms of the weights' sums."""
+    total, mean, square = (weights @ powers).split([1, 2, 2], dim=-1)
+    total = total.clamp_min(1e-12)
+    mean = mean / total
+    variance = square / total - mean.square() - HAT_VARIANCE
     log_std = variance.clamp_min(LEAST_STD**2).log() / 2
-    return torch.cat([total.log(), mean, log_std], dim=-1).unsqueeze(-2)
+    return torch.cat([total.log(), mean, log_std], dim=-1)
 
 
 def _expectation_maximisation(rows: Tensor, grid: tuple[int, int], components: int) -> Tensor:
     """Mixtures [R, M, 5] from ``EM_STEPS`` steps that take rows [R, T] for weights of points at the
     tokens; the first means are the largest keys that lie apart."""
-    positions = _positions(grid, rows.device)
+    powers = _powers(grid, rows.device)
+    positions = powers[:, 1:3]
     distance = (positions[:, None] - positions).square().sum(-1)  # [T, T]
-    apart, means = rows.clone(), []
+    apart, means = rows, []
     for _ in range(components):
         key = apart.argmax(-1)
         means.append(positions[key])
         apart = apart * -torch.expm1(-distance[key] / 4)
-    raw = torch.stack(means, dim=1)  # [R, M, 2]
-    raw = torch.cat([torch.zeros_like(raw[..., :1]), raw, torch.zeros_like(raw)], dim=-1)
+    mean = torch.stack(means, dim=1)  # [R, M, 2]
+    raw = torch.cat([torch.zeros_like(mean[..., :1]), mean, torch.zeros_like(mean)], dim=-1)
     for _ in range(EM_STEPS):
-        variance = (2 * raw[..., 3:]).exp() + HAT_VARIANCE  # [R, M, 2]
-        log_weights = raw[..., :1] - variance.log().sum(-1, keepdim=True) / 2  # [R, M, 1]
-        away = (positions - raw[..., None, 1:3]).square() / variance.unsqueeze(-2)  # [R, M, T, 2]
-        shares = (log_weights - away.sum(-1) / 2).softmax(1)
-        raw = _moments(shares * rows.unsqueeze(1), positions).squeeze(-2)
+        logit, mean, log_std = raw.split([1, 2, 2], dim=-1)
+        inverse = 1 / ((2 * log_std).exp() + HAT_VARIANCE)  # of the variances
+        constant = logit + ((inverse.log() - mean.square() * inverse) / 2).sum(-1, keepdim=True)
+        density = torch.cat([constant, mean * inverse, -inverse / 2], dim=-1) @ powers.mT
+        shares = density.softmax(1)  # [R, M, T]: of the Gaussians in a key
+        raw = _moments(shares * rows.unsqueeze(1), powers)
     return raw

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gaupipe.config import Settings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import (
     RAW_SIZE,
@@ -372,3 +373,12 @@ KINDS: dict[str, GaussianKind] = {
         MixtureKind(),
     )
 }
+
+
+def default_kind(settings: Settings, encoding: str | None = None) -> str:
+    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
+    trained ViT. ``prior`` has no 8-bit codes."""
+    phase = settings.phase_a
+    if not phase.learns_gaussians:
+        return "topk"
+    return "gaussian" if phase.residual or encoding == "uint8" else "prior"

@@ -289,7 +289,10 @@ def load_vit(
 def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Module:
     """A timm model with its weights from this machine, or from the hub where ``download`` allows
     it. Raises UserError."""
-    config = get_pretrained_cfg(name, allow_unregistered=False) if timm.is_model(name) else None
+    try:
+        config = get_pretrained_cfg(name)
+    except RuntimeError:  # a tag that the model has not
+        config = None
     if config is None:
         near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
         hint = f"; there are {', '.join(near)}" if near else ""
@@ -300,8 +303,8 @@ def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Modul
     if not config.has_weights:
         raise UserError(f"{SETTING}: timm has no trained weights for {name}: train one first")
     overlay = None
-    if config.hf_hub_id and not config.custom_load:
-        overlay = {"file": _weights_file(name, config, download)}
+    if config.hf_hub_id and config.custom_load != "hf":
+        overlay = {"file": _weights_file(name, config, download), "custom_load": False}
     elif not download and not _is_cached(config):
         raise _not_here(name, str(config.url or config.hf_hub_id))
     try:

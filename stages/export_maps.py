@@ -22,7 +22,7 @@ from gaupipe.config import ExportSettings, Settings
 from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS, Attention
+from gaupipe.stored_maps import KINDS, Attention, default_kind
 from stages import phase_a, trained_teacher
 from stages.resources import free_disk, gigabytes, size_on_disk
 from stages.run_directory import RunDirectory
@@ -165,15 +165,6 @@ def chosen(
         k=export.k or kind.default_k,
         views=export.views,
     )
-
-
-def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
-    trained ViT. ``prior`` has no 8-bit codes."""
-    phase = settings.phase_a
-    if not phase.learns_gaussians:
-        return "topk"
-    return "gaussian" if phase.residual or encoding == "uint8" else "prior"
 
 
 def stored_export(url: str) -> ExportSettings | None:

@@ -19,7 +19,7 @@ import store
 from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
-from gaupipe.stored_maps import KINDS
+from gaupipe.stored_maps import KINDS, default_kind
 from gaupipe.vit_teacher import VitTeacher
 
 PROCESS_BYTES = 11 * 10**8
@@ -168,8 +168,12 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
     views = settings.export.views or 1
 
     def schema(kind: str) -> store.Schema:
-        usual = settings.export.kind in (None, kind)
-        k = (settings.export.k if usual else None) or KINDS[kind].default_k
+        export = settings.export
+        usual = kind == (export.kind or default_kind(settings, export.encoding))
+        k = KINDS[kind].default_k
+        if k is not None:
+            asked = export.k if usual else None
+            k = min(asked or k, sizes.grid[0] * sizes.grid[1])
         return store.Schema(
             kind=kind,
             num_images=sizes.images * views,
@@ -183,8 +187,8 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             embedding_dim=(
                 phase.compression.embedding if phase.compression and kind == "embedding" else None
             ),
-            encoding=(settings.export.encoding if usual else None) or KINDS[kind].default_encoding,
-            k=k and min(k, sizes.grid[0] * sizes.grid[1]),
+            encoding=(export.encoding if usual else None) or KINDS[kind].default_encoding,
+            k=k,
             views=views,
         )
 

@@ -358,6 +358,18 @@ def test_an_8_bit_store_is_smaller_and_verified_to_a_code(run, in_process):
     assert (code, err.count("\n")) == (2, 1) and "one Gaussian already" in err
 
 
+def test_dense_maps_in_8_bits(run, in_process):
+    """They are the teacher's, to half a step of the codes."""
+    options = "export-maps", "--run-dir", run, "--kind", "dense"
+    assert in_process(*options, "--out", run.parent / "dense.zarr")[0] == 0
+    assert in_process(*options, "--encoding", "uint8", "--out", run.parent / "codes.zarr")[0] == 0
+    whole, small = (store.open(run.parent / name) for name in ("dense.zarr", "codes.zarr"))
+    assert small.schema.bytes_per_image < 0.6 * whole.schema.bytes_per_image
+    maps = [each.gather(np.arange(200))["maps"].astype(np.float64) for each in (whole, small)]
+    step = 1 / 508
+    assert (np.abs(maps[1] - maps[0]) <= (2 * np.sqrt(maps[0]) + step) * step + 1e-3).all()
+
+
 def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_process):
     other = train(tmp_path / "other", "seed=1")
     code, _, err = in_process("verify", trained / "maps.zarr", "--teacher", "--run-dir", other)

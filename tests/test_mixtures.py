@@ -10,7 +10,7 @@ from scipy.optimize import minimize
 from scipy.special import ndtr
 
 from gaupipe.gaussians import Geometry, expected_map, move
-from gaupipe.mixtures import fit, mixture_map, move_mixture_map
+from gaupipe.mixtures import _cross_entropy, _normalised, fit, mixture_map, move_mixture_map
 
 GRID = (5, 6)
 
@@ -113,6 +113,23 @@ def test_a_fit_is_no_worse_than_the_moments(components):
         _, kl = fit(rows, GRID, components, steps=steps)
         assert (kl.numpy() <= np.array(moments) + 1e-5).all()
     assert kl.mean() < 0.9 * np.mean(moments)
+
+
+@pytest.mark.parametrize("grid", [(5, 6), (4, 1), (1, 1)], ids=str)
+def test_the_gradient_of_a_fit_is_that_of_autograd(grid):
+    """Narrow and wide Gaussians, inside and outside the grid, on and beside tokens."""
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randn(50, 3, 5, generator=generator) * torch.tensor([1, 3, 3, 0.7, 0.7])
+    raw[:20, :, 1:3] = raw[:20, :, 1:3].round()
+    rows = attention(8, 50, grid)
+    raw.requires_grad_()
+    loss, slope = _cross_entropy(rows, raw.detach(), grid)
+    expected = -(rows * mixture_map(_normalised(raw, grid), grid).log()).sum(-1)
+    (wanted,) = torch.autograd.grad(expected.sum(), raw)
+    near = expected.detach() < 10  # beyond, float32 has few digits left of keys that get e^-50
+    assert near.sum() > 30
+    torch.testing.assert_close(loss[near], expected.detach()[near], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(slope[near], wanted[near], atol=1e-4, rtol=1e-3)
 
 
 def test_one_gaussian_against_scipy():

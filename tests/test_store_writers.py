@@ -1,5 +1,6 @@
 """Writers that are killed and continued, and several that write one store at once."""
 
+import json
 import random
 import subprocess
 import sys
@@ -12,12 +13,13 @@ import store
 from test_store import make_arrays, make_schema, write_store
 
 SCRIPT = """
+import json
 import sys
 import store
 from test_store import make_arrays, make_schema
 
 url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-schema = make_schema(num_images=60)
+schema = make_schema(num_images=60, **json.loads(sys.argv[4]))
 arrays = make_arrays(schema)
 writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
 print("started", flush=True)
@@ -30,9 +32,13 @@ if not writer.pending():
 """
 
 
-def start(url: Path, rank: int = 0, world: int = 1) -> subprocess.Popen:
+KINDS = {"gaussian": {}, "topk": dict(kind="topk", k=3, encoding="uint8")}
+
+
+def start(url: Path, kind: str, rank: int = 0, world: int = 1) -> subprocess.Popen:
+    arguments = [str(url), str(rank), str(world), json.dumps(KINDS[kind])]
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(url), str(rank), str(world)],
+        [sys.executable, "-c", SCRIPT, *arguments],
         cwd=Path(__file__).parent,
         stdout=subprocess.PIPE,
     )
@@ -44,18 +50,24 @@ def contents(url: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, kind):
     """The files of the same store written without interruption."""
-    url, schema = tmp_path_factory.mktemp("whole") / "s", make_schema(num_images=60)
+    url = tmp_path_factory.mktemp("whole") / "s"
+    schema = make_schema(num_images=60, **KINDS[kind])
     write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
     return contents(url)
 
 
-def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
+def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, kind, whole):
     url, kills, draw = tmp_path / "s", 0, random.Random()
     while kills < 5:
-        process = start(url)
+        process = start(url, kind)
         process.stdout.readline()
         time.sleep(
             draw.uniform(0, 0.02 * (kills + 1))
@@ -74,7 +86,7 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
             "not written yet, or the record of it is damaged",
         }
     assert kills >= 1
-    process = start(url)
+    process = start(url, kind)
     assert process.wait() == 0
     assert all(
         path.stat().st_mtime_ns == written for path, written in finished.items()
@@ -82,9 +94,9 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     assert contents(url) == whole and store.verify(url) == []
 
 
-def test_four_processes_write_one_store(tmp_path, whole):
+def test_four_processes_write_one_store(tmp_path, kind, whole):
     url = tmp_path / "s"
-    processes = [start(url, rank, 4) for rank in range(4)]
+    processes = [start(url, kind, rank, 4) for rank in range(4)]
     assert [process.wait() for process in processes] == [0, 0, 0, 0]
     assert contents(url) == whole and store.verify(url) == []
     assert store.open(url).complete

@@ -1,0 +1,443 @@
+"""Phase A with a trained ViT: from images to a student, for every kind of store, shape and view."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import store
+from gaupipe import config
+from gaupipe.augment import Augment
+from gaupipe.data import Batches, load_data
+from gaupipe.errors import UserError
+from gaupipe.models import forward_with_maps
+from gaupipe.stored_maps import KINDS
+from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b
+from stages.run import run as run_all
+from stages.run_directory import RunDirectory
+
+SETTINGS = [
+    "data.train_images=120",
+    "data.batch_size=40",
+    "data.eval_batch_size=50",
+    "phase_a.teacher=vit",
+    "phase_a.max_epochs=2",
+    "phase_a.stop_accuracy=1",
+    "phase_a.optim.lr=4e-3",
+    "phase_b.epochs=2",
+    "phase_b.alpha=0.2",
+    "phase_b.gamma=0.3",
+    "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
+    "model.init=mimetic",
+    "threads=1",
+]
+
+
+def settings_with(*overrides: str):
+    return config.load("digits", [*SETTINGS, *overrides])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run whose teacher is a ViT that phase A trained."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    phase_a.run(settings_with(), folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def with_settings(run: Path, *overrides: str) -> Path:
+    (run / "config.yaml").write_text(config.dump(settings_with(*overrides)))
+    return run
+
+
+def teachers_maps(run: Path, images: torch.Tensor) -> torch.Tensor:
+    """[B, L, H, T, T] of the run's teacher, by the library's own forward pass."""
+    model = timm.create_model(f"local-dir:{run / 'phase_a' / 'teacher'}", pretrained=True).eval()
+    with torch.inference_mode():
+        _, log_maps = forward_with_maps(model, images)
+    return torch.stack(log_maps, dim=1).exp()
+
+
+def first_images(run: Path, count: int) -> torch.Tensor:
+    settings = RunDirectory(run).settings()
+    data = load_data(settings.data)
+    batches = Batches(data.train, data, torch.device("cpu"), count)
+    return next(batches.in_order(np.arange(count))).images
+
+
+def test_the_teacher_learns_as_the_baseline_does(tmp_path):
+    """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
+    settings = settings_with()
+    optim = {"optim": settings.phase_a.optim}
+    settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
+    rows = run_all(settings, tmp_path / "run")
+    assert [row["model"] for row in rows] == [
+        "teacher (phase A)",
+        "standard, distilled",
+        "standard, plain",
+    ]
+    names = ("epochs", "train_acc", "val_acc")
+    assert [rows[0][name] for name in names] == [rows[2][name] for name in names]
+    assert rows[1]["val_acc"] != rows[2]["val_acc"]
+
+
+ENCODED = [
+    ("dense", "float16", None, 1e-3),
+    ("dense", "uint8", None, 6e-3),
+    ("topk", "float16", 16, 1e-3),
+    ("topk", "uint8", 16, 6e-3),
+]
+
+
+@pytest.mark.parametrize("kind,encoding,k,most", ENCODED)
+def test_whole_maps_come_back_from_the_store(run, kind, encoding, k, most):
+    export_maps.run(run, kind, encoding=encoding, k=k)
+    maps = store.open(run / "maps.zarr")
+    read = KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
+    oracle = teachers_maps(run, first_images(run, 20))
+    for layer in range(2):
+        stored = read.map(layer)
+        torch.testing.assert_close(stored.sum(-1), torch.ones(20, 2, 16), atol=1e-3, rtol=0)
+        assert (stored - oracle[:, layer]).abs().max() < most
+    assert oracle.std() > 0.01  # maps that differ from uniform ones
+
+
+def test_of_few_keys_the_rest_is_spread_evenly(run):
+    export_maps.run(run, k=3)
+    maps = store.open(run / "maps.zarr")
+    assert (maps.schema.kind, maps.schema.k, maps.schema.encoding) == ("topk", 3, "uint8")
+    read = KINDS["topk"].reader(maps, torch.device("cpu"))(maps.gather(np.arange(10)))
+    oracle = teachers_maps(run, first_images(run, 10))[:, 1].numpy()
+    stored = read.map(1).numpy()
+    order = np.argsort(-oracle, axis=-1)
+    largest = np.take_along_axis(oracle, order[..., :3], -1)
+    np.testing.assert_allclose(np.take_along_axis(stored, order[..., :3], -1), largest, atol=6e-3)
+    rest = np.take_along_axis(stored, order[..., 3:], -1)
+    np.testing.assert_allclose(rest, np.broadcast_to(rest[..., :1], rest.shape), atol=1e-6)
+    np.testing.assert_allclose(rest.sum(-1), 1 - largest.sum(-1), atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "mixture"])
+def test_fitted_gaussians_are_reported_with_the_kl_that_is_left(run, kind, capsys):
+    with_settings(run, "data.train_images=120")
+    export_maps.run(run, kind)
+    said = capsys.readouterr().err
+    maps = store.open(run / "maps.zarr")
+    read = KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(120)))
+    oracle = teachers_maps(run, first_images(run, 120))
+    line = next(line for line in said.splitlines() if "KL of the maps" in line)
+    said = [float(number) for number in re.findall(r"(\d\.\d+) \(", line)]
+    for layer in range(2):
+        stored = read.map(layer).clamp_min(torch.finfo(torch.float32).tiny)
+        kl = (oracle[:, layer] * (oracle[:, layer] / stored).log()).sum(-1).mean((0, 2))  # [H]
+        assert said[layer] == pytest.approx(kl.mean().item(), abs=5e-3)
+        uniform = (oracle[:, layer] * (oracle[:, layer] * 16).log()).sum(-1).mean()
+        assert kl.mean() < uniform  # a Gaussian says more than nothing
+
+
+@pytest.mark.parametrize("kind", ["topk", "dense", "gaussian"])
+def test_a_store_is_verified_against_its_teacher(run, kind, in_process):
+    assert in_process("export-maps", "--run-dir", run, "--kind", kind)[0] == 0
+    url = run / "maps.zarr"
+    assert in_process("verify", url, "--teacher")[0] == 0
+    maps = store.open(url)
+    arrays = maps.gather(np.arange(120))
+    main = next(iter(arrays))
+    arrays[main] = np.roll(arrays[main], 1, axis=0)
+    writer = store.create(url, maps.schema, overwrite=True)
+    for shard in writer.pending():
+        writer.write(shard, {key: part[shard.start : shard.stop] for key, part in arrays.items()})
+    writer.finish()
+    code, out, _ = in_process("verify", url, "--teacher")
+    assert code == 1 and "maps are not the teacher's" in out
+
+
+@pytest.mark.parametrize("kind", ["dense", "topk", "gaussian", "mixture"])
+def test_every_kind_teaches_students_of_other_shapes(run, kind):
+    with_settings(
+        run,
+        "phase_b.augment={flip: true, crop_padding: 1, mixup: 0.2}",
+        "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
+        "phase_b.match_grid=true",
+        "phase_b.head_map=[0, 1, 1, 0]",
+    )
+    export_maps.run(run, kind, k=None if kind in ("dense", "gaussian") else 4)
+    for attention in ("standard", "attentionx"):
+        metrics = phase_b.run(run, attention)
+        assert metrics[-1]["loss_feat"] > 0 and np.isfinite(metrics[-1]["train_loss"])
+
+
+def test_blocks_are_compared_evenly_spaced():
+    from gaupipe.student import layer_map
+
+    settings = settings_with()
+    assert layer_map(settings, 2, 12) == [0, 11]
+    assert layer_map(settings, 4, 4) == [0, 1, 2, 3]
+    assert layer_map(settings, 4, 7) == [0, 2, 4, 6]
+    assert layer_map(settings, 7, 4) == [0, 0, 1, 2, 2, 2, 3]
+    assert layer_map(settings, 1, 5) == [4]
+    named = settings_with("phase_b.layer_map=[3, null]")
+    assert layer_map(named, 2, 4) == [3, None]
+
+
+def test_views_are_stored_and_drawn_again(run):
+    """The maps of a view are the teacher's on the very image that phase B trains on."""
+    with_settings(run, "phase_b.augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
+    export_maps.run(run, "dense", views=3)
+    maps = store.open(run / "maps.zarr")
+    assert (maps.schema.views, maps.schema.images, len(maps)) == (3, 120, 360)
+    settings = RunDirectory(run).settings()
+    data = load_data(settings.data)
+    batches = Batches(data.train, data, torch.device("cpu"), 40)
+    for epoch in (1, 4):  # both of view 1
+        stored = phase_b.MapsOfEpoch(maps, epoch % 3)
+        augment = Augment(settings.phase_b.augment, settings.seed)
+        batch = next(batches.epoch(epoch, augment, stored, epoch % 3))
+        assert batch.geometry is None
+        oracle = teachers_maps(run, batch.images)
+        read = KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
+        assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
+        assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
+    metrics = phase_b.run(run, "standard")
+    assert len(metrics) == 2
+    agreement = evaluate.run(run, "standard")
+    assert all(kl > 0 for kl in agreement["map_kl"])
+    seen = inspect_maps.attention(5, run_dir=run, view=2, query="3", png=str(run / "seen.png"))
+    assert np.isclose(np.sum(seen["map"]), 1, atol=1e-3) and (run / "seen.png").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "change", ["seed=1", "phase_b.augment={flip: false, crop_padding: 1}"], ids=["seed", "flip"]
+)
+def test_views_that_phase_b_would_draw_otherwise_are_refused(run, change):
+    with_settings(run, "phase_b.augment={flip: true, crop_padding: 1}")
+    export_maps.run(run, views=2)
+    with pytest.raises(UserError, match="other phase_b.augment or another seed"):
+        phase_b.run(run, "standard", overrides=[change])
+
+
+def test_copied_attention_is_the_teachers(run, monkeypatch):
+    """With attention copy the student's blocks read V through the stored maps."""
+    with_settings(run, "phase_b.copy_epochs=1", "phase_b.gamma=0", "phase_b.alpha=0")
+    export_maps.run(run, "dense")
+    settings = RunDirectory(run).settings()
+    data = load_data(settings.data)
+    job = phase_b.build(settings, data, RunDirectory(run))
+    batches = Batches(data.train, data, torch.device("cpu"), 20)
+    batch = next(batches.in_order(np.arange(20)))
+    batch.stored = job.maps.gather(batch.ids.numpy())
+    logits, _ = phase_b.forward_with_feature_loss(
+        job.student, batch.images, job.teacher_maps(batch), copy=True
+    )
+    maps = teachers_maps(run, batch.images)  # [B, L, H, T, T]
+    x = job.student._pos_embed(job.student.patch_embed(batch.images))
+    for layer, block in enumerate(job.student.blocks):
+        tokens = block.norm1(x)
+        v = block.attn.qkv(tokens)[..., 64:].unflatten(-1, (2, 16)).transpose(1, 2)
+        mh = (maps[:, layer] @ v).transpose(1, 2).flatten(2)
+        x = x + block.attn.proj(mh)
+        x = x + block.mlp(block.norm2(x))
+    oracle = job.student.forward_head(job.student.norm(x))
+    torch.testing.assert_close(logits, oracle, atol=2e-3, rtol=2e-3)
+    metrics = phase_b.run(run, "belief2")
+    assert len(metrics) == 2
+
+
+def test_average_maps_are_the_mean_over_all_images(run):
+    with_settings(run, "phase_b.average_maps=true")
+    export_maps.run(run, "dense")
+    settings = RunDirectory(run).settings()
+    job = phase_b.build(settings, load_data(settings.data), RunDirectory(run))
+    stored = job.maps.gather(np.array([3, 99]))
+    oracle = teachers_maps(run, first_images(run, 120)).mean(0)
+    read = job.read(stored)
+    for image in range(2):
+        assert (read.map(1)[image] - oracle[1]).abs().max() < 1e-3
+
+
+def test_a_student_becomes_the_teacher_of_the_next(run, tmp_path, in_process):
+    """A folder as the teacher: phase A scores it, and a student may start from its weights."""
+    name = f"local-dir:{run / 'phase_a' / 'teacher'}"
+    settings = settings_with(f"phase_a.teacher={name}", "phase_b.warm_start=teacher")
+    rows = run_all(settings, tmp_path / "next")
+    before = [json.loads(line) for line in (run / "phase_a" / "metrics.jsonl").open()]
+    assert rows[0]["epochs"] == 0 and rows[0]["val_acc"] == before[-1]["val_acc"]
+    rows_again = run_all(settings, tmp_path / "next")
+    assert rows_again[0] == rows[0]
+    scores = evaluate.run(tmp_path / "next", "standard")
+    assert scores["teacher_top1"] == rows[0]["val_acc"] and scores["teacher_loss"] > 0
+    assert 0 <= scores["same_class_as_teacher"] <= 1
+    seen = inspect_maps.attention(2, run_dir=tmp_path / "next", student="standard", layer=1)
+    assert np.shape(seen["teacher"]) == (4, 4) and seen["kl"] > 0
+    code, out, _ = in_process(
+        "inspect", "--run-dir", tmp_path / "next", "--student", "standard", "--image", 2
+    )
+    assert code == 0 and "KL of standard from the teacher" in out
+
+
+def test_a_warm_start_takes_queries_and_keys_too(run):
+    with_settings(run, "phase_b.warm_start=teacher", "phase_b.gamma=0", "phase_b.alpha=0")
+    settings = RunDirectory(run).settings()
+    data = load_data(settings.data)
+    export_maps.run(run, "topk")
+    job = phase_b.build(settings, data, RunDirectory(run))
+    teacher = phase_a.load(RunDirectory(run), data).teacher
+    phase_b.start_from_teacher(job, teacher)
+    images = first_images(run, 8)
+    torch.testing.assert_close(job.student.eval()(images), teacher.predict(images))
+
+
+def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
+    folder = Path(shutil.copytree(run / "phase_a" / "teacher", tmp_path / "vit"))
+    settings = settings_with(f"phase_a.teacher=local-dir:{folder}")
+    phase_a.run(settings, tmp_path / "next")
+    other = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    with torch.no_grad():
+        other.head.weight += 0.01
+    from gaupipe.models import save_student
+
+    save_student(other, folder)
+    with pytest.raises(UserError, match="its weights have changed"):
+        export_maps.run(tmp_path / "next")
+
+
+@pytest.mark.parametrize(
+    "overrides,message",
+    [
+        (["phase_a.teacher=local-dir:nowhere"], "there is no folder nowhere"),
+        (["phase_a.teacher=resnet"], "timm has no weights 'resnet'"),
+        (["phase_a.teacher_args={depth: 3, embed_dim: 48}", "phase_b.head_map=[5, 5]"], "head_map"),
+        (["phase_b.warm_start=prior"], "needs phase_a.teacher=gaussian"),
+        (["phase_a.compression={embedding: 4}"], "has no Gaussians"),
+        (["phase_a.teacher=gaussian", "phase_a.teacher_args={depth: 3}"], "teacher_args"),
+        (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
+    ],
+)
+def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
+    tmp_path, overrides, message, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        phase_a.run(settings_with(*overrides), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--kind", "embedding"], "a trained ViT has no embeddings"),
+        (["--kind", "prior"], "another map for each image"),
+        (["--kind", "dense", "--k", "3"], "--k 3: is for the kinds topk and mixture"),
+        (["--kind", "mixture", "--k", "1"], "is the kind gaussian"),
+        (["--k", "17"], "a query has 16 keys"),
+        (["--teacher", "local-dir:nowhere"], "name another store with --out"),
+        (["--teacher", "vit", "--out", "o.zarr"], "is trained by phase A"),
+        (["--teacher", "local-dir:nowhere", "--out", "o.zarr"], "there is no folder"),
+    ],
+)
+def test_exports_that_make_no_sense_are_refused(run, in_process, arguments, message):
+    code, _, err = in_process("export-maps", "--run-dir", run, *arguments, cwd=run.parent)
+    assert (code, err.count("\n")) == (2, 1) and message in err
+    assert not (run / "maps.zarr").exists() and not (run.parent / "o.zarr").exists()
+
+
+def test_another_teacher_writes_another_store(run, tmp_path, in_process):
+    vit = shutil.copytree(run / "phase_a" / "teacher", tmp_path / "vit")
+    out = tmp_path / "other.zarr"
+    code, _, err = in_process(
+        "export-maps", "--run-dir", run, "--teacher", f"local-dir:{vit}", "--out", out
+    )
+    assert code == 0, err
+    assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
+    code, _, err = in_process("phase-b", "--run-dir", run, "--maps", out, "--name", "other")
+    assert code == 0, err
+
+
+def test_without_predictions_soft_labels_are_refused(run, tmp_path):
+    vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
+    settings = settings_with(f"phase_a.teacher={vit}", "phase_a.teacher_args={num_classes: 0}")
+    with pytest.raises(UserError, match="predicts no classes: set phase_b.alpha=0"):
+        phase_a.run(settings, tmp_path / "next")
+    settings = settings_with(
+        f"phase_a.teacher={vit}", "phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0"
+    )
+    rows = run_all(settings, tmp_path / "next")
+    assert rows[0]["val_acc"] is None and np.isfinite(rows[1]["val_acc"])
+    with pytest.raises(UserError, match="predicts no classes"):
+        phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
+
+
+EXPORT = """
+import sys
+from pathlib import Path
+from stages import export_maps
+export_maps.run(Path(sys.argv[1]), "topk", k=4, shard_mb=0.01, force=True)
+"""
+
+
+def test_a_killed_export_goes_on_byte_for_byte(run, tmp_path):
+    whole = Path(shutil.copytree(run, tmp_path / "whole"))
+    export_maps.run(whole, "topk", k=4, shard_mb=0.01)
+    finished = set((whole / "maps.zarr" / "shard_sha256").rglob("[0-9]*"))
+    assert len(finished) > 5
+    draw = np.random.default_rng()
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", EXPORT, run], stderr=subprocess.DEVNULL)
+        records = run / "maps.zarr" / "shard_sha256" / "c"
+        wanted = int(draw.integers(1, 8))
+        while process.poll() is None and len(list(records.glob("*"))) < wanted:
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    export_maps.run(run, "topk", k=4, shard_mb=0.01)
+    files = [path for path in (whole / "maps.zarr").rglob("*") if path.is_file()]
+    for path in files:
+        there = run / "maps.zarr" / path.relative_to(whole / "maps.zarr")
+        assert there.read_bytes() == path.read_bytes(), path
+    assert len(files) == sum(path.is_file() for path in (run / "maps.zarr").rglob("*"))
+
+
+def test_phase_a_killed_is_continued(tmp_path):
+    """A teacher that is stopped after an epoch and continued is the one of an unbroken run."""
+    settings = settings_with("phase_a.max_epochs=3")
+    phase_a.run(settings, tmp_path / "whole")
+    script = (
+        "import sys, os\nfrom pathlib import Path\nfrom gaupipe import config, training\n"
+        "from stages import phase_a\nsave = training.TrainingState.save\n"
+        "def stop(self, folder):\n    save(self, folder)\n    os._exit(9)\n"
+        "training.TrainingState.save = stop\n"
+        "phase_a.run(config.load(sys.argv[1]), Path(sys.argv[2]), resume=True)\n"
+    )
+    (tmp_path / "c.yaml").write_text(config.dump(settings))
+    arguments = [sys.executable, "-c", script, tmp_path / "c.yaml", tmp_path / "cut"]
+    assert subprocess.run(arguments, stderr=subprocess.DEVNULL, env=os.environ).returncode == 9
+    with pytest.raises(UserError, match="phase A has not finished"):
+        export_maps.run(tmp_path / "cut")
+    phase_a.run(settings, tmp_path / "cut", resume=True)
+    digests = [RunDirectory(tmp_path / name).teacher_digest() for name in ("whole", "cut")]
+    assert digests[0] == digests[1] is not None
+
+
+def test_plan_counts_the_stores_of_a_trained_teacher(tmp_path, in_process):
+    (tmp_path / "c.yaml").write_text(config.dump(settings_with("export.k=4")))
+    code, out, err = in_process("plan", tmp_path / "c.yaml", "--steps", 1, "--json", cwd=tmp_path)
+    assert code == 0, err
+    planned = json.loads(out)
+    entry = 2 * 2 * 16 * 4 * 2  # blocks, heads, queries, keys, a byte for each key and weight
+    assert planned["store_bytes"]["topk"] == 120 * (entry + 10 * 2 + 8)
+    assert planned["row_parameters"] == 0 and planned["seconds"]["phase_a"] > 0
