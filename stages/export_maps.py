@@ -351,10 +351,14 @@ def outputs(
             named = {**KINDS[schema.kind].arrays(attention, schema.k), "logits": logits}
         if remarks:
             remarks.add(attention, len(batch))
-        arrays = {name: _to_numpy(tensor) for name, tensor in named.items()}
+        arrays = {
+            name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()
+        }
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    """Numbers as float16, indices as they are."""
-    return (tensor.half() if tensor.is_floating_point() else tensor).cpu().numpy()
+def _to_numpy(tensor: Tensor, is_coded: bool) -> np.ndarray:
+    """Numbers as float16 unless they are to be coded, indices as they are."""
+    if tensor.is_floating_point():
+        tensor = tensor.float() if is_coded else tensor.half()
+    return tensor.cpu().numpy()
