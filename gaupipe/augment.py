@@ -394,11 +394,11 @@ def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
     """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each
     moved with its own view.
 
-    Every query's row is the mean of its two sources' rows, weighted by the share of the query's own
-    area that each source has: one share for all queries with Mixup; with CutMix the partner's row
-    inside the box, the own row outside, and the mean of both in tokens that the box cuts. Keys are
-    neither weighted nor renormalised: a query keeps looking where its source looked, also where the
-    mixed image now shows the other one. So rows still sum to 1.
+    The attention of a query is the mean of that in its two sources, weighted by the share of the
+    query's area that each source has: one share for all queries with Mixup; with CutMix the
+    partner's attention inside the box, the image's outside, and the mean of both in tokens that the
+    box cuts. Keys are neither weighted nor renormalised: a query keeps looking where its source
+    looked, also where the mixed image now shows the other one. So it still sums to 1.
     """
     if mixed is None:
         return maps

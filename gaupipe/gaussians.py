@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 
 RAW_SIZE = {"loc_scale": 4, "paper": 8}
 """Raw numbers per Gaussian of each parametrisation."""
@@ -64,11 +65,10 @@ def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
 
 
 def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Bilinear weights of points [..., 2] along each axis: ([..., h], [..., w]), every row summing
-    to 1.
+    """Bilinear weights of points [..., 2] along each axis: ([..., h], [..., w]), each summing to 1.
 
     The weight of key j is max(0, 1 - |u_y - j_y|) * max(0, 1 - |u_x - j_x|), the product of the two
-    returned rows, with u clamped to the grid (*GauTransformer, eq. 6*, read as ordinary bilinear
+    returned tensors, with u clamped to the grid (*GauTransformer, eq. 6*, read as ordinary bilinear
     interpolation).
     """
     h, w = grid
@@ -77,10 +77,10 @@ def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Expectation of :func:`point_axes` over each Gaussian [..., 4]: ([..., h], [..., w]), exact,
-    rows sum to 1.
+    each summing to 1.
 
-    The bilinear weight is separable and the Gaussian axis-aligned, so the expected row of the
-    attention map is the outer product of the two.
+    The bilinear weight is separable and the Gaussian axis-aligned, so the expected attention of a
+    query is the outer product of the two.
     """
     h, w = grid
     gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
@@ -90,14 +90,14 @@ def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Ten
     )
 
 
-def outer(rows_y: Tensor, rows_x: Tensor) -> Tensor:
-    """Rows of the map [..., h * w] from their two axes [..., h] and [..., w]."""
-    return (rows_y.unsqueeze(-1) * rows_x.unsqueeze(-2)).flatten(-2)
+def outer(along_y: Tensor, along_x: Tensor) -> Tensor:
+    """The attention of queries [..., h * w] from its two factors [..., h] and [..., w]."""
+    return (along_y.unsqueeze(-1) * along_x.unsqueeze(-2)).flatten(-2)
 
 
 def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
-    """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, rows sum
-    to 1."""
+    """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, for
+    each query summing to 1 over the keys."""
     return outer(*expected_axes(gaussians, grid))
 
 
@@ -113,9 +113,7 @@ def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[i
     """
     shape, (h, w) = gaussians.shape, new_grid
     planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)  # [..., 4, h, w]
-    planes = torch.nn.functional.interpolate(
-        planes, size=new_grid, mode="bilinear", align_corners=False
-    )
+    planes = interpolate(planes, size=new_grid, mode="bilinear", align_corners=False)
     taken = planes.permute(0, 2, 3, 1).reshape(*shape[:-2], h * w, 4)
     factor = [
         new / old if old else 0.0
@@ -149,7 +147,7 @@ def _hat(s: Tensor, n: int) -> Tensor:
     """
     if n == 1:
         return torch.ones_like(s).unsqueeze(-1)
-    return _row(_ramp(_distances(_pixels(s, n), n)))
+    return _weights(_ramp(_distances(_pixels(s, n), n)))
 
 
 def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
@@ -175,7 +173,7 @@ def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
     )
     # Where the mean lies on a token, the rest has a kink that cancels the ramp's: abs has the
     # derivative 0 there, and the ramp one half.
-    return _row(_ramp(distance), rest[..., :-1] - rest[..., 1:]).clamp_min(0)
+    return _weights(_ramp(distance), rest[..., :-1] - rest[..., 1:]).clamp_min(0)
 
 
 def _distances(u: Tensor, n: int) -> Tensor:
@@ -192,17 +190,16 @@ def _ramp(distance: Tensor) -> Tensor:
     return torch.minimum(torch.maximum(distance[..., :-1], zero), one)
 
 
-def _row(slopes: Tensor, more: Tensor | None = None) -> Tensor:
+def _weights(slopes: Tensor, more: Tensor | None = None) -> Tensor:
     """Weights [..., n] of an axis from slopes [..., n-1]: the weight of all keys right of key j.
 
     ``more`` is added to the slopes, but only after their differences were taken: so what is small
     in it does not drown.
     """
-    first, inner, last = 1 - slopes[..., :1], slopes[..., :-1] - slopes[..., 1:], slopes[..., -1:]
+    weights = pad(slopes, (1, 0), value=1.0) - pad(slopes, (0, 1))
     if more is not None:
-        first, last = first - more[..., :1], last + more[..., -1:]
-        inner = inner + (more[..., :-1] - more[..., 1:])
-    return torch.cat([first, inner, last], dim=-1)
+        weights = weights + (pad(more, (1, 0)) - pad(more, (0, 1)))
+    return weights
 
 
 @dataclass
@@ -254,15 +251,15 @@ def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) ->
         return gaussians
     h, w = grid
     offset, scale = (values.double() for values in geometry.to(gaussians.device).on_grid(grid))
-    rows_x, rows_y = (
+    weights_x, weights_y = (
         _query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h))
     )
     # float64 passes untouched through autocast and TF32, which would round to three digits
     stored = (
         gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
     )
-    taken = torch.einsum("byi,bmijc->bmyjc", rows_y, stored)
-    taken = torch.einsum("bxj,bmyjc->bmyxc", rows_x, taken)
+    taken = torch.einsum("byi,bmijc->bmyjc", weights_y, stored)
+    taken = torch.einsum("bxj,bmyjc->bmyxc", weights_x, taken)
     shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None, None]
     factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None, None]
     return ((taken.float() - shift) / factor).reshape(len(taken), *gaussians.shape[1:])

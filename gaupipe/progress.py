@@ -61,15 +61,15 @@ class MetricsLog:
     which is what counts: starting from a checkpoint rewrites the file with the lines the
     checkpoint knows."""
 
-    def __init__(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        self.path, self.rows = path, rows
+    def __init__(self, path: Path, entries: list[dict[str, Any]]) -> None:
+        self.path, self.entries = path, entries
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
-    def append(self, row: dict[str, Any]) -> None:
-        self.rows.append(row)
+    def append(self, entry: dict[str, Any]) -> None:
+        self.entries.append(entry)
         with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

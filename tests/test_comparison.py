@@ -1,9 +1,10 @@
 """The arithmetic of comparisons on made-up curves; which runs are the same run; a tiny
 comparison from end to end."""
 
+import contextlib
 import csv
+import io
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from gaupipe import config
+from gaupipe.cli import main
 from gaupipe.errors import UserError
 from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
 from stages.compare.figures import curves, save
@@ -393,7 +395,7 @@ def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The folder of a finished comparison and what its command printed."""
+    """The folder of a finished comparison, its sweep, and what its command printed."""
     folder = tmp_path_factory.mktemp("compare") / "c"
     sweep = folder.parent / "mine.yaml"
     sweep.write_text(
@@ -401,7 +403,14 @@ def compared(tmp_path_factory):
         "- {phase_b.gamma: 0.5, encoding: uint8}\n"
         "- {name: tuned, tries: [{phase_b.optim.lr: 5.0e-4}, {phase_b.optim.lr: 3.0e-3}]}\n"
     )
-    return folder, sweep, command(folder, "--sweep", sweep, "--jobs", 2)
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(sys, "argv", ["gaupipe", *compare(folder, "--sweep", sweep, "--jobs", 2)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    assert not exit_.value.code
+    return folder, sweep, printed.getvalue()
 
 
 def compare(folder, *arguments, seeds="0,1"):
@@ -411,19 +420,8 @@ def compare(folder, *arguments, seeds="0,1"):
     return [*map(str, ["compare", "digits", *options, *arguments]), *sets]
 
 
-def command(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "gaupipe.cli", *compare(folder, *arguments)],
-        text=True,
-        capture_output=True,
-        timeout=300,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-
-
 def test_a_tiny_comparison(compared):
-    folder, _, process = compared
-    assert process.returncode == 0, process.stderr
+    folder, _, printed = compared
     results = json.loads((folder / "mine.json").read_text())
     names = [cell["cell"] for cell in results["cells"]]
     assert names == [
@@ -437,8 +435,8 @@ def test_a_tiny_comparison(compared):
         "gamma 0.5, encoding uint8",
         "tuned",
     ]
-    assert all(name in process.stdout for name in names)
-    assert max(map(len, process.stdout.splitlines())) <= 80
+    assert all(name in printed for name in names)
+    assert max(map(len, printed.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in results["cells"]}
     assert [len(run["val_acc"]) for run in by_name["plain longer"]["runs"]] == [3, 3]
     for cell in results["cells"]:
@@ -465,7 +463,7 @@ def test_a_tiny_comparison(compared):
     (taken,) = (trial for trial in trials if trial["taken"])
     assert taken["val_acc"] == max(trial["val_acc"] for trial in trials)
     assert taken["val_acc"] == by_name["tuned"]["runs"][0]["val_acc"][-1]
-    assert "Trials of tuned" in process.stdout
+    assert "Trials of tuned" in printed
     with (folder / "mine.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * len(names)

@@ -309,7 +309,7 @@ def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path):
         TRAIN_AND_SAVE.format(path=[root], epochs=epochs),
         str(tmp_path),
     ]
-    delays = iter(torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist())
+    delays = iter(torch.rand(2, generator=torch.Generator().manual_seed(0)).tolist())
     kills = 0
     for _ in range(10):
         process = subprocess.Popen(
