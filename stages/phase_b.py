@@ -228,6 +228,9 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
     done, total = len(state.metrics), phase.epochs
     with EpochProgress(label, len(job.data.train), total, done) as progress:
+        if maps is not None and len(student.blocks) != maps.schema.layers:
+            layers = layer_map(settings, len(student.blocks), maps.schema.layers)
+            progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
         for epoch in epochs(state, folder, progress, settings.seed):
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs

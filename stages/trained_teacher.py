@@ -86,16 +86,17 @@ def run(
             train(settings, data, state, run.phase_a)
             metrics = state.metrics
         if not run.teacher_sha256.is_file():
-            if state is not None:
+            if job is None:
                 folder = run.phase_a / "teacher"
                 save_student(vit_of(state), folder, mean=data.mean, std=data.std)
-            job = build(settings, data, run.phase_a / "teacher")
+                job = build(settings, data, folder)
             write_whole(run.teacher_sha256, job.sha256() + "\n")
     return metrics
 
 
-def vit_of(state: TrainingState) -> VisionTransformer:
+def vit_of(state: TrainingState | None) -> VisionTransformer:
     """The teacher that a training keeps."""
+    assert state is not None
     assert isinstance(state.kept, VisionTransformer)
     return state.kept
 

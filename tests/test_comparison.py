@@ -16,6 +16,7 @@ import pytest
 
 from gaupipe import config
 from gaupipe.cli import main
+from gaupipe.config import ExportSettings
 from gaupipe.errors import UserError
 from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
 from stages.compare.figures import curves, save
@@ -239,8 +240,7 @@ def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, 
         label="",
         settings=as_run(config.parse(OLDER, "test"), 3, baseline=baseline),
         baseline=baseline,
-        kind=kind,
-        encoding=encoding,
+        export=ExportSettings(kind=kind, encoding=encoding),
         root=Path("c"),
         data_sha256="ab" * 32,
     )
@@ -260,7 +260,7 @@ def swept(entries):
         ([], "a sweep is a list"),
         ([3], "a sweep is a list"),
         ([{1: 2}], "valid string"),
-        ([{"kind": "tall"}], "'gaussian', 'embedding', 'dense' or 'prior'"),
+        ([{"kind": "tall"}], "'dense', 'prior', 'topk' or 'mixture'"),
         ([{"plain": "perhaps"}], "plain"),
         ([{"name": 5}], "name"),
         ([{"tries": {"phase_b.epochs": 3}}], "tries"),
@@ -501,7 +501,7 @@ def test_finished_cells_are_not_run_again(compared, in_process):
 
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     wrong, unknown = tmp_path / "wrong.yaml", tmp_path / "unknown.yaml"
-    wrong.write_text("- {kind: dense, encoding: uint8}")
+    wrong.write_text("- {kind: prior, encoding: uint8}")
     unknown.write_text("- {phase_b.gama: 1}")
     for arguments, message in [
         (["--seeds", "0,x"], "--seeds"),
@@ -510,7 +510,7 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
         (["--sweep", "none"], "loss_weights"),
         (["--test"], "test split"),
         (["--set", "phase_a.optim.name=adamv"], "adamv"),
-        (["--sweep", wrong], "for the kind 'gaussian'"),
+        (["--sweep", wrong], "--kind prior"),
         (["--row", "prior"], "prior alone"),
         (["--sweep", unknown], "did you mean 'phase_b.gamma'"),
     ]:
