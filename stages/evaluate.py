@@ -116,9 +116,9 @@ def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
     takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
     if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
         raise UserError(
-            f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels and "
-            f"{takes[3]} classes, the data set {data.name} has {data.channels}, {data.image_size} x "
-            f"{data.image_size} and {data.num_classes}"
+            f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels "
+            f"and {takes[3]} classes, the data set {data.name} has {data.channels}, "
+            f"{data.image_size} x {data.image_size} and {data.num_classes}"
         )
 
 

@@ -153,7 +153,7 @@ def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
                     logits = forward(batch.images, gaussians, noise)  # [B, C]
                     loss = cross_entropy(logits, batch.labels)
                 update(loss)
-                # an image occurs once an epoch, so its parameters step as soon as their gradient is known
+                # an image occurs once an epoch, so its parameters step at once
                 if per_image is not None:
                     per_image.update(batch.ids, update.per_image_gradient(parameters))
                 epoch.add(len(batch), loss=loss)

@@ -136,8 +136,8 @@ def run(
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
                 (:data:`gaupipe.config.IN_PHASE_B`)
     maps_url    the attention-map store; None is the run's own
-    resume      continues from the last checkpoint, or starts where there is none; without it a student
-                that is there is refused
+    resume      continues from the last checkpoint, or starts where there is none; without it a
+                student that is there is refused
     distilled   False trains the baseline, the same model on the labels alone
     data        the data set of the settings, where it has been read already
 
@@ -148,7 +148,8 @@ def run(
         raise UserError("--maps '': should be the path or URL of a store")
     if maps_url and not distilled:
         raise UserError(
-            "--maps: training on the labels alone (--no-distill) reads no maps: leave one of the two out"
+            "--maps: training on the labels alone (--no-distill) reads no maps: leave one of the "
+            "two out"
         )
     if name is None:
         name = student or run.settings().phase_b.student
