@@ -351,9 +351,7 @@ def outputs(
             named = {**KINDS[schema.kind].arrays(attention, schema.k), "logits": logits}
         if remarks:
             remarks.add(attention, len(batch))
-        arrays = {
-            name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()
-        }
+        arrays = {name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()}
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
