@@ -21,7 +21,7 @@ COLOUR_OPERATIONS = (
 )
 """RandAugment's operations that leave every pixel where it is."""
 GEOMETRIC_OPERATIONS = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
-"""RandAugment's operations that stored Gaussians are not moved along with."""
+"""RandAugment's operations that stored maps cannot follow."""
 
 Range = tuple[Rate, Rate]
 
@@ -30,9 +30,9 @@ class ResizedCropSettings(Section):
     """A random part of the image, enlarged to the image's size (bilinear with antialiasing)."""
 
     scale: Range = (0.08, 1.0)
-    """Smallest and largest share of the image's area."""
+    """Smallest and largest share of the image's area that the part has."""
     ratio: Range = (3 / 4, 4 / 3)
-    """Smallest and largest width / height."""
+    """Smallest and largest ratio of width to height, before the part is enlarged."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ResizedCropSettings:
@@ -46,12 +46,13 @@ class ResizedCropSettings(Section):
 
 
 class RandAugmentSettings(Section):
-    """Some operations drawn for every image, all of the same strength (arXiv 1909.13719)."""
+    """Operations drawn at random for every image, all of the same strength (arXiv 1909.13719)."""
 
     ops: Positive = 2
-    """Operations an image goes through."""
+    """Number of operations applied to each image."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
-    """Strength from 0 to 30, torchvision's scale; timm's ``m9`` of 10 is 27 here."""
+    """Strength on torchvision's scale from 0 to 30. timm's scale goes from 0 to 10: its ``m9`` is
+    27 here."""
     operations: tuple[str, ...] = COLOUR_OPERATIONS
     """Names of the operations to draw from, as torchvision's RandAugment has them."""
 
@@ -73,11 +74,13 @@ class RandAugmentSettings(Section):
 
 
 class AugmentSettings(Section):
-    """What happens to training images, in the order of the fields. The default does nothing."""
+    """Augmentation of the training images, in the order of the settings in this section. The
+    default does nothing."""
 
     resized_crop: ResizedCropSettings | None = None
     crop_padding: Count = 0
-    """Shift by up to this many pixels along each axis; what comes from outside the image is 0."""
+    """Shift the image by up to this many pixels along each axis; pixels from outside the image are
+    0."""
     flip: bool = False
     """Mirror half of the images, drawn at random, from left to right."""
     randaugment: RandAugmentSettings | None = None
@@ -85,12 +88,14 @@ class AugmentSettings(Section):
     """Share of images that get one rectangle of a random colour over 2 to 33 % of their area."""
     mixup: Weight = 0.0
     """Mixup with shares from Beta(mixup, mixup); 0 is off. With cutmix on as well, every image
-    draws one of the two."""
+    draws one of the two. Not for a teacher ``gaussian`` in phase A."""
     cutmix: Weight = 0.0
-    """CutMix with shares from Beta(cutmix, cutmix); 0 is off."""
+    """CutMix with shares from Beta(cutmix, cutmix); 0 is off. Not for a teacher ``gaussian`` in
+    phase A."""
     geometry: Literal["follow", "ignore"] = "follow"
-    """``follow`` moves stored Gaussians with the image. ``ignore`` leaves them where they are
-    (the paper), and allows RandAugment's geometric operations, which cannot be followed."""
+    """``follow`` moves attention maps with the image: in phase A those of a teacher ``gaussian``,
+    in phase B those of the store. ``ignore`` leaves the maps where they are (the paper). ``ignore``
+    also allows RandAugment's geometric operations, which maps cannot follow."""
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> AugmentSettings:

@@ -190,7 +190,8 @@ def export_maps(
     encoding: Annotated[
         Encoding | None,
         typer.Option(
-            help="Bits of the stored numbers.", show_default="export.encoding of the settings"
+            help="Format of the stored numbers.",
+            show_default="export.encoding of the settings, or what fits the kind",
         ),
     ] = None,
     k: Annotated[
@@ -239,9 +240,7 @@ def export_maps(
     ] = False,
     shard_mb: Annotated[
         float,
-        typer.Option(
-            "--shard-mb", min=0.001, help="Size of a file of the store before compression."
-        ),
+        typer.Option("--shard-mb", min=0.001, help="Size of a shard in MB, before compression."),
     ] = 32,
     force: Force = False,
 ) -> None:
@@ -387,7 +386,11 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[
-        str, typer.Option(metavar="0,1,2", help="Every cell is run with each.")
+        str,
+        typer.Option(
+            metavar="0,1,2",
+            help="Seeds. Every cell, that is every line of the tables, is run with each seed.",
+        ),
     ] = "0,1,2",
     sweep: Annotated[
         str | None,
@@ -402,7 +405,8 @@ def compare(
         typer.Option(
             "--row",
             metavar="NAME",
-            help="Only this cell, the plain ViT, and the cells it is like; may be repeated.",
+            help="Run only this cell, the plain ViT, and the cells whose settings this cell takes "
+            "over; repeatable.",
             show_default="all cells",
         ),
     ] = None,
@@ -410,21 +414,27 @@ def compare(
         str | None,
         typer.Option(
             metavar="0.8,0.84",
-            help="Validation accuracies to compare at.",
-            show_default="95, 98, 100 % of the plain ViT's last",
+            help="Validation accuracies; epochs are counted until each of them is reached.",
+            show_default="95, 98 and 100 % of the plain ViT's final accuracy",
         ),
     ] = None,
     tune: Annotated[
-        bool, typer.Option(help="Take rates and starts from small grids, or from the settings.")
+        bool,
+        typer.Option(
+            help="Choose learning rates and initialisations in small grid searches, or take those "
+            "of the settings."
+        ),
     ] = True,
-    jobs: Annotated[int, typer.Option(min=1, help="Trainings at once, each in a process.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Trainings at the same time, each in a process of its own.")
+    ] = 1,
     test: Annotated[
         bool, typer.Option("--test", help="Also score the finished runs on the test split.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plain ViT, distilled students and controls over several seeds: epochs to accuracy, side by
-    side.
+    """Train baselines (plain ViT), distilled students and controls with several seeds, and count
+    the epochs that each takes to reach an accuracy.
 
     Runs that have finished are not made again. Tables go to the terminal, CSV and JSON, curves to
     PNG and SVG.

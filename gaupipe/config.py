@@ -111,7 +111,7 @@ ModelArgs = Annotated[dict[str, Any], AfterValidator(_usable_model_args)]
 
 
 class DataSettings(Section):
-    """The data set and how its images become tensors."""
+    """The data set, and how its images become tensors."""
 
     name: str = "digits"
     """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
@@ -120,7 +120,7 @@ class DataSettings(Section):
     """Folder of the files. ``fashion_mnist`` looks by itself in the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else where Debian's package puts the files."""
     download: bool = False
-    """Let torchvision fetch a data set that is not there."""
+    """Let torchvision fetch a data set that is not on this machine."""
     train_images: Positive | None = None
     """Use only this many training images, the same number of each class as far as possible; null
     takes all."""
@@ -128,18 +128,19 @@ class DataSettings(Section):
     """Share of the training images held out, class by class, for validation (``digits`` always
     holds out 20 %)."""
     image_size: Positive | None = None
-    """Height and width given to the model, in pixels, a multiple of the patch size. Null keeps the
-    size of images held in memory, and makes it 224 for images in files."""
+    """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
+    Null keeps the size of images held in memory, and makes it 224 for images in files."""
     batch_size: Positive = 128
     """Training images in a step."""
     eval_batch_size: Positive = 512
-    """Images at once where nothing is trained: validation, export, evaluation."""
+    """Images in a batch where nothing is trained: validation, export, evaluation."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that decode images; 0 is right for data sets held in memory."""
 
 
 class ModelSettings(Section):
-    """The ViT that phase A teaches and that the student copies."""
+    """The ViT of the student, whose size ``phase_b.model_args`` can change. A teacher ``gaussian``
+    is the same ViT with GauAttention, a teacher ``vit`` the same ViT with standard attention."""
 
     name: str = "gauvit_pico_patch2_8"
     """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
@@ -148,17 +149,19 @@ class ModelSettings(Section):
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
     depth: 6}``."""
     init_std: Rate | None = None
-    """Standard deviation of every linear layer's start; null keeps timm's 0.02."""
+    """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
     init: Literal["normal", "mimetic"] = "normal"
-    """``mimetic`` starts the attention so that it looks trained, and the position embedding
-    sinusoidal unless ``pos_embed_std`` is set (arXiv 2305.09828)."""
+    """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
+    2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
+    set."""
     pos_embed_std: Rate | None = None
-    """Standard deviation of the position embedding's start; null keeps timm's 0.02."""
+    """Standard deviation of the initialisation of the position embedding; null keeps timm's
+    0.02."""
 
 
 class OptimSettings(Section):
-    """The optimizer of network weights and its rate, by timm's names (``create_optimizer_v2``,
-    ``create_scheduler_v2``)."""
+    """The optimizer of the network's weights and the schedule of its learning rate, by timm's names
+    (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "adamw"
     """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
@@ -169,48 +172,50 @@ class OptimSettings(Section):
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
-    """``cosine``, ``constant``, ``poly``, ``step``, ``multistep``, ``tanh``, ``wsd``, ``rsqrt``:
-    what follows the warm-up."""
+    """The schedule after the warm-up: ``cosine``, ``constant``, ``poly``, ``step``, ``multistep``,
+    ``tanh``, ``wsd`` or ``rsqrt``."""
     schedule_args: dict[str, Any] = {}
-    """Further keywords of ``create_scheduler_v2``, in epochs, e.g. ``{decay_epochs: 30,
-    decay_rate: 0.1}``. ``num_epochs``, one cycle, is all that follows the warm-up unless given:
-    ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts after 3."""
+    """Further keywords of ``create_scheduler_v2``, with times in epochs, e.g. ``{decay_epochs: 30,
+    decay_rate: 0.1}``. ``num_epochs`` is the length of one cycle. By default one cycle takes all
+    epochs after the warm-up. ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts the
+    schedule after 3 epochs."""
     warmup_epochs: Count = 1
-    """Epochs of linear warm-up, among those of the phase."""
+    """Epochs of linear warm-up; they count among the epochs of the phase."""
     min_lr: Weight = 1e-5
-    """Rate at which the warm-up starts and the schedule ends."""
+    """Learning rate at the start of the warm-up and at the end of the schedule."""
     clip_grad: Rate | None = 1.0
-    """Largest norm of the gradient; null does not clip."""
+    """Largest norm of the gradient, to which larger gradients are clipped; null does not clip."""
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
     ema: Fraction | None = None
-    """Decay of an exponential moving average of the weights, which is then what is evaluated and
-    kept; null has none."""
+    """Decay of an exponential moving average of the weights. If set, the averaged weights are
+    evaluated and saved. Null makes no average."""
 
 
 class RowSettings(Section):
-    """What phase A keeps per image (Gaussian parameters or embeddings) and the Adam that
-    steps each image by itself."""
+    """The per-image parameters (raw numbers of the Gaussians, or embeddings), and the Adam
+    optimizer that updates them image by image."""
 
     lr: Rate = 0.1
-    """Adam's rate for the per-image parameters, which step once an epoch."""
+    """Learning rate of Adam for the per-image parameters, which are updated once an epoch."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of Adam's first and second moment."""
     eps: Rate = 1e-8
     """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
-    """Standard deviation of what an image starts with; 0 starts every image alike."""
+    """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
+    alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
-    """How Adam's moments are stored; bfloat16 takes a third off the whole state and suits some
-    hundred epochs at most."""
+    """Format of Adam's moments. With bfloat16, parameters and moments take a third less space;
+    bfloat16 suits some hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
-    """Parameters and moments beyond this many GB are kept in files in the run directory; 0 always
-    uses files."""
+    """If the per-image parameters and their moments take more than this many GB, all of them lie in
+    files in the run directory; 0 always uses files."""
 
 
 class CompressionSettings(Section):
-    """The compression network: an embedding per image and block, decoded into the Gaussian
-    parameters."""
+    """The compression network: an embedding for each image and block, from which a decoder computes
+    the per-image parameters of the Gaussians."""
 
     embedding: Annotated[int, Field(gt=0, le=65536)] = 256
     """Numbers in an embedding."""
@@ -219,43 +224,47 @@ class CompressionSettings(Section):
 
 
 class PhaseASettings(Section):
-    """Phase A: the teacher, which finds out where each token looks."""
+    """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
+    ``teacher_args``, ``download``, ``max_epochs``, ``stop_accuracy``, ``label_smoothing``,
+    ``augment`` and ``optim`` concern a teacher that is a trained ViT."""
 
     teacher: str = "gaussian"
-    """``gaussian`` learns Gaussian attention for each image; ``vit`` trains an ordinary ViT;
-    ``local-dir:FOLDER`` is a trained ViT in a folder that timm reads, and a timm name such as
-    ``deit_tiny_patch16_224.fb_in1k`` a ViT with published weights."""
+    """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
+    ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
+    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
     teacher_args: dict[str, Any] = {}
-    """Keywords for the teacher that is a ViT: with ``vit`` they change ``model.args``, otherwise
-    they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
+    """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
+    any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
     download: bool = False
     """Let timm fetch published weights that are not on this machine."""
     mode: Literal["stochastic", "expected"] = "expected"
-    """``stochastic`` samples one point a query (the paper); ``expected`` uses the exact
-    expectation."""
+    """``stochastic`` samples one point for each query (the paper); ``expected`` uses the exact mean
+    over the query's Gaussian."""
     parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
-    """``loc_scale`` learns mean and log std of a Gaussian; ``paper`` learns the eight numbers of
-    *GauTransformer, eq. 5*."""
+    """``loc_scale`` learns means and logarithms of the standard deviations of a Gaussian; ``paper``
+    learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
-    """Add a Gaussian per block, head and query that all images share."""
+    """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
     residual: bool = True
-    """Give every image its own Gaussians; without them the shared prior is the whole teacher."""
+    """Add per-image parameters to the shared prior. With ``false`` all images have the Gaussians of
+    the shared prior."""
     compression: CompressionSettings | None = None
-    """Keep an embedding per image and block, and a decoder per block, in place of the Gaussian
-    parameters themselves."""
+    """Learn an embedding for each image and block, and a decoder for each block, in place of the
+    per-image parameters themselves."""
     prior_lr: Rate = 2e-2
-    """Adam's rate for the shared prior, which steps every batch (per-image parameters step
-    once an epoch, see ``rows``)."""
+    """Learning rate of Adam for the shared prior, which is updated at every step. Per-image
+    parameters have the learning rate ``rows.lr``."""
     max_epochs: Positive = 12
-    """Epochs after which phase A stops at the latest."""
+    """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
-    """Stop after the first epoch whose training accuracy reaches this."""
+    """Phase A stops after the first epoch with a training accuracy of at least this."""
     upper_accuracy: Fraction = 0.98
-    """Above this the teacher has overfitted: the run says so."""
+    """Above this training accuracy the run prints a warning: the teacher has overfitted."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels while a teacher ``vit`` is trained."""
     label_passes: Positive = 8
-    """Sampled passes averaged for the teacher's predictions in ``stochastic`` mode."""
+    """Passes with sampled points whose mean gives the teacher's predictions, in the mode
+    ``stochastic``."""
     augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
@@ -305,83 +314,93 @@ class PhaseASettings(Section):
 
 
 class ExportSettings(Section):
-    """The attention-map store: what it keeps of a map, and how."""
+    """The attention-map store: what it holds of the maps, and in which format."""
 
     kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
-    """What is stored for each query. Null is ``gaussian`` for Gaussians of single images, ``prior``
-    where all images share theirs, and ``topk`` for a trained ViT."""
+    """What is stored for each query. Null is ``gaussian`` for a teacher with per-image parameters,
+    ``prior`` for a teacher with the shared prior alone, and ``topk`` for a trained ViT."""
     encoding: Literal["float16", "uint8"] | None = None
-    """``uint8`` stores Gaussians, dense maps and the weights of topk in 8 bits. Null is ``uint8``
-    for topk, ``float16`` for the other kinds."""
+    """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
+    is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
     k: Annotated[int, Field(gt=0, le=255)] | None = None
-    """Keys that ``topk`` keeps of each query (null: 8), Gaussians that ``mixture`` fits to it
-    (null: 2)."""
+    """Number of keys that ``topk`` stores for each query (null: 8), or of Gaussians that
+    ``mixture`` fits to each query's attention (null: 2)."""
     views: Annotated[int, Field(gt=0, le=10_000)] | None = None
-    """Store the maps of this many augmented views of each image, drawn as ``phase_b.augment``
-    says; phase B then trains on these views. Null stores the maps of the images themselves."""
+    """Number of augmented views of each image whose maps are stored. The views are drawn with
+    ``phase_b.augment``, and phase B trains on the same views. Null stores the maps of the images
+    themselves."""
 
 
 class PhaseBSettings(Section):
-    """Phase B: an ordinary ViT learns from labels, the teacher's predictions and the stored
-    maps."""
+    """Phase B: the student, an ordinary ViT, learns from the labels, the teacher's predictions and
+    the stored maps."""
 
     student: StudentKey = "standard"
     """The student's attention."""
     attention_options: dict[str, Any] = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
     match_params: bool = False
-    """Shrink the FFN so that the student has as many parameters as with standard attention."""
+    """Make the FFN smaller, so that the student has as many parameters as with standard
+    attention."""
     rezero: bool = False
-    """Blocks without normalisation, each branch behind a learned scalar that starts at 0."""
+    """Blocks without normalisation; each branch is multiplied by a learned scalar whose initial
+    value is 0."""
     epochs: Positive = 12
-    """Epochs of the student, and of the baseline."""
+    """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
     alpha: Weight = 0.2
-    """Weight of L_soft."""
+    """Weight of L_soft, the cross-entropy with the teacher's predictions."""
     beta: Weight = 0.1
-    """Weight of L_hard."""
+    """Weight of L_hard, the cross-entropy with the labels."""
     gamma: Weight = 0.7
-    """Weight of L_feat at the start of its schedule."""
+    """Weight of L_feat, the divergence from the stored attention maps, at the start of the
+    schedule."""
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
-    """How gamma goes to 0 over ``gamma_epochs``; ``constant`` keeps it (the paper)."""
+    """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
+    gamma off after ``gamma_epochs``; ``constant`` never changes gamma (the paper)."""
     gamma_epochs: Positive | None = None
-    """Epochs until gamma is 0 (linear, cosine) or is switched off (stop_after); null means all
-    epochs."""
+    """Epochs until gamma is 0; null means all epochs."""
     model_args: ModelArgs = {}
-    """Keywords that change the student's size from ``model.args``, e.g. ``{depth: 6}``."""
+    """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: list[Count | None] | None = None
-    """For each block of the student the stored block it is compared with, or null for none; null
-    maps block to block, evenly spaced where the numbers of blocks differ."""
+    """For each block of the student the number of the stored block that it is compared with,
+    counted from 0, or null for no comparison. Null for the whole list compares block with block,
+    with the stored blocks evenly spaced where the numbers of blocks differ."""
     layer_weights: list[Weight] | None = None
-    """Weight of each of the student's blocks in L_feat; null weighs all the same."""
+    """Weight of each block of the student in L_feat; null weighs all blocks alike."""
     mean_heads: bool = False
-    """Compare each head with the mean over the teacher's heads; the head counts may then differ."""
+    """Compare each head with the mean over the teacher's heads. The student may then have another
+    number of heads than the teacher."""
     head_map: list[Count] | None = None
-    """For each head of the student the stored head it is compared with; null maps head to head."""
+    """For each head of the student the number of the stored head that it is compared with, counted
+    from 0; null compares each head with the stored head of the same number."""
     copy_epochs: Count = 0
-    """Attention copy: for this many epochs the student's blocks use the stored maps in place of
-    their own."""
+    """Attention copy: in this many first epochs the student attends with the stored maps in place
+    of its own."""
     shuffle_maps: bool = False
-    """Give every image the maps of another one: a control, which shows what the maps' belonging
-    to an image is worth."""
+    """A control: every image gets the maps of another image. The control shows whether it matters
+    that the maps belong to the image."""
     average_maps: bool = False
-    """Give every image the mean of all stored maps: a control, which shows what of the maps is the
-    same for all images."""
+    """A control: every image gets the mean of all stored maps. The control shows what the part of
+    the maps that is the same for all images is worth."""
     match_grid: bool = False
-    """Let the student have another token grid than the store: the maps are made for its grid."""
+    """Allow a student with another token grid than the teacher's: the stored maps are then made for
+    the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
     warm_start: Literal["none", "teacher", "prior"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
-    norms and head; Q and K start fresh. ``prior`` then fits Q and K to the attention of the
-    shared prior."""
+    norms and head, and of a trained ViT also Q and K. ``prior`` does the same with a teacher
+    ``gaussian``, and fits Q and K to the attention of the shared prior."""
     temperature: Rate = 1.0
-    """Both maps become softmax(log p / temperature) before they are compared."""
+    """The attention maps p of teacher and student become softmax(log p / temperature) before they
+    are compared."""
     direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
-    """``teacher_student`` is KL(teacher || student), which makes the student cover the teacher's
-    map; ``student_teacher`` is KL(student || teacher), the order of *GauTransformer, eq. 9*."""
+    """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
+    teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
+    eq. 9*."""
     augment: AugmentSettings = AugmentSettings()
     preload_gb: Weight = 2.0
-    """Read the whole store into memory at the start if its numbers fit into this many GB."""
+    """Phase B reads the whole store into memory if the stored numbers fit into this many GB."""
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")
@@ -396,24 +415,25 @@ class PhaseBSettings(Section):
 
 
 class BaselineSettings(Section):
-    """The same ViT trained on the labels alone."""
+    """The baseline: the student's ViT, trained on the labels alone."""
 
     enabled: bool = True
     """Whether ``gaupipe run`` trains the baseline too."""
     optim: OptimSettings | None = None
-    """Null takes phase B's."""
+    """Optimizer and schedule of the baseline; null takes ``phase_b.optim``."""
     epochs: Positive | None = None
-    """Null takes phase B's. A larger number counts the epochs of phase A too."""
+    """Epochs of the baseline; null takes ``phase_b.epochs``. For a comparison in which phase A
+    counts, give the epochs of both phases together."""
 
 
 class Settings(Section):
     """Everything that determines a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Where all random numbers of the run start."""
+    """Seed of all random numbers of the run."""
     device: str = "auto"
-    """``auto`` takes a GPU where there is one; else a torch device that computes, e.g. ``cpu``,
-    ``cuda:1``."""
+    """``auto`` takes a GPU where there is one. Any other value is the name of a torch device, such
+    as ``cpu`` or ``cuda:1``."""
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Processor threads for torch; null leaves torch's choice."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -421,7 +441,8 @@ class Settings(Section):
     compile: bool = False
     """Compile the forward pass with torch.compile."""
     key_snapshots: Count = 0
-    """Training images whose average attention per key is kept after every epoch of both phases."""
+    """Number of training images for which gaupipe saves the average attention of each key after
+    every epoch of both phases."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
