@@ -224,7 +224,8 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
     compiled = torch.compile if settings.compile else (lambda function: function)
     forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
     update = Update(state, training.steps)
-    views, shuffle = 1 if maps is None else maps.schema.views, phase.shuffle_maps
+    views = maps.schema.views if maps is not None and "views" in maps.schema.extra else None
+    shuffled = settings.seed if phase.shuffle_maps else None
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
     done, total = len(state.metrics), phase.epochs
@@ -235,8 +236,8 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
         for epoch in epochs(state, folder, progress, settings.seed):
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
-            view = epoch.number % views if views > 1 else None
-            stored = maps and MapsOfEpoch(maps, view or 0, settings.seed if shuffle else None)
+            view = epoch.number % views if views else None
+            stored = maps and MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view):
                 loss_feat = 0.0
                 with update.autocast():

@@ -121,11 +121,10 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
 def test_the_shipped_sweeps_can_be_run():
     names = config.shipped("sweeps")
     assert "loss_weights" in names
-    base = config.load(
-        "fashion_mnist", ["data.name=digits", "data.train_images=null", "model.args={}"]
-    )
-    data = load_data(base.data)
+    small = ["data.name=digits", "data.train_images=null", "model.args={}"]
+    data = load_data(config.load("digits").data)
     for name in names:
+        base = config.load("fashion_mnist_vit" if name == "teachers" else "fashion_mnist", small)
         cells = sweep_cells(
             config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False)
         )

@@ -195,29 +195,39 @@ def test_blocks_are_compared_evenly_spaced():
     assert layer_map(named, 2, 4) == [3, None]
 
 
-def test_views_are_stored_and_drawn_again(run):
+@pytest.mark.parametrize("views", [3, 1])
+def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
     """The maps of a view are the teacher's on the very image that phase B trains on."""
     with_settings(run, "phase_b.augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
-    export_maps.run(run, "dense", views=3)
+    export_maps.run(run, "dense", views=views)
     maps = store.open(run / "maps.zarr")
-    assert (maps.schema.views, maps.schema.images, len(maps)) == (3, 120, 360)
+    assert (maps.schema.views, maps.schema.images, len(maps)) == (views, 120, 120 * views)
     settings = RunDirectory(run).settings()
     data = load_data(settings.data)
     batches = Batches(data.train, data, torch.device("cpu"), 40)
-    for epoch in (1, 4):  # both of view 1
-        stored = phase_b.MapsOfEpoch(maps, epoch % 3)
+    for epoch in (1, 4):  # of three views both are view 1
+        stored = phase_b.MapsOfEpoch(maps, epoch % views)
         augment = Augment(settings.phase_b.augment, settings.seed)
-        batch = next(batches.epoch(epoch, augment, stored, epoch % 3))
+        batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
         read = KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
         assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
-    metrics = phase_b.run(run, "standard")
-    assert len(metrics) == 2
+    drawn, epoch_of = [], Batches.epoch
+
+    def watched(self, number, augment, maps=None, view=None):
+        drawn.append(view)
+        return epoch_of(self, number, augment, maps, view)
+
+    monkeypatch.setattr(Batches, "epoch", watched)
+    assert len(phase_b.run(run, "standard")) == 2
+    assert drawn == [epoch % views for epoch in range(2)]
     agreement = evaluate.run(run, "standard")
     assert all(kl > 0 for kl in agreement["map_kl"])
-    seen = inspect_maps.attention(5, run_dir=run, view=2, query="3", png=str(run / "seen.png"))
+    seen = inspect_maps.attention(
+        5, run_dir=run, view=views - 1, query="3", png=str(run / "seen.png")
+    )
     assert np.isclose(np.sum(seen["map"]), 1, atol=1e-3) and (run / "seen.png").stat().st_size
 
 
