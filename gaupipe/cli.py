@@ -207,7 +207,8 @@ def export_maps(
     views: Annotated[
         int | None,
         typer.Option(
-            min=1,
+            min=2,
+            max=10_000,
             help="Store the maps of this many augmented views of each image.",
             show_default="the images themselves",
         ),
@@ -539,6 +540,8 @@ def inspect(
                 )
         _report(stage.summary(maps, run_dir, student), as_json)
         return
+    if student is not None and view is not None:
+        raise UserError(f"--view {view}: a student is shown on the image itself: leave it out")
     seen = stage.attention(
         image,
         url=maps,

@@ -32,6 +32,7 @@ IRRELEVANT = (
     "data.eval_batch_size",
     "data.root",
     "data.download",
+    "phase_a.download",
 )
 """Settings that do not make another run of it: they may differ when one is continued."""
 
@@ -325,7 +326,7 @@ class ExportSettings(Section):
     k: Annotated[int, Field(gt=0, le=255)] | None = None
     """Number of keys that ``topk`` stores for each query (null: 8), or of Gaussians that
     ``mixture`` fits to each query's attention (null: 2)."""
-    views: Annotated[int, Field(gt=0, le=10_000)] | None = None
+    views: Annotated[int, Field(gt=1, le=10_000)] | None = None
     """Number of augmented views of each image whose maps are stored. The views are drawn with
     ``phase_b.augment``, and phase B trains on the same views. Null stores the maps of the images
     themselves."""

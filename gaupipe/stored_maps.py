@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from gaupipe.config import Settings
+from gaupipe.config import ExportSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import (
     RAW_SIZE,
@@ -382,3 +383,62 @@ def default_kind(settings: Settings, encoding: str | None = None) -> str:
     if not phase.learns_gaussians:
         return "topk"
     return "gaussian" if phase.residual or encoding == "uint8" else "prior"
+
+
+def chosen(
+    settings: Settings,
+    stored: ExportSettings | None = None,
+    given: dict[str, Any] | None = None,
+    tokens: int | None = None,
+) -> ExportSettings:
+    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
+    settings say, with the defaults of its kind for maps of so many ``tokens``."""
+    export = stored or settings.export
+    asked = {name: value for name, value in (given or {}).items() if value is not None}
+    if asked.get("kind", export.kind) != export.kind and "k" not in asked:
+        asked["k"] = None  # another kind has another k
+    try:
+        export = ExportSettings.model_validate({**export.model_dump(), **asked})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}") from None
+    name = export.kind or default_kind(settings, export.encoding)
+    kind = KINDS[name]
+    return ExportSettings(
+        kind=name,
+        encoding=export.encoding or kind.default_encoding,
+        k=export.k or (kind.default_k and min(kind.default_k, tokens or kind.default_k)),
+        views=export.views,
+    )
+
+
+def check_export(
+    export: ExportSettings,
+    teacher: nn.Module,
+    grid: Grid,
+    per_image: bool = False,
+    prefix: str = "--",
+) -> None:
+    """Raises UserError for a store that cannot hold what a teacher shows.
+
+    export     as :func:`chosen` gives it
+    teacher    a :class:`~gaupipe.teacher.Teacher`; anything else counts as a trained ViT
+    grid       (h, w) of the teacher's maps
+    per_image  whether the teacher has parameters of single images
+    prefix     what comes before ``kind``, ``k`` and ``views`` in messages
+    """
+    name, k = str(export.kind), export.k
+    kind, tokens = KINDS[name], grid[0] * grid[1]
+    if (refusal := kind.refusal(teacher, per_image)) is not None:
+        raise UserError(f"{prefix}kind {name}: {refusal}")
+    if k is not None and kind.default_k is None:
+        raise UserError(f"{prefix}k {k}: is for the kinds topk and mixture, not for {name}")
+    if k is not None and name == "topk" and k > tokens:
+        raise UserError(f"{prefix}k {k}: a query has {tokens} keys to choose from")
+    if k is not None and name == "mixture" and k < 2:
+        raise UserError(f"{prefix}k {k}: one Gaussian a query is the kind gaussian")
+    if export.views is not None and isinstance(teacher, Teacher):
+        raise UserError(
+            f"{prefix}views {export.views}: Gaussians of images move with their views by "
+            "themselves; views are for a trained ViT"
+        )

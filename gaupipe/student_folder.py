@@ -28,8 +28,7 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
         digests.check(folder / file)
     try:
         check_sizes(folder)
-        model = timm.create_model(f"local-dir:{folder}", pretrained=True, **(arguments or {}))
-        return model.eval()
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     except OSError:
         raise
     except (
@@ -39,6 +38,13 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
         raise UserError(
             f"{folder} is damaged, or not a student ({reason[:200]}): {remedy}"
         ) from None
+    if not arguments:
+        return model
+    try:
+        return timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments).eval()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{folder}: cannot be built with {arguments}: {reason[:200]}") from None
 
 
 def check_sizes(folder: Path) -> None:

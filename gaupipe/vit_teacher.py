@@ -132,8 +132,8 @@ class VitTeacher(nn.Module):
         else:
             logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
         maps, dropped = [], []
-        for whole in reader.maps:  # [B, H, P + T, P + T]
-            patches, share = without_prefix(whole, self.prefix)
+        while reader.maps:  # [B, H, P + T, P + T], freed one by one
+            patches, share = without_prefix(reader.maps.pop(0), self.prefix)
             maps.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
         return Seen(logits, maps, torch.stack(dropped))
@@ -157,18 +157,18 @@ class VitTeacher(nn.Module):
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "
                 "phase_b.warm_start=none, or a VisionTransformer with standard attention"
             )
-        weights = self.model.state_dict()
-        if "pos_embed" in weights:
-            weights["pos_embed"] = weights["pos_embed"][:, -self.grid[0] * self.grid[1] :]
-        return weights
+        return weights_of_patches(self.model)
 
     def sha256(self) -> str:
         """A digest of the weights and of what they are used in."""
-        config = getattr(self.model, "pretrained_cfg", None) or {}
         described = {
-            "class": type(self.model).__name__,
-            "architecture": config.get("architecture"),
+            "modules": str(self.model),
             "arguments": getattr(self.model, "gaupipe_args", None),
+            "grid": self.grid,
+            "layers": self.layers,
+            "heads": self.heads,
+            "prefix": self.prefix,
+            "predicts": self.predicts,
             "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
             "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
         }
@@ -264,8 +264,21 @@ class VitTeacher(nn.Module):
         return tuple(grid), len(reader.maps), heads, prefix
 
 
+def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
+    """A ViT's state_dict, of its position embedding what belongs to patches."""
+    weights = model.state_dict()
+    if "pos_embed" in weights:
+        weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
+    return weights
+
+
 def load_vit(
-    teacher: str, data: ImageData, arguments: dict[str, Any], *, download: bool = False
+    teacher: str,
+    data: ImageData,
+    arguments: dict[str, Any],
+    *,
+    download: bool = False,
+    remedy: str = f"{SETTING}: give a folder with a trained ViT",
 ) -> VitTeacher:
     """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -273,14 +286,15 @@ def load_vit(
                 such as ``deit_small_patch16_224.fb_in1k``
     arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
     download    fetch weights that are not on this machine
+    remedy      what to do where the folder is not whole
 
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     if teacher.startswith(LOCAL):
         folder = Path(teacher.removeprefix(LOCAL)).expanduser()
         if not folder.is_dir():
-            raise UserError(f"{SETTING}: there is no folder {folder}")
-        model = load_folder(folder, f"{SETTING}: give a folder with a trained ViT", arguments)
+            raise UserError(f"{SETTING}: there is no folder {folder}: {remedy}")
+        model = load_folder(folder, remedy, arguments)
     else:
         model = pretrained(teacher, arguments, download)
     return VitTeacher(model, data, teacher)

@@ -3,6 +3,7 @@ asked for."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,12 +78,13 @@ def run(
     if images is None:
         raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
     check_data(student, data, run_dir)
-    maps = open_maps(RunDirectory(run_dir), data, student, settings)
+    run = RunDirectory(run_dir)
+    maps = open_maps(run, data, student, settings, run.student(name, distilled))
     device = select_device(settings)
     student.to(device)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
-    scores |= beside_teacher(RunDirectory(run_dir), images, data, logits, labels)
+    scores |= beside_teacher(run, images, data, logits, labels)
     if maps is not None:
         scores |= teacher_agreement(student, maps, data, settings, device)
     return scores
@@ -94,11 +96,14 @@ def beside_teacher(
 ) -> dict[str, float]:
     """Of a teacher that is a trained ViT with predictions: its top-1 accuracy and cross-entropy on
     the split, and the share on which it predicts the class that ``logits`` [N, C] do. Nothing for
-    other teachers, which know no unseen images."""
+    other teachers, which know no unseen images, and for one that is no longer there."""
     phase = run.settings().phase_a
     if phase.learns_gaussians or run.teacher_digest() is None:
         return {}
-    job = phase_a.load(run, data)
+    try:
+        job = phase_a.load(run, data)
+    except UserError:  # a folder that has moved, or weights that are no longer there
+        return {}
     if not job.teacher.predicts:
         return {}
     parts = [job.teacher.predict(batch.images).cpu() for batch in job.batches(images).in_order()]
@@ -123,18 +128,35 @@ def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
 
 
 def open_maps(
-    run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings
+    run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings, folder: Path
 ) -> store.Store | None:
-    """The run's store; None where it is not there, not finished, or of other blocks and heads
-    than the student."""
-    teacher_sha256 = run.teacher_digest()
+    """The store that a student in ``folder`` learned from, or the run's own; None where it is not
+    there, not finished, or of other blocks and heads than the student."""
+    url, teacher_sha256 = str(run.maps), run.teacher_digest()
+    learned = read_json(folder / "maps.json")
+    if learned and learned["teacher_sha256"] != teacher_sha256:
+        url, teacher_sha256 = learned["url"], learned["teacher_sha256"]
     try:
-        maps = store.open(run.maps, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-        check_fit(student, maps.schema, settings, str(run.maps))
-        phase_b.check_targets(maps.schema, settings, str(run.maps))
+        maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
+        check_fit(student, maps.schema, settings, url)
+        phase_b.check_targets(maps.schema, settings, url)
     except (store.UnfinishedStore, UserError):
         return None
     return maps
+
+
+def read_json(path: Path) -> dict[str, str] | None:
+    """What a student's maps.json says; None where there is none, as before version 0.2."""
+    if not path.is_file():
+        return None
+    try:
+        learned = json.loads(path.read_bytes())
+        return {key: str(learned[key]) for key in ("url", "teacher_sha256")}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(
+            f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
+            "the student learned from; remove it"
+        ) from None
 
 
 @torch.inference_mode()

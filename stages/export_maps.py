@@ -22,7 +22,7 @@ from gaupipe.config import ExportSettings, Settings
 from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS, Attention, default_kind
+from gaupipe.stored_maps import KINDS, Attention, check_export, chosen
 from stages import phase_a, trained_teacher
 from stages.resources import free_disk, gigabytes, size_on_disk
 from stages.run_directory import RunDirectory
@@ -84,10 +84,11 @@ def run(
     settings = run.settings()  # a folder that is no run is left alone
     with run.locked():
         if teacher is None:
-            job = phase_a.load(run, data)
+            job = phase_a.load(run, data, download=download)
         else:
             job = other_teacher(settings, teacher, download, data)
-        export = chosen(settings, None if overwrite else stored_export(url), given)
+        tokens = job.shape.grid[0] * job.shape.grid[1]
+        export = chosen(settings, None if overwrite else stored_export(url), given, tokens)
         schema = make_schema(job, export)
         how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, schema.kind)}
         if not force and "://" not in url:
@@ -116,9 +117,17 @@ def ensure(
     stored; None leaves that to :func:`run`."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
+    asked = {} if export is None else export.model_dump(exclude_none=True)
     if not is_complete(url, directory.teacher_digest()):
-        asked = {} if export is None else export.model_dump()
         run(run_dir, out=out, data=data, **asked)
+        return url
+    there = stored_export(url)
+    for name, value in asked.items():
+        if there is not None and getattr(there, name) != value:
+            raise UserError(
+                f"{url} already holds a complete store with {name} {getattr(there, name)}, asked "
+                f"{value}: 'gaupipe export-maps --overwrite' replaces it"
+            )
     return url
 
 
@@ -131,9 +140,8 @@ def other_teacher(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
-    phase = settings.phase_a.model_copy(update={"teacher": teacher, "compression": None})
-    if download:
-        phase = phase.model_copy(update={"download": True})
+    changes = {"teacher": teacher, "teacher_args": {}, "compression": None, "download": download}
+    phase = settings.phase_a.model_copy(update=changes)
     settings = settings.model_copy(update={"phase_a": phase})
     return trained_teacher.build(settings, data or load_data(settings.data))
 
@@ -145,26 +153,6 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
     except store.StoreError:
         return False
     return True
-
-
-def chosen(
-    settings: Settings, stored: ExportSettings | None = None, given: dict[str, Any] | None = None
-) -> ExportSettings:
-    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
-    settings say, with the defaults of its kind."""
-    export = stored or settings.export
-    asked = {name: value for name, value in (given or {}).items() if value is not None}
-    if asked.get("kind", export.kind) != export.kind and "k" not in asked:
-        asked["k"] = None  # another kind has another k
-    export = ExportSettings.model_validate({**export.model_dump(), **asked})
-    name = export.kind or default_kind(settings, export.encoding)
-    kind = KINDS[name]
-    return ExportSettings(
-        kind=name,
-        encoding=export.encoding or kind.default_encoding,
-        k=export.k or kind.default_k,
-        views=export.views,
-    )
 
 
 def stored_export(url: str) -> ExportSettings | None:
@@ -183,24 +171,9 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     known. Raises UserError for a kind that this teacher does not have, StoreError for an
     encoding that the kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
-    refusal = KINDS[kind].refusal(job.teacher, job.has_parameters_of_images)
-    if refusal is not None:
-        raise UserError(f"--kind {kind}: {refusal}")
-    if (KINDS[kind].default_k is None) != (export.k is None):
-        raise UserError(f"--k {export.k}: is for the kinds topk and mixture, not for {kind}")
-    if kind == "topk" and export.k > shape.grid[0] * shape.grid[1]:
-        raise UserError(
-            f"--k {export.k}: a query has {shape.grid[0] * shape.grid[1]} keys to choose from"
-        )
-    if kind == "mixture" and export.k < 2:
-        raise UserError(f"--k {export.k}: one Gaussian a query is the kind gaussian")
+    check_export(export, job.teacher, shape.grid, job.has_parameters_of_images)
     notes = job.notes()
     if export.views is not None:
-        if job.settings.phase_a.learns_gaussians:
-            raise UserError(
-                "--views: Gaussians of images move with their views by themselves; views are for "
-                "a trained ViT"
-            )
         notes["views"] = drawing(job.settings)
     return store.Schema(
         kind=kind,

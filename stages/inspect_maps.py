@@ -260,7 +260,7 @@ def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageM
         int(batch.labels[0]),
         logits[0].softmax(-1),
         lambda: data.train.image(image),
-        teacher_map(run, settings, data, model, batch, layer),
+        teacher_map(run, settings, data, model, run.student(name), batch, layer),
     )
 
 
@@ -269,12 +269,13 @@ def teacher_map(
     settings: Settings,
     data: ImageData,
     student: VisionTransformer,
+    folder: Path,
     batch: Batch,
     layer: int,
 ) -> Tensor | None:
-    """What the run's store has for a block of the student, [H or 1, T, T]; None where there is no
-    store that fits it, or none of the images themselves."""
-    maps = open_maps(run, data, student, settings)
+    """What the store that the student in ``folder`` learned from has for one of its blocks,
+    [H or 1, T, T]; None where there is no store that fits it, or none of the images themselves."""
+    maps = open_maps(run, data, student, settings, folder)
     if maps is None or maps.schema.extra.get("views") is not None:
         return None
     batch.stored = maps.gather(batch.ids.numpy())

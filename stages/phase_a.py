@@ -25,7 +25,7 @@ from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, move
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import GaussianAttention
+from gaupipe.stored_maps import GaussianAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, Update, epochs, score
@@ -108,6 +108,9 @@ def run(
         return trained_teacher.run(settings, run, data, resume=resume)
     teacher = build_teacher(settings, data)
     check_student(settings, data, shape_of(teacher), teacher.weights())
+    check_export(
+        chosen(settings), teacher, teacher.grid, settings.phase_a.per_image, prefix="export."
+    )
     if not force:  # before any per-image parameter is made
         check_resources(make_plan(settings, sizes_of(teacher, data)), run_dir)
     job = build(settings, run.phase_a, data)
@@ -301,9 +304,13 @@ def identity(job: PhaseA) -> dict[str, Any]:
     return settings | {"the data set": job.data.sha256}
 
 
-def load(run: RunDirectory, data: ImageData | None = None) -> TeacherJob:
-    """The finished teacher of a run, in eval mode. Raises UserError if phase A has not finished."""
+def load(run: RunDirectory, data: ImageData | None = None, *, download: bool = False) -> TeacherJob:
+    """The finished teacher of a run, in eval mode. ``download`` fetches published weights that are
+    not on this machine. Raises UserError if phase A has not finished."""
     settings = run.settings()
+    if download:
+        phase = settings.phase_a.model_copy(update={"download": True})
+        settings = settings.model_copy(update={"phase_a": phase})
     data = data or load_data(settings.data)
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.load(run, settings, data)

@@ -208,6 +208,9 @@ def train_student(
         state.load(checkpoint)
         write_whole(folder / "config.yaml", config.dump(settings))
         write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
+        if job.maps is not None:
+            learned = {"url": job.maps.url, "teacher_sha256": job.maps.schema.teacher_sha256}
+            write_whole(folder / "maps.json", json.dumps(learned) + "\n")
         train(job, state, folder)
         save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
     return state.metrics
@@ -224,7 +227,7 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
     compiled = torch.compile if settings.compile else (lambda function: function)
     forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
     update = Update(state, training.steps)
-    views = maps.schema.views if maps is not None and "views" in maps.schema.extra else None
+    views = 1 if maps is None else maps.schema.views
     shuffled = settings.seed if phase.shuffle_maps else None
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
@@ -236,7 +239,7 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
         for epoch in epochs(state, folder, progress, settings.seed):
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
-            view = epoch.number % views if views else None
+            view = epoch.number % views if views > 1 else None
             stored = maps and MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view):
                 loss_feat = 0.0
@@ -340,7 +343,7 @@ def training_state(job: PhaseB) -> TrainingState:
 
 
 def kind_of(schema: store.Schema) -> str:
-    """Kind, encoding and size of a store, in a word where all are the first version's."""
+    """What a store keeps, for a student's identity; in one word for the kinds of version 0.1."""
     more = {"k": schema.k, "views": None if schema.views == 1 else schema.views}
     return " ".join([schema.kind, *(f"{name} {value}" for name, value in more.items() if value)])
 

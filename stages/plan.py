@@ -24,6 +24,7 @@ from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
+from gaupipe.stored_maps import check_export, chosen
 from gaupipe.student import build_student
 from gaupipe.teacher import Teacher
 from gaupipe.training import score_model
@@ -75,6 +76,8 @@ def run(
         data = random_data(settings, images, classes)
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
+    export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
+    check_export(export, teacher, sizes.grid, settings.phase_a.per_image, prefix="export.")
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
     plan = make_plan(settings, sizes)
@@ -88,7 +91,7 @@ def run(
         "available_memory_bytes": available_memory(),
         "device": str(device),
         "seconds": seconds,
-        "problem": find_problem(plan, run_dir, str(export_maps.chosen(settings).kind)),
+        "problem": find_problem(plan, run_dir, str(export.kind)),
     }
 
 
@@ -256,7 +259,8 @@ def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
 
 def measure_export(job: TeacherJob, path: Path) -> float:
     """Seconds of an export of the kind that the settings say, without views."""
-    export = export_maps.chosen(job.settings).model_copy(update={"views": None})
+    tokens = job.shape.grid[0] * job.shape.grid[1]
+    export = chosen(job.settings, tokens=tokens).model_copy(update={"views": None})
     schema = export_maps.make_schema(job, export)
     writer = store.create(str(path), schema, decoder=export_maps.decoder(job, schema.kind))
     return clock(lambda: export_maps.write(job, writer))

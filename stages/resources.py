@@ -158,9 +158,9 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
     What all images share is in the store once, as float32: the prior and the decoder.
     """
     phase = settings.phase_a
-    shared = {"gaussian": 0, "dense": 0}
+    shared = {"gaussian": 0, "dense": 0, "topk": 0}
     if not phase.learns_gaussians:
-        shared |= {"topk": 0, "mixture": 0}
+        shared["mixture"] = 0
     elif not phase.residual:
         shared["prior"] = sizes.prior_parameters
     elif phase.compression:

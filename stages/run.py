@@ -28,7 +28,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         # a damaged student is refused before anything runs
         run_directory.overrides(attention, distilled)
     teacher = phase_a.run(settings, run_dir, resume=True, data=data)
-    export_maps.ensure(run_dir, data=data)
+    export_maps.ensure(run_dir, export=settings.export, data=data)
     student = phase_b.run(run_dir, attention, resume=True, data=data)
     last = teacher[-1]
     learns = settings.phase_b

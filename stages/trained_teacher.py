@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
@@ -23,7 +23,7 @@ from gaupipe.errors import UserError
 from gaupipe.losses import hard_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, read_metrics
-from gaupipe.stored_maps import MapAttention
+from gaupipe.stored_maps import MapAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.training import (
     TrainingState,
@@ -34,7 +34,7 @@ from gaupipe.training import (
     score,
     score_model,
 )
-from gaupipe.vit_teacher import LOCAL, VitTeacher, load_vit
+from gaupipe.vit_teacher import LOCAL, VitTeacher, load_vit, weights_of_patches
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, write_whole
 from stages.teacher_job import TeacherJob
@@ -85,13 +85,22 @@ def run(
             state.load(run.phase_a / "checkpoint")
             train(settings, data, state, run.phase_a)
             metrics = state.metrics
+        if job is None:
+            job = keep(settings, data, vit_of(state), run.phase_a / "teacher")
         if not run.teacher_sha256.is_file():
-            if job is None:
-                folder = run.phase_a / "teacher"
-                save_student(vit_of(state), folder, mean=data.mean, std=data.std)
-                job = build(settings, data, folder)
             write_whole(run.teacher_sha256, job.sha256() + "\n")
     return metrics
+
+
+def keep(
+    settings: Settings, data: ImageData, vit: VisionTransformer, folder: Path
+) -> TrainedTeacher:
+    """The finished teacher ``vit`` as a folder that timm loads, written where it is not whole."""
+    try:
+        return build(settings, data, folder)
+    except UserError:
+        save_student(vit, folder, mean=data.mean, std=data.std)
+        return build(settings, data, folder)
 
 
 def vit_of(state: TrainingState | None) -> VisionTransformer:
@@ -106,14 +115,23 @@ def check(settings: Settings, data: ImageData) -> TrainedTeacher | None:
     Returns it where it was trained before."""
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
-        check_student(settings, data, shape_of(vit), vit.state_dict())
+        shape = shape_of(vit)
+        check_student(settings, data, shape, weights_of_patches(vit))
+        check_store(settings, vit, shape)
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         return None
     job = build(settings, data)
     warm = settings.phase_b.warm_start != "none"
     check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
+    check_store(settings, job.teacher, job.shape)
     check_predictions(job)
     return job
+
+
+def check_store(settings: Settings, teacher: nn.Module, shape: MapShape) -> None:
+    """Raises UserError for a store of the settings that cannot hold the teacher's maps."""
+    export = chosen(settings, tokens=shape.grid[0] * shape.grid[1])
+    check_export(export, teacher, shape.grid, prefix="export.")
 
 
 def check_predictions(job: TrainedTeacher) -> None:
@@ -196,7 +214,8 @@ def build(settings: Settings, data: ImageData, folder: Path | None = None) -> Tr
     """
     phase, device = settings.phase_a, select_device(settings)
     if phase.teacher == "vit":
-        vit = load_vit(f"{LOCAL}{folder}", data, {})
+        remedy = "'gaupipe phase-a --resume' writes it again"
+        vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
     else:
         vit = load_vit(phase.teacher, data, phase.teacher_args, download=phase.download)
     return TrainedTeacher(settings, data, device, vit.to(device))

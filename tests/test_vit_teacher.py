@@ -198,6 +198,16 @@ def test_the_digest_follows_weights_and_normalisation():
     assert VitTeacher(model, data(), "vit").sha256() != first
 
 
+def test_the_digest_follows_what_is_not_a_weight():
+    """The same weights in another number of heads, or with another activation, show other maps."""
+    model = small("vit_tiny_patch16_224", num_heads=3)
+    first = VitTeacher(model, data(), "vit").sha256()
+    for changes in ({"num_heads": 4}, {"act_layer": "relu"}):
+        other = small("vit_tiny_patch16_224", **changes)
+        other.load_state_dict(model.state_dict())
+        assert VitTeacher(other, data(), "vit").sha256() != first
+
+
 def test_a_folder_is_loaded_and_checked(tmp_path):
     model = randomised(timm.create_model("gauvit_pico_patch2_8", num_classes=5, in_chans=3))
     save_student(model, tmp_path / "vit", mean=(0.5,) * 3, std=(0.25,) * 3)

@@ -108,6 +108,11 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
         export = export_of(cell, settings)
+        if export.views is not None:
+            raise UserError(
+                "export.views: the students of a comparison share their teachers' stores, and "
+                "views belong to one augmentation and seed: leave them out"
+            )
         settings = as_run(settings, settings.seed, baseline=cell.plain)
         select_device(settings)
         if cell.plain:
@@ -128,7 +133,7 @@ def check_distilled(settings: Settings, data: ImageData, export: ExportSettings)
         export_maps.make_schema(job, export, sha256="0" * 64)
         check_student(settings, data, phase_a.shape_of(teacher), teacher.weights())
     else:
-        trained_teacher.check(settings, data)
+        trained_teacher.check(settings.model_copy(update={"export": export}), data)
 
 
 def check_folder(run_dir: Path) -> None:
