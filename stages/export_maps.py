@@ -23,6 +23,7 @@ from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS, Attention, default_kind
+from gaupipe.teacher import Teacher
 from stages import phase_a, trained_teacher
 from stages.resources import free_disk, gigabytes, size_on_disk
 from stages.run_directory import RunDirectory
@@ -89,18 +90,25 @@ def run(
             job = other_teacher(settings, teacher, download, data)
         export = chosen(settings, None if overwrite else stored_export(url), given)
         schema = make_schema(job, export)
-        how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, schema.kind)}
+        shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
         if not force and "://" not in url:
-            check_disk(schema, how["decoder"], Path(url))
+            check_disk(schema, shared, Path(url))
         if repair:
-            writer = store.repair(url, schema, **how)
+            writer = store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
         elif not overwrite and is_complete(url):
             raise UserError(
                 f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites "
                 "what is damaged"
             )
         else:
-            writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
+            writer = store.create(
+                url,
+                schema,
+                overwrite=overwrite,
+                resume=not overwrite,
+                shard_bytes=shard_bytes,
+                decoder=shared,
+            )
         write(job, writer)
     return url
 
@@ -159,11 +167,13 @@ def chosen(
     export = ExportSettings.model_validate({**export.model_dump(), **asked})
     name = export.kind or default_kind(settings, export.encoding)
     kind = KINDS[name]
-    return ExportSettings(
-        kind=name,
-        encoding=export.encoding or kind.default_encoding,
-        k=export.k or kind.default_k,
-        views=export.views,
+    return ExportSettings.model_validate(
+        {
+            "kind": name,
+            "encoding": export.encoding or kind.default_encoding,
+            "k": export.k or kind.default_k,
+            "views": export.views,
+        }
     )
 
 
@@ -175,25 +185,28 @@ def stored_export(url: str) -> ExportSettings | None:
     except store.StoreError:
         return None
     views = None if schema.extra.get("views") is None else schema.views
-    return ExportSettings(kind=schema.kind, encoding=schema.encoding, k=schema.k, views=views)
+    held = {"kind": schema.kind, "encoding": schema.encoding, "k": schema.k, "views": views}
+    return ExportSettings.model_validate(held)
 
 
 def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
     """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
     known. Raises UserError for a kind that this teacher does not have, StoreError for an
     encoding that the kind does not have."""
-    kind, data, shape = export.kind, job.data, job.shape
+    kind, k, data, shape = export.kind, export.k or 0, job.data, job.shape
+    assert kind is not None and export.encoding is not None  # chosen() names both
     refusal = KINDS[kind].refusal(job.teacher, job.has_parameters_of_images)
     if refusal is not None:
         raise UserError(f"--kind {kind}: {refusal}")
     if (KINDS[kind].default_k is None) != (export.k is None):
         raise UserError(f"--k {export.k}: is for the kinds topk and mixture, not for {kind}")
-    if kind == "topk" and export.k > shape.grid[0] * shape.grid[1]:
+    if kind == "topk" and k > shape.grid[0] * shape.grid[1]:
         raise UserError(
             f"--k {export.k}: a query has {shape.grid[0] * shape.grid[1]} keys to choose from"
         )
-    if kind == "mixture" and export.k < 2:
+    if kind == "mixture" and k < 2:
         raise UserError(f"--k {export.k}: one Gaussian a query is the kind gaussian")
+    network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if export.views is not None:
         if job.settings.phase_a.learns_gaussians:
@@ -216,7 +229,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
         dataset_sha256=data.sha256,
         teacher_sha256=sha256 or job.sha256(),
         parametrisation=job.settings.phase_a.parametrisation,
-        embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
+        embedding_dim=network.embedding if network and kind == "embedding" else None,
         extra=notes,
     )
 
