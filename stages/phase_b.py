@@ -230,12 +230,12 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     training = Batches(job.data.train, job.data, job.device, sizes.batch_size, sizes.workers)
     validation = Batches(job.data.val, job.data, job.device, sizes.eval_batch_size, sizes.workers)
     augment = Augment(phase.augment, settings.seed)
+    zero = torch.zeros((), device=job.device)  # L_feat of batches whose maps are not compared
     compiled = torch.compile if settings.compile else (lambda function: function)
     forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
     update = Update(state, training.steps)
     views = 1 if maps is None else maps.schema.views
-    shuffle = settings.seed if phase.shuffle_maps else None
-    zero = torch.zeros((), device=job.device)  # L_feat of batches whose maps are not compared
+    shuffled = settings.seed if phase.shuffle_maps else None
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
     done, total = len(state.metrics), phase.epochs
@@ -247,7 +247,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             view = epoch.number % views if views > 1 else None
-            stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffle)
+            stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view):
                 loss_feat = zero
                 with update.autocast():
