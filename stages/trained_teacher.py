@@ -94,9 +94,10 @@ def run(
     return metrics
 
 
-def vit_of(state: TrainingState[VisionTransformer] | None) -> VisionTransformer:
+def vit_of(state: TrainingState | None) -> VisionTransformer:
     """The teacher that a training keeps."""
     assert state is not None
+    assert isinstance(state.kept, VisionTransformer)
     return state.kept
 
 
