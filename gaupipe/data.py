@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -119,7 +119,7 @@ class Batch:
 class StoredMaps(Protocol):
     """What :meth:`Batches.epoch` reads stored maps through, such as a :class:`store.Store`."""
 
-    def prefetch(self, batches: Iterable[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """What is stored for each batch of image ids, in order, read ahead."""
 
 

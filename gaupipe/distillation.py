@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.functional import StudentAttention, merge_heads
@@ -65,7 +66,7 @@ class TeacherMaps:
 
 
 def forward_with_feature_loss(
-    student: nn.Module,
+    student: VisionTransformer,
     images: Tensor,
     teacher: TeacherMaps,
     layer_weights: list[float] | None = None,

@@ -178,7 +178,7 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
 
 
 def run_blocks(
-    model: VisionTransformer, images: Tensor, attend: Callable[[int, nn.Module, Tensor], Tensor]
+    model: VisionTransformer, images: Tensor, attend: Callable[[int, Any, Tensor], Tensor]
 ) -> Tensor:
     """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
     hands.

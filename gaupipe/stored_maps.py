@@ -404,12 +404,12 @@ def chosen(
         raise UserError(f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}") from None
     name = export.kind or default_kind(settings, export.encoding)
     kind = KINDS[name]
-    return ExportSettings(
-        kind=name,
-        encoding=export.encoding or kind.default_encoding,
-        k=export.k or (kind.default_k and min(kind.default_k, tokens or kind.default_k)),
-        views=export.views,
-    )
+    size = export.k or kind.default_k
+    if export.k is None and size is not None and tokens is not None:
+        size = min(size, tokens)
+    encoding = export.encoding or kind.default_encoding
+    found = {"kind": name, "encoding": encoding, "k": size, "views": export.views}
+    return ExportSettings.model_validate(found)
 
 
 def check_export(

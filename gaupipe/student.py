@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.building import build_optimizer, build_vit
 from gaupipe.config import Settings
@@ -25,7 +25,9 @@ class MapShape:
     heads: int
 
 
-def build_student(settings: Settings, data: ImageData, device: str | None = None) -> nn.Module:
+def build_student(
+    settings: Settings, data: ImageData, device: str | None = None
+) -> VisionTransformer:
     """The student with the weights that the seed starts it with, on the CPU; without any on the
     ``device`` "meta"."""
     phase = settings.phase_b
@@ -52,11 +54,12 @@ def layer_map(settings: Settings, depth: int, layers: int) -> list[int | None]:
     return [round(block * (layers - 1) / (depth - 1)) for block in range(depth)]
 
 
-def check_fit(student: nn.Module, schema: Any, settings: Settings, where: str) -> None:
+def check_fit(student: VisionTransformer, schema: Any, settings: Settings, where: str) -> None:
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     phase = settings.phase_b
-    depth, heads = len(student.blocks), student.blocks[0].attn.num_heads
+    first: Any = student.blocks[0]
+    depth, heads = len(student.blocks), first.attn.num_heads
     grid = tuple(student.patch_embed.grid_size)
     layers = layer_map(settings, depth, schema.layers)
     if len(layers) != depth or any(

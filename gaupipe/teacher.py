@@ -4,10 +4,13 @@ forward modes."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, sample
 from gaupipe.models import run_blocks
 
@@ -43,7 +46,7 @@ class Teacher(nn.Module):
 
     def __init__(
         self,
-        vit: nn.Module,
+        vit: VisionTransformer,
         parametrisation: str = "loc_scale",
         prior: bool = True,
         compression: tuple[int, int] | None = None,
@@ -53,7 +56,8 @@ class Teacher(nn.Module):
         self.parametrisation = parametrisation
         self.has_prior = prior
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
-        self.layers, self.heads = len(vit.blocks), vit.blocks[0].attn.num_heads
+        first: Any = vit.blocks[0]
+        self.layers, self.heads = len(vit.blocks), first.attn.num_heads
         self.raw_shape = (
             self.layers,
             self.heads,
@@ -101,7 +105,7 @@ class Teacher(nn.Module):
         are the mean of several (:func:`predict`).
         """
 
-        def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
+        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
             if noise is None:
                 return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
             return attention.at_points(
@@ -110,7 +114,7 @@ class Teacher(nn.Module):
 
         return run_blocks(self.vit, images, attend)
 
-    def noise(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def noise(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         """Standard normal numbers [B, L, H, T, 2] for one sampled pass."""
         return torch.randn(
             len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device

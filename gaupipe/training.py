@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from timm.utils import ModelEmaV3
@@ -30,12 +30,16 @@ def seed_epoch(seed: int, epoch: int) -> None:
     torch.manual_seed((seed * 1_000_003 + epoch) * 7)
 
 
+Network = TypeVar("Network", bound=nn.Module)
+"""What is trained: a ViT, or the teacher with Gaussians."""
+
+
 @dataclass
-class TrainingState:
+class TrainingState(Generic[Network]):
     """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random
     numbers from (seed, epoch) and the schedule from the update number."""
 
-    modules: nn.Module
+    modules: Network
     optimizer: torch.optim.Optimizer
     schedule: Any
     optim: OptimSettings
@@ -52,7 +56,7 @@ class TrainingState:
         self.ema = ModelEmaV3(self.modules, decay=self.optim.ema) if self.optim.ema else None
 
     @property
-    def kept(self) -> nn.Module:
+    def kept(self) -> Network:
         """The modules that are evaluated and kept: their moving average where there is one."""
         return self.ema.module if self.ema else self.modules
 

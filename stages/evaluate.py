@@ -23,6 +23,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit
 from gaupipe.student_folder import load_folder
 from gaupipe.training import score
+from gaupipe.vit_teacher import VitTeacher
 from stages import phase_a, phase_b
 from stages.run_directory import RunDirectory, check_name
 
@@ -32,7 +33,7 @@ TEACHER_IMAGES = 4096
 
 def load_student(
     run_dir: Path, name: str | None = None, distilled: bool = True
-) -> tuple[Settings, nn.Module, str]:
+) -> tuple[Settings, VisionTransformer, str]:
     """The settings of a student, the student as timm loads its folder, in eval mode, and its name.
 
     ``name`` None is the student trained last. Raises UserError where the student is not there,
@@ -104,9 +105,10 @@ def beside_teacher(
         job = phase_a.load(run, data)
     except UserError:  # a folder that has moved, or weights that are no longer there
         return {}
-    if not job.teacher.predicts:
+    teacher = job.teacher
+    if not isinstance(teacher, VitTeacher) or not teacher.predicts:
         return {}
-    parts = [job.teacher.predict(batch.images).cpu() for batch in job.batches(images).in_order()]
+    parts = [teacher.predict(batch.images).cpu() for batch in job.batches(images).in_order()]
     own = torch.cat(parts)
     scores = score([(own, labels)])
     return {
@@ -116,7 +118,7 @@ def beside_teacher(
     }
 
 
-def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
+def check_data(student: VisionTransformer, data: ImageData, run_dir: Path) -> None:
     """Raises UserError for a student of other images or classes than the run's."""
     takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
     if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
@@ -128,7 +130,11 @@ def check_data(student: nn.Module, data: ImageData, run_dir: Path) -> None:
 
 
 def open_maps(
-    run: RunDirectory, data: ImageData, student: nn.Module, settings: Settings, folder: Path
+    run: RunDirectory,
+    data: ImageData,
+    student: VisionTransformer,
+    settings: Settings,
+    folder: Path,
 ) -> store.Store | None:
     """The store that a student in ``folder`` learned from, or the run's own; None where it is not
     there, not finished, or of other blocks and heads than the student."""
@@ -197,7 +203,11 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
 
 @torch.inference_mode()
 def teacher_agreement(
-    student: nn.Module, maps: store.Store, data: ImageData, settings: Settings, device: torch.device
+    student: VisionTransformer,
+    maps: store.Store,
+    data: ImageData,
+    settings: Settings,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Over training images: the share on which student and teacher predict the same class, and
     the KL of each block's map from the teacher's (teacher first, mean over images, heads and
@@ -206,7 +216,8 @@ def teacher_agreement(
     count = len(image_ids)
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    same, divergence = 0, {}
+    same = 0
+    divergence: dict[int, float] = {}
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made

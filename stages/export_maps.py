@@ -23,6 +23,7 @@ from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS, Attention, check_export, chosen
+from gaupipe.teacher import Teacher
 from stages import phase_a, trained_teacher
 from stages.resources import free_disk, gigabytes, size_on_disk
 from stages.run_directory import RunDirectory
@@ -90,18 +91,25 @@ def run(
         tokens = job.shape.grid[0] * job.shape.grid[1]
         export = chosen(settings, None if overwrite else stored_export(url), given, tokens)
         schema = make_schema(job, export)
-        how = {"shard_bytes": int(shard_mb * 1e6), "decoder": decoder(job, schema.kind)}
+        shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
         if not force and "://" not in url:
-            check_disk(schema, how["decoder"], Path(url))
+            check_disk(schema, shared, Path(url))
         if repair:
-            writer = store.repair(url, schema, **how)
+            writer = store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
         elif not overwrite and is_complete(url):
             raise UserError(
                 f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites "
                 "what is damaged"
             )
         else:
-            writer = store.create(url, schema, overwrite=overwrite, resume=not overwrite, **how)
+            writer = store.create(
+                url,
+                schema,
+                overwrite=overwrite,
+                resume=not overwrite,
+                shard_bytes=shard_bytes,
+                decoder=shared,
+            )
         write(job, writer)
     return url
 
@@ -140,7 +148,8 @@ def other_teacher(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
-    changes = {"teacher": teacher, "teacher_args": {}, "compression": None, "download": download}
+    changes: dict[str, Any] = {"teacher": teacher, "teacher_args": {}}
+    changes |= {"compression": None, "download": download}
     phase = settings.phase_a.model_copy(update=changes)
     settings = settings.model_copy(update={"phase_a": phase})
     return trained_teacher.build(settings, data or load_data(settings.data))
@@ -163,7 +172,8 @@ def stored_export(url: str) -> ExportSettings | None:
     except store.StoreError:
         return None
     views = None if schema.extra.get("views") is None else schema.views
-    return ExportSettings(kind=schema.kind, encoding=schema.encoding, k=schema.k, views=views)
+    held = {"kind": schema.kind, "encoding": schema.encoding, "k": schema.k, "views": views}
+    return ExportSettings.model_validate(held)
 
 
 def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
@@ -171,7 +181,9 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     known. Raises UserError for a kind that this teacher does not have, StoreError for an
     encoding that the kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
+    assert kind is not None and export.encoding is not None  # chosen() names both
     check_export(export, job.teacher, shape.grid, job.has_parameters_of_images)
+    network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if export.views is not None:
         notes["views"] = drawing(job.settings)
@@ -189,7 +201,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
         dataset_sha256=data.sha256,
         teacher_sha256=sha256 or job.sha256(),
         parametrisation=job.settings.phase_a.parametrisation,
-        embedding_dim=job.teacher.decoder.embedding if kind == "embedding" else None,
+        embedding_dim=network.embedding if network and kind == "embedding" else None,
         extra=notes,
     )
 

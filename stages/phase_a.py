@@ -129,7 +129,7 @@ def run(
     return state.metrics
 
 
-def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
+def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     teacher, per_image = job.teacher, job.per_image
@@ -157,7 +157,7 @@ def train(job: PhaseA, state: TrainingState, folder: Path) -> None:
                     loss = cross_entropy(logits, batch.labels)
                 update(loss)
                 # an image occurs once an epoch, so its parameters step at once
-                if per_image is not None:
+                if per_image is not None and parameters is not None:
                     per_image.update(batch.ids, update.per_image_gradient(parameters))
                 epoch.add(len(batch), loss=loss)
             if per_image is not None:
@@ -238,7 +238,8 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     """A freshly started teacher on the CPU."""
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
-    compression = phase.compression and (phase.compression.embedding, phase.compression.hidden)
+    sizes = phase.compression
+    compression = (sizes.embedding, sizes.hidden) if sizes else None
     vit = build_vit(settings.model, data, "gaussian")
     if vit.num_prefix_tokens:
         raise UserError(
@@ -272,7 +273,7 @@ def build_per_image(
     )
 
 
-def training_state(job: PhaseA) -> TrainingState:
+def training_state(job: PhaseA) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
     steps = -(-len(job.data.train) // job.settings.data.batch_size)
@@ -330,7 +331,7 @@ def teacher_sha256(job: PhaseA) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(job.teacher.state_dict().items()):
         digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()))
+        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
     for parameters in job.per_image.chunks() if job.per_image is not None else ():
-        digest.update(np.ascontiguousarray(parameters.numpy()))
+        digest.update(np.ascontiguousarray(parameters.numpy()).data)
     return digest.hexdigest()

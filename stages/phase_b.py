@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
 
 import store
 from gaupipe import config
@@ -60,16 +61,23 @@ class PhaseB:
     settings: Settings
     data: ImageData
     device: torch.device
-    student: nn.Module
+    student: VisionTransformer
     optim: OptimSettings
     maps: store.Store | None
+
+    @property
+    def teacher_store(self) -> store.Store:
+        """``maps`` of a student that is distilled."""
+        assert self.maps is not None
+        return self.maps
 
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
         phase, depth = self.settings.phase_b, len(self.student.blocks)
+        assert batch.stored is not None  # read with the images, from the same store
         return TeacherMaps(
             self.read(batch.stored),
-            layer_map(self.settings, depth, self.maps.schema.layers),
+            layer_map(self.settings, depth, self.teacher_store.schema.layers),
             tuple(self.student.patch_embed.grid_size),
             phase.head_map,
             phase.mean_heads,
@@ -80,8 +88,9 @@ class PhaseB:
     @cached_property
     def read(self) -> Reader:
         """What makes the attention of a batch of arrays read from the store."""
-        read = KINDS[self.maps.schema.kind].reader(self.maps, self.device)
-        return average(self.maps, read) if self.settings.phase_b.average_maps else read
+        maps = self.teacher_store
+        read = KINDS[maps.schema.kind].reader(maps, self.device)
+        return average(maps, read) if self.settings.phase_b.average_maps else read
 
     def gamma(self, epoch: int) -> float:
         """The weight of L_feat in an epoch counted from 0; the baseline has none."""
@@ -216,7 +225,7 @@ def train_student(
     return state.metrics
 
 
-def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
+def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) -> None:
     """All epochs that are left, on L = alpha L_soft + beta L_hard + gamma L_feat
     (*GauTransformer, eq. 11*); without maps on the labels alone."""
     settings, phase, student, maps = job.settings, job.settings.phase_b, job.student, job.maps
@@ -224,6 +233,7 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
     training = Batches(job.data.train, job.data, job.device, sizes.batch_size, sizes.workers)
     validation = Batches(job.data.val, job.data, job.device, sizes.eval_batch_size, sizes.workers)
     augment = Augment(phase.augment, settings.seed)
+    zero = torch.zeros((), device=job.device)  # L_feat of batches whose maps are not compared
     compiled = torch.compile if settings.compile else (lambda function: function)
     forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
     update = Update(state, training.steps)
@@ -240,9 +250,9 @@ def train(job: PhaseB, state: TrainingState, folder: Path) -> None:
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             view = epoch.number % views if views > 1 else None
-            stored = maps and MapsOfEpoch(maps, view or 0, shuffled)
+            stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view):
-                loss_feat = 0.0
+                loss_feat = zero
                 with update.autocast():
                     if gamma or copy:
                         logits, loss_feat = forward_with_loss(
@@ -326,7 +336,7 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
         )
 
 
-def training_state(job: PhaseB) -> TrainingState:
+def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
     """The optimizer of the student and its schedule, freshly started."""
     settings, schema = job.settings, job.maps and job.maps.schema
     steps = -(-len(job.data.train) // settings.data.batch_size)
@@ -354,6 +364,7 @@ def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     warm_start(student, teacher.weights())
     if phase.warm_start != "prior":
         return
+    assert isinstance(teacher, Teacher)  # the settings allow it for no other
     with torch.no_grad():
         prior = expected_map(teacher.gaussians(None), teacher.grid)  # [1, L, H, T, T]
     if phase.mean_heads:
@@ -371,11 +382,11 @@ def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
 @torch.no_grad()
 def average(maps: store.Store, read: Reader, at_once: int = 256) -> Reader:
     """A control: what reads for every image the mean of all maps of a store."""
-    schema, sums = maps.schema, 0
+    schema, sums = maps.schema, torch.zeros(())  # that becomes [L, H, T, T]
     batches = np.array_split(np.arange(len(maps)), -(-len(maps) // at_once))
     for stored in maps.prefetch(batches):
         attention = read(stored)
-        sums += torch.stack([attention.map(layer).sum(0) for layer in range(schema.layers)])
+        sums = sums + torch.stack([attention.map(layer).sum(0) for layer in range(schema.layers)])
     mean = sums / len(maps)  # [L, H, T, T]
 
     def read_mean(stored: dict[str, np.ndarray]) -> StoredRows:

@@ -242,9 +242,9 @@ def measure_phase_a(
     if settings.phase_a.residual:
         per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
     job = phase_a.PhaseA(settings, data, device, teacher.to(device), per_image)
-    state = phase_a.training_state(job)
-    phase_a.train(job, state, folder / "phase_a")
-    return job, state.metrics[-1]["seconds"] / count
+    started = phase_a.training_state(job)
+    phase_a.train(job, started, folder / "phase_a")
+    return job, started.metrics[-1]["seconds"] / count
 
 
 def measure_scores(job: TeacherJob, evaluation: Batches) -> float:

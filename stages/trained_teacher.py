@@ -254,7 +254,7 @@ def shape_of(vit: VisionTransformer) -> MapShape:
     return MapShape(tuple(vit.patch_embed.grid_size), len(vit.blocks), first.attn.num_heads)
 
 
-def training_state(settings: Settings, data: ImageData) -> TrainingState:
+def training_state(settings: Settings, data: ImageData) -> TrainingState[VisionTransformer]:
     """A freshly started teacher ``vit``, its optimizer and its schedule."""
     phase = settings.phase_a
     vit = build_model(settings, data).to(select_device(settings))

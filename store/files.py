@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -128,7 +129,7 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     retries = {"max_retries": 4, "initial_delay": "0.2s", "max_delay": "2s"}
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path}, {"gcs_request_retries": retries}
-    spec = {"driver": "s3", "bucket": bucket, "path": path}
+    spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": path}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         spec["endpoint"] = endpoint
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):

@@ -25,7 +25,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import zarr
@@ -77,7 +77,7 @@ _ZEROS = "0" * 64
 class Shard(NamedTuple):
     """The images start <= id < stop; one file in every array."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # the name that readers know, over tuple's method
     start: int
     stop: int
 
@@ -261,8 +261,8 @@ class Layout:
             )
         if type(complete) is not bool:
             raise StoreError(f"complete is {complete!r}; it must be true or false")
-        layout = cls(schema, per_shard, files, complete, version)
-        needed = {f"{name}/{ROOT}" for name in (*layout.names, *layout.records)}
+        names = (*schema.arrays(), *records(schema, per_shard, version))
+        needed = {f"{name}/{ROOT}" for name in names}
         if (
             not isinstance(files, dict)
             or not needed <= files.keys()
@@ -274,7 +274,7 @@ class Layout:
             raise StoreError(
                 f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files"
             )
-        return layout
+        return cls(schema, per_shard, files, complete, version)
 
 
 def records(schema: Schema, per_shard: int, version: int) -> dict[str, RecordSpec]:
@@ -350,7 +350,7 @@ def metadata_files(
             compressors=checked,
             fill_value=fill_value(name, schema),
             dimension_names=spec.dimension_names,
-            attributes=code_attributes(schema, name),
+            attributes={**code_attributes(schema, name)},
         )
     for name, record in records(schema, per_shard, version).items():
         group.create_array(
@@ -405,7 +405,7 @@ def read_metadata(files: Files, layout: Layout, name: str) -> dict:
             metadata["data_type"],
         )
     except (ValueError, KeyError, TypeError, RecursionError):
-        described = None
+        metadata, described = {}, None
     if described != (list(shape), [rows, *shape[1:]], dtype):
         raise DamagedStore(
             f"{files.url}: {name}/{ROOT} does not describe the array that {ROOT} speaks of; "
@@ -427,7 +427,7 @@ def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     }
     try:
         group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
-        arrays = dict(group.arrays())
+        arrays: dict[str, Any] = dict(group.arrays())  # zarr says that [...] may be a scalar
         sound = (
             bool(arrays)
             and sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD
@@ -440,7 +440,7 @@ def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
         values = {name: array[...] for name, array in arrays.items()} if sound else {}
         sound = sound and all(np.isfinite(array).all() for array in values.values())
     except Exception:  # whatever zarr-python meets in metadata that it did not write
-        sound = False
+        values, sound = {}, False
     if not sound:
         raise DamagedStore(
             f"{files.url}: the group decoder does not hold whole arrays of finite numbers; "

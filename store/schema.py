@@ -194,28 +194,28 @@ class Schema:
         query = (self.num_images, self.layers, self.heads, self.tokens)
         names = ("image", "layer", "head", "query")
         half = np.dtype("float16")
+        k, width = self.k or 0, self.embedding_dim or 0  # 0 where the kind has none
 
         def of_queries(dtype: np.dtype, **axes: int) -> ArraySpec:
             return ArraySpec((*query, *axes.values()), dtype, (*names, *axes))
 
+        main: dict[str, ArraySpec] = {}  # of a prior: nothing an image
         match self.kind:
             case "gaussian":
                 main = {"gaussians": of_queries(half, parameter=4)}
             case "embedding":
-                shape = (self.num_images, self.layers, self.embedding_dim)
+                shape = (self.num_images, self.layers, width)
                 main = {"embeddings": ArraySpec(shape, half, ("image", "layer", "feature"))}
             case "dense":
                 main = {"maps": of_queries(half, key=self.tokens)}
             case "topk":
                 key = np.dtype("uint8" if self.tokens <= 255 else "uint16")
                 main = {
-                    "keys": of_queries(key, rank=self.k),
-                    "weights": of_queries(half, rank=self.k),
+                    "keys": of_queries(key, rank=k),
+                    "weights": of_queries(half, rank=k),
                 }
             case "mixture":
-                main = {"mixtures": of_queries(half, component=self.k, parameter=5)}
-            case "prior":
-                main = {}
+                main = {"mixtures": of_queries(half, component=k, parameter=5)}
         return {
             **main,
             "logits": ArraySpec((self.num_images, self.num_classes), half, ("image", "class")),

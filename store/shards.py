@@ -16,13 +16,13 @@ def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> 
     within the array."""
     array = in_memory(metadata)
     array[shard.start : shard.stop].write(values).result()
-    return array.kvstore.read(key).result().value
+    return _files_of(array).read(key).result().value
 
 
 def decode_shard(metadata: dict, key: str, shard: Shard, data: bytes) -> list[np.ndarray | str]:
     """Each image's stored numbers, or what is wrong with them (one line)."""
     array = in_memory(metadata)
-    array.kvstore.write(key, data).result()
+    _files_of(array).write(key, data).result()
     images = array[shard.start : shard.stop]
     try:
         return list(images.read().result())
@@ -46,3 +46,9 @@ def in_memory(metadata: dict) -> ts.TensorStore:
         raise DamagedStore(
             f"a zarr.json describes no array: {' '.join(str(error).split())}"
         ) from None
+
+
+def _files_of(array: ts.TensorStore) -> ts.KvStore:
+    """The files of an array that `in_memory` made."""
+    assert array.kvstore is not None  # None is for arrays computed from others
+    return array.kvstore

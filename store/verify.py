@@ -43,7 +43,7 @@ class Problem:
     stop: int | None = None
 
     def __str__(self) -> str:
-        if self.shard is None:
+        if self.shard is None or self.start is None or self.stop is None:
             return self.what
         images = (
             f"image {self.start}"
@@ -105,12 +105,13 @@ def check_shards(
     problems = _unfinished(layout, names, finished)
     for index in finished:
         shard = layout.shard(index)
-        records = {
+        read = {
             name: _read_record(files, layout, name, metadata[name], shard)
             for name in layout.records
         }
+        records = {name: values for name, values in read.items() if values is not None}
         for name in names:
-            if any(values is None for values in records.values()):
+            if len(records) < len(read):
                 problems.append(_not_written(shard, name))
             else:
                 problems += _check_file(files, layout, metadata[name], name, shard, records)

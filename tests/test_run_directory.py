@@ -217,7 +217,7 @@ def test_a_phase_a_whose_settings_were_edited_is_refused(tmp_path, override):
 @pytest.mark.parametrize(
     "override,message",
     [
-        ("phase_b.model_args={depth: 2}", "layer_map"),
+        ("phase_b={model_args: {depth: 2}, layer_map: [0]}", "layer_map"),
         ("phase_b.model_args={num_heads: 3}", "cannot be built"),
         ("phase_b.optim.schedule_args={nonsense: 1}", "optim.schedule"),
         ("phase_b.optim.name=nonsense", "optim.name"),
