@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
     StudentKey = Literal[STUDENTS]
+StoreKind = Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"]
 
 IRRELEVANT = (
     "device",
@@ -317,7 +318,7 @@ class PhaseASettings(Section):
 class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
 
-    kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
+    kind: StoreKind | None = None
     """What is stored for each query. Null is ``gaussian`` for a teacher with per-image parameters,
     ``prior`` for a teacher with the shared prior alone, and ``topk`` for a trained ViT."""
     encoding: Literal["float16", "uint8"] | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, ValidationError
 
 from gaupipe import config
-from gaupipe.config import Settings
+from gaupipe.config import Settings, StoreKind
 from gaupipe.errors import UserError
 from gaupipe.sections import Section
 
@@ -38,7 +38,7 @@ class Cell(Section):
     )
     """Further changes to choose from. The trial with the best validation accuracy on the first
     seed is taken. ``tries`` is an older name of this key."""
-    kind: Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"] | None = None
+    kind: StoreKind | None = None
     """Kind of the store that the student reads: ``export.kind``."""
     encoding: Literal["float16", "uint8"] | None = None
     """Encoding of that store: ``export.encoding``."""
