@@ -186,7 +186,7 @@ def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, monkeypatc
     plan = json.loads(result.stdout)
     assert plan["images"] == 1437 and plan["row_parameters"] == 1437 * 4 * 4 * 16 * 4
     assert plan["rows_in"] == "memory" and plan["problem"] is None
-    assert set(plan["store_bytes"]) == {"gaussian", "dense"}
+    assert set(plan["store_bytes"]) == {"gaussian", "dense", "topk"}
     assert all(seconds > 0 for seconds in plan["seconds"].values())
     assert not list(tmp_path.iterdir())
 
