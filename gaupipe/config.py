@@ -254,8 +254,8 @@ class PhaseASettings(Section):
     """Learn an embedding for each image and block, and a decoder for each block, in place of the
     per-image parameters themselves."""
     prior_lr: Rate = 2e-2
-    """Learning rate of Adam for the shared prior, which is updated at every step. Per-image
-    parameters have the learning rate ``rows.lr``."""
+    """Learning rate of the shared prior, which the network's optimizer updates at every step.
+    Per-image parameters have the learning rate ``rows.lr``."""
     max_epochs: Positive = 12
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
