@@ -24,6 +24,14 @@ class MapShape:
     layers: int
     heads: int
 
+    @classmethod
+    def of(cls, model: Any) -> MapShape:
+        """Of the maps of a teacher, which knows them, or of a ViT of timm's."""
+        if not isinstance(model, VisionTransformer):
+            return cls(model.grid, model.layers, model.heads)
+        first: Any = model.blocks[0]
+        return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
+
 
 def build_student(
     settings: Settings, data: ImageData, device: str | None = None
@@ -58,9 +66,8 @@ def check_fit(student: VisionTransformer, schema: Any, settings: Settings, where
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     phase = settings.phase_b
-    first: Any = student.blocks[0]
-    depth, heads = len(student.blocks), first.attn.num_heads
-    grid = tuple(student.patch_embed.grid_size)
+    own = MapShape.of(student)
+    depth, heads, grid = own.layers, own.heads, own.grid
     layers = layer_map(settings, depth, schema.layers)
     if len(layers) != depth or any(
         layer is not None and layer >= schema.layers for layer in layers

@@ -25,7 +25,7 @@ from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS, Attention, check_export, chosen
 from gaupipe.teacher import Teacher
 from stages import phase_a, trained_teacher
-from stages.resources import free_disk, gigabytes, size_on_disk
+from stages.resources import check_disk, check_memory, make_plan, sizes_of
 from stages.run_directory import RunDirectory
 from stages.teacher_job import TeacherJob
 
@@ -93,7 +93,7 @@ def run(
         schema = make_schema(job, export)
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
         if not force and "://" not in url:
-            check_disk(schema, shared, Path(url))
+            check_fits(job, schema, shared, Path(url))
         if repair:
             writer = store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
         elif not overwrite and is_complete(url):
@@ -214,15 +214,13 @@ def drawing(settings: Settings) -> dict[str, Any]:
     return {"seed": settings.seed, "augment": augment}
 
 
-def check_disk(schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path) -> None:
-    """Raises UserError where the disk cannot hold the store."""
-    shared = sum(array.nbytes for array in (decoder or {}).values())
-    needed, free = schema.total_bytes + shared, free_disk(path.parent) + size_on_disk(path)
-    if needed > free:
-        raise UserError(
-            f"{path}: export needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: choose "
-            "another --out or --kind, fewer data.train_images, or --force"
-        )
+def check_fits(
+    job: TeacherJob, schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path
+) -> None:
+    """Raises UserError if the disk or the memory cannot hold the export."""
+    needed = schema.total_bytes + sum(array.nbytes for array in (decoder or {}).values())
+    check_disk("export", needed, path, "choose another --out or --kind")
+    check_memory("export", make_plan(job.settings, sizes_of(job.teacher, job.data)))
 
 
 def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:

@@ -107,7 +107,7 @@ def run(
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.run(settings, run, data, resume=resume)
     teacher = build_teacher(settings, data)
-    check_student(settings, data, shape_of(teacher), teacher.weights())
+    check_student(settings, data, MapShape.of(teacher), teacher.weights())
     check_export(
         chosen(settings), teacher, teacher.grid, settings.phase_a.per_image, prefix="export."
     )
@@ -247,11 +247,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
             "take class_token and reg_tokens out"
         )
     return Teacher(vit, phase.parametrisation, phase.prior, compression)
-
-
-def shape_of(teacher: Teacher) -> MapShape:
-    """Of a teacher's maps."""
-    return MapShape(teacher.grid, teacher.layers, teacher.heads)
 
 
 def build_per_image(

@@ -20,6 +20,7 @@ from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
 from gaupipe.stored_maps import KINDS, default_kind
+from gaupipe.student import MapShape
 from gaupipe.vit_teacher import VitTeacher
 
 PROCESS_BYTES = 11 * 10**8
@@ -57,26 +58,17 @@ def sizes_of(teacher: Any, data: Any) -> Sizes:
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
     sizes = {"images": len(data.train), "classes": data.num_classes, "image_bytes": 2 * sum(held)}
     if isinstance(teacher, VisionTransformer | VitTeacher):
-        return Sizes(**sizes, **_shape_of(teacher), network_parameters=count(teacher))
+        shape = vars(MapShape.of(teacher))
+        return Sizes(**sizes, **shape, network_parameters=count(teacher))
     prior = teacher.prior.numel()
     return Sizes(
         **sizes,
-        layers=teacher.layers,
-        heads=teacher.heads,
-        grid=teacher.grid,
+        **vars(MapShape.of(teacher)),
         per_image_size=math.prod(teacher.per_image_shape),
         network_parameters=count(teacher) - prior,
         prior_parameters=prior,
         decoder_parameters=count(teacher.decoder) if teacher.decoder else 0,
     )
-
-
-def _shape_of(vit: Any) -> dict[str, Any]:
-    """Grid, layers and heads of a ViT as a teacher."""
-    if isinstance(vit, VitTeacher):
-        return {"grid": vit.grid, "layers": vit.layers, "heads": vit.heads}
-    grid, heads = tuple(vit.patch_embed.grid_size), vit.blocks[0].attn.num_heads
-    return {"grid": grid, "layers": len(vit.blocks), "heads": heads}
 
 
 def count(module: torch.nn.Module) -> int:
@@ -207,12 +199,24 @@ def check_resources(plan: Plan, folder: Path, *, store_kind: str | None = None) 
     else:
         job, needed, written = "phase A", plan.phase_a_disk_bytes, folder / "phase_a"
         elsewhere = "choose another --run-dir"
+    check_disk(job, needed, written, elsewhere)
+    check_memory(job, plan)
+
+
+def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
+    """Raises UserError if the disk cannot hold what a job is to write. What lies in the folder
+    ``written`` already counts as free; ``elsewhere`` says how to choose another place."""
+    folder = written.parent
     free = free_disk(folder) + size_on_disk(written)
     if needed > free:
         raise UserError(
             f"{folder}: {job} needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: "
             f"{elsewhere}, fewer data.train_images or phase_a.compression, or --force"
         )
+
+
+def check_memory(job: str, plan: Plan) -> None:
+    """Raises UserError if the memory cannot hold a job."""
     available = available_memory()
     if available is not None and plan.memory_bytes > available:
         raise UserError(

@@ -28,7 +28,7 @@ class TeacherJob:
     @property
     def shape(self) -> MapShape:
         """Of the teacher's maps."""
-        return MapShape(self.teacher.grid, self.teacher.layers, self.teacher.heads)
+        return MapShape.of(self.teacher)
 
     @property
     def has_parameters_of_images(self) -> bool:

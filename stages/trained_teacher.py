@@ -85,8 +85,7 @@ def run(
             state.load(run.phase_a / "checkpoint")
             train(settings, data, state, run.phase_a)
             metrics = state.metrics
-        if job is None:
-            job = keep(settings, data, vit_of(state), run.phase_a / "teacher")
+            job = keep(settings, data, state.kept, run.phase_a / "teacher")
         if not run.teacher_sha256.is_file():
             write_whole(run.teacher_sha256, job.sha256() + "\n")
     return metrics
@@ -103,19 +102,12 @@ def keep(
         return build(settings, data, folder)
 
 
-def vit_of(state: TrainingState | None) -> VisionTransformer:
-    """The teacher that a training keeps."""
-    assert state is not None
-    assert isinstance(state.kept, VisionTransformer)
-    return state.kept
-
-
 def check(settings: Settings, data: ImageData) -> TrainedTeacher | None:
     """Raises UserError for what neither phase could do with the teacher that the settings name.
     Returns it where it was trained before."""
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
-        shape = shape_of(vit)
+        shape = MapShape.of(vit)
         check_student(settings, data, shape, weights_of_patches(vit))
         check_store(settings, vit, shape)
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
@@ -143,7 +135,9 @@ def check_predictions(job: TrainedTeacher) -> None:
         )
 
 
-def train(settings: Settings, data: ImageData, state: TrainingState, folder: Path) -> None:
+def train(
+    settings: Settings, data: ImageData, state: TrainingState[VisionTransformer], folder: Path
+) -> None:
     """Epochs on the labels alone until the training accuracy reaches ``stop_accuracy`` or
     ``max_epochs`` are done."""
     phase, device = settings.phase_a, select_device(settings)
@@ -173,7 +167,7 @@ def train(settings: Settings, data: ImageData, state: TrainingState, folder: Pat
                 val_acc=scores["acc"],
                 val_loss=scores["loss"],
             )
-            attention = student_attention(vit_of(state), device)
+            attention = student_attention(state.kept, device)
             save_snapshot(folder, epoch.number + 1, settings, data, attention)
             state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
             progress.line(
@@ -246,12 +240,6 @@ def build_model(
     args = {**settings.model.args, **settings.phase_a.teacher_args}
     model = settings.model.model_copy(update={"args": args})
     return build_vit(model, data, "standard", device)
-
-
-def shape_of(vit: VisionTransformer) -> MapShape:
-    """Of the maps that a ViT of timm's will have."""
-    first: Any = vit.blocks[0]
-    return MapShape(tuple(vit.patch_embed.grid_size), len(vit.blocks), first.attn.num_heads)
 
 
 def training_state(settings: Settings, data: ImageData) -> TrainingState[VisionTransformer]:

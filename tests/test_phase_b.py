@@ -18,7 +18,7 @@ from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
 from gaupipe.models import forward_with_maps
-from gaupipe.student import check_student
+from gaupipe.student import MapShape, check_student
 from stages import evaluate, export_maps, export_student, key_attention, phase_a, phase_b
 from stages.run_directory import RunDirectory
 
@@ -267,7 +267,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     )
     data = load_data(settings.data)
     teacher = phase_a.build_teacher(settings, data)
-    check_student(settings, data, phase_a.shape_of(teacher), teacher.weights())
+    check_student(settings, data, MapShape.of(teacher), teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.5 and all(
         0 < row["loss_feat"] < 0.2 for row in rows

@@ -23,7 +23,7 @@ from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.stored_maps import KINDS
-from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b
+from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b, resources
 from stages.run import run as run_all
 from stages.run_directory import RunDirectory
 
@@ -494,6 +494,15 @@ def test_phase_a_killed_is_continued(tmp_path):
     phase_a.run(settings, tmp_path / "cut", resume=True)
     digests = [RunDirectory(tmp_path / name).teacher_digest() for name in ("whole", "cut")]
     assert digests[0] == digests[1] is not None
+
+
+@pytest.mark.parametrize("what", ["free_disk", "available_memory"])
+def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
+    monkeypatch.setattr(resources, what, lambda *_: 1000)
+    with pytest.raises(UserError, match="export needs .* of (disk|memory), 0.0 MB are"):
+        export_maps.run(run)
+    assert not (run / "maps.zarr").exists()
+    export_maps.run(run, force=True)
 
 
 def test_plan_counts_the_stores_of_a_trained_teacher(tmp_path, in_process):

@@ -14,7 +14,7 @@ from gaupipe.building import select_device
 from gaupipe.config import ExportSettings, Settings, read_yaml
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
-from gaupipe.student import check_baseline, check_student
+from gaupipe.student import MapShape, check_baseline, check_student
 from stages import export_maps, phase_a, trained_teacher
 from stages.compare.cells import (
     BASELINE,
@@ -131,7 +131,7 @@ def check_distilled(settings: Settings, data: ImageData, export: ExportSettings)
         job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
         phase_a.training_state(job)
         export_maps.make_schema(job, export, sha256="0" * 64)
-        check_student(settings, data, phase_a.shape_of(teacher), teacher.weights())
+        check_student(settings, data, MapShape.of(teacher), teacher.weights())
     else:
         trained_teacher.check(settings.model_copy(update={"export": export}), data)
 
