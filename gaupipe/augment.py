@@ -341,12 +341,19 @@ class Mix:
 
 
 def mix(
-    images: Tensor, image_ids: Tensor, seed: int, epoch: int, settings: AugmentSettings
+    images: Tensor,
+    image_ids: Tensor,
+    seed: int,
+    epoch: int,
+    settings: AugmentSettings,
+    parts: Sequence[int] = (),
 ) -> tuple[Tensor, Mix | None]:
     """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
     are off.
 
     images      floating point [B, C, height, width], normalised or not: mixing is linear
+    parts       sizes of the parts of the batch that are mixed each among themselves; all are one
+                part by default
 
     The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
     with the next in it: partners depend on which images are in the batch, not on their places, and
@@ -356,9 +363,11 @@ def mix(
     """
     if not (settings.mixup or settings.cutmix):
         return images, None
-    order = np.lexsort((np.asarray(image_ids), uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]))
-    partner = np.empty_like(order)
-    partner[order] = np.roll(order, -1)
+    pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
+    partner = np.empty(len(image_ids), dtype=np.int64)
+    for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
+        order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
+        partner[order] = np.roll(order, -1)
     draws = uniforms(seed, epoch, image_ids, 4, MIXING)
     cut = draws[:, 0] < (0.5 if settings.mixup and settings.cutmix else bool(settings.cutmix))
     share = np.where(cut, _beta(draws[:, 1], settings.cutmix), _beta(draws[:, 1], settings.mixup))

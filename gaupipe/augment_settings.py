@@ -88,14 +88,15 @@ class AugmentSettings(Section):
     """Share of images that get one rectangle of a random colour over 2 to 33 % of their area."""
     mixup: Weight = 0.0
     """Mixup with shares from Beta(mixup, mixup); 0 is off. With cutmix on as well, every image
-    draws one of the two. Not for a teacher ``gaussian`` in phase A."""
+    draws one of the two. Phase A refuses it with ``phase_a.teacher: gaussian``."""
     cutmix: Weight = 0.0
-    """CutMix with shares from Beta(cutmix, cutmix); 0 is off. Not for a teacher ``gaussian`` in
-    phase A."""
+    """CutMix with shares from Beta(cutmix, cutmix); 0 is off. Phase A refuses it with
+    ``phase_a.teacher: gaussian``."""
     geometry: Literal["follow", "ignore"] = "follow"
-    """``follow`` moves attention maps with the image: in phase A those of a teacher ``gaussian``,
-    in phase B those of the store. ``ignore`` leaves the maps where they are (the paper). ``ignore``
-    also allows RandAugment's geometric operations, which maps cannot follow."""
+    """``follow`` moves attention maps with the image: in phase A those of a teacher with Gaussian
+    attention, in phase B those of the store. ``ignore`` leaves the maps where they are, as in the
+    GauTransformer paper. ``ignore`` also allows RandAugment's geometric operations, which maps
+    cannot follow."""
 
     @model_validator(mode="after")
     def _can_be_followed(self) -> AugmentSettings:

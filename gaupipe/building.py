@@ -17,6 +17,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 import gaupipe.models  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe import distributed
 from gaupipe.config import ModelSettings, OptimSettings, Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
@@ -24,13 +25,14 @@ from gaupipe.initialisation import start_weights
 
 
 def select_device(settings: Settings) -> torch.device:
-    """The device the settings name; ``auto`` is a GPU where there is one. Raises UserError for
-    one that is not there."""
+    """The device the settings name; ``auto`` is a GPU where there is one, and each rank of a
+    machine has a GPU of its own. Raises UserError for one that is not there."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     name = settings.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    name = distributed.local_device(name)
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import Enum, StrEnum
@@ -15,12 +16,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gaupipe import __version__
+from gaupipe import __version__, distributed
 from gaupipe.attention import STUDENTS
-from gaupipe.errors import UserError
+from gaupipe.errors import UserError, mistake_of
 
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
+
+IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "evaluate")
+"""Commands that several processes, started by torchrun or srun, share."""
 
 app = typer.Typer(
     name="gaupipe",
@@ -122,6 +126,11 @@ def root(
         print(f"gaupipe {__version__}")
     elif context.invoked_subcommand is None:
         context.get_help()
+    elif distributed.size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
+        raise distributed.Agreed(
+            f"{context.invoked_subcommand} is a job for one process: start it without torchrun "
+            f"or srun, which are for {', '.join(IN_A_WORLD)}"
+        )
 
 
 @app.command()
@@ -560,6 +569,66 @@ def inspect(
 
 
 @app.command()
+def view(
+    maps: Store = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--run-dir",
+            help="Folder of the run.",
+            show_default="the folder the store is in, or the run in runs/ that was used last",
+        ),
+    ] = None,
+    students: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--student",
+            metavar="NAME",
+            help="A student to show beside the stored maps; repeatable.",
+            show_default="all that have finished",
+        ),
+    ] = None,
+    images: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--image",
+            metavar="ID",
+            help="The image to open with; with --html an image of the page, repeatable.",
+            show_default="0",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a page of the images, which needs no server, and stop.",
+            show_default="none",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Port of this machine.", show_default="8642"),
+    ] = None,
+    open_browser: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
+    ] = True,
+) -> None:
+    """Look at a store's attention maps in a browser (pip install 'gaupipe\\[view]')."""
+    run_dir = _run(run_dir) if maps is None else run_dir
+    from stages import view as stage
+
+    stage.run(
+        maps,
+        run_dir,
+        students=students,
+        port=port,
+        open_browser=open_browser,
+        html=html,
+        images=images,
+    )
+
+
+@app.command()
 def verify(
     maps: Store = None,
     teacher: Annotated[
@@ -619,6 +688,23 @@ def plan(
     classes: Annotated[
         int | None, typer.Option(min=2, help="Its classes.", show_default="read from the data set")
     ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            max=100_000,
+            help="Also plan for this many processes (torchrun, srun).",
+            show_default="one process",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GBIT",
+            help="Gbit/s at which a process sends gradients to another.",
+            show_default="the exchange takes no time",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
@@ -626,7 +712,15 @@ def plan(
     settings, folder = _settings(config, overrides, run_dir)
     from stages import plan as stage
 
-    planned = stage.run(settings, folder, steps=steps, images=images, classes=classes)
+    planned = stage.run(
+        settings,
+        folder,
+        steps=steps,
+        images=images,
+        classes=classes,
+        world_size=world_size,
+        bandwidth=bandwidth,
+    )
     if as_json:
         print(json.dumps(planned))
         return
@@ -644,9 +738,13 @@ def main() -> None:
     ):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    here = distributed.place()
+    if here.rank:  # results are rank 0's
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
-        code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
-        if code == 130:
+        with distributed.world():
+            code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
+        if code == 130 and here.rank == 0:
             print(
                 "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
                 "or a phase with --resume, continues",
@@ -656,26 +754,29 @@ def main() -> None:
     except UsageError as error:
         _fail(
             f"{error.format_message().replace('Value error, ', '')} "
-            f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)"
+            f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)",
+            all_ranks=True,
         )
-    except UserError as error:
-        _fail(error)
-    except ValueError as error:
-        store = sys.modules.get("store")
-        if store and isinstance(error, store.StoreError):
-            _fail(error)
-        raise
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
-    except OSError as error:
-        if not error.filename and error.errno is None:
+    except distributed.Agreed as error:
+        _fail(str(error), all_ranks=True)
+    except Exception as error:
+        if distributed.is_lost(error):
+            reason = str(error).splitlines()[0]
+            print(f"gaupipe: rank {here.rank}: another rank has ended: {reason}", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)  # threads of torch may still wait for that rank
+        if (mistake := mistake_of(error)) is None:
             raise
-        _fail(f"{error.filename or 'the disk'}: {error.strerror}")
+        _fail(f"rank {here.rank}: {mistake}" if here.size > 1 else mistake)
 
 
-def _fail(error: Exception | str) -> None:
-    print(f"gaupipe: {' '.join(str(error).split())}", file=sys.stderr)
+def _fail(mistake: str, all_ranks: bool = False) -> None:
+    """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
+    if not all_ranks or distributed.place().rank == 0:
+        print(f"gaupipe: {' '.join(mistake.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -685,8 +786,11 @@ def _run(run_dir: Path | None) -> Path:
     if run_dir is None:
         from stages.run_directory import last_used
 
-        run_dir = last_used().path
-        print(f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr)
+        run_dir = distributed.agree(distributed.on_main(lambda: last_used().path))
+        if distributed.is_main():
+            print(
+                f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr
+            )
     return run_dir
 
 
@@ -711,7 +815,8 @@ def _settings(
     from gaupipe.config import load
 
     config = "digits" if config is None else config
-    return load(config, overrides or []), run_dir or Path("runs") / Path(config).stem
+    settings = distributed.main_first(lambda: load(config, overrides or []))
+    return settings, run_dir or Path("runs") / Path(config).stem
 
 
 def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:

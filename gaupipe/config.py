@@ -29,6 +29,7 @@ IRRELEVANT = (
     "device",
     "threads",
     "key_snapshots",
+    "geometry_every",
     "data.workers",
     "data.eval_batch_size",
     "data.root",
@@ -45,6 +46,7 @@ IN_PHASE_B = (
     "precision",
     "compile",
     "data.batch_size",
+    "data.buckets",
     "model.init",
     "model.init_std",
     "model.pos_embed_std",
@@ -119,8 +121,8 @@ class DataSettings(Section):
     """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
     ``create_dataset``."""
     root: Path | None = None
-    """Folder of the files. ``fashion_mnist`` looks by itself in the folder that the environment
-    variable GAUPIPE_FASHION_MNIST names, or else where Debian's package puts the files."""
+    """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
+    variable GAUPIPE_FASHION_MNIST names, or else the folder of Debian's package."""
     download: bool = False
     """Let torchvision fetch a data set that is not on this machine."""
     train_images: Positive | None = None
@@ -131,18 +133,23 @@ class DataSettings(Section):
     holds out 20 %)."""
     image_size: Positive | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
-    Null keeps the size of images held in memory, and makes it 224 for images in files."""
+    Null keeps the size of images held in memory. Images in files then get 224 pixels."""
     batch_size: Positive = 128
     """Training images in a step."""
     eval_batch_size: Positive = 512
     """Images in a batch where nothing is trained: validation, export, evaluation."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that decode images; 0 is right for data sets held in memory."""
+    buckets: Positive | None = None
+    """Groups of training images that several processes share (see docs/distributed.md). The number
+    of processes must divide it, and may change when a run is continued. Null is the number of
+    processes that the run starts with."""
 
 
 class ModelSettings(Section):
-    """The ViT of the student, whose size ``phase_b.model_args`` can change. A teacher ``gaussian``
-    is the same ViT with GauAttention, a teacher ``vit`` the same ViT with standard attention."""
+    """The ViT of the student and of a teacher that phase A trains. The student's size can be
+    changed with ``phase_b.model_args``. With ``phase_a.teacher: gaussian`` the teacher has
+    GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
     name: str = "gauvit_pico_patch2_8"
     """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
@@ -209,7 +216,7 @@ class RowSettings(Section):
     alike."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Format of Adam's moments. With bfloat16, parameters and moments take a third less space;
-    bfloat16 suits some hundred epochs at most."""
+    bfloat16 suits about a hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
     """If the per-image parameters and their moments take more than this many GB, all of them lie in
     files in the run directory; 0 always uses files."""
@@ -240,8 +247,8 @@ class PhaseASettings(Section):
     download: bool = False
     """Let timm fetch published weights that are not on this machine."""
     mode: Literal["stochastic", "expected"] = "expected"
-    """``stochastic`` samples one point for each query (the paper); ``expected`` uses the exact mean
-    over the query's Gaussian."""
+    """``stochastic`` samples one point for each query, as the GauTransformer paper does;
+    ``expected`` uses the exact mean over the query's Gaussian."""
     parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
     """``loc_scale`` learns means and logarithms of the standard deviations of a Gaussian; ``paper``
     learns the eight numbers of *GauTransformer, eq. 5*."""
@@ -251,8 +258,8 @@ class PhaseASettings(Section):
     """Add per-image parameters to the shared prior. With ``false`` all images have the Gaussians of
     the shared prior."""
     compression: CompressionSettings | None = None
-    """Learn an embedding for each image and block, and a decoder for each block, in place of the
-    per-image parameters themselves."""
+    """Learn an embedding for each image and block, and a decoder for each block that turns
+    embeddings into raw numbers of Gaussians. Null learns these raw numbers directly."""
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
     Per-image parameters have the learning rate ``rows.lr``."""
@@ -265,8 +272,8 @@ class PhaseASettings(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels while a teacher ``vit`` is trained."""
     label_passes: Positive = 8
-    """Passes with sampled points whose mean gives the teacher's predictions, in the mode
-    ``stochastic``."""
+    """In the mode ``stochastic`` the teacher's predictions are the mean over this many forward
+    passes, each with newly sampled points."""
     augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
@@ -358,15 +365,17 @@ class PhaseBSettings(Section):
     schedule."""
     gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
     """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
-    gamma off after ``gamma_epochs``; ``constant`` never changes gamma (the paper)."""
+    gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
+    paper."""
     gamma_epochs: Positive | None = None
     """Epochs until gamma is 0; null means all epochs."""
     model_args: ModelArgs = {}
     """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: list[Count | None] | None = None
     """For each block of the student the number of the stored block that it is compared with,
-    counted from 0, or null for no comparison. Null for the whole list compares block with block,
-    with the stored blocks evenly spaced where the numbers of blocks differ."""
+    counted from 0, or null for no comparison. Without a list each block is compared with the stored
+    block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
+    taken."""
     layer_weights: list[Weight] | None = None
     """Weight of each block of the student in L_feat; null weighs all blocks alike."""
     mean_heads: bool = False
@@ -376,23 +385,24 @@ class PhaseBSettings(Section):
     """For each head of the student the number of the stored head that it is compared with, counted
     from 0; null compares each head with the stored head of the same number."""
     copy_epochs: Count = 0
-    """Attention copy: in this many first epochs the student attends with the stored maps in place
-    of its own."""
+    """Attention copy: number of epochs, from the first on, in which the student attends with the
+    stored maps in place of its own."""
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
     average_maps: bool = False
-    """A control: every image gets the mean of all stored maps. The control shows what the part of
-    the maps that is the same for all images is worth."""
+    """A control: every image gets the mean of all stored maps. The control shows whether maps help
+    that are the same for all images."""
     match_grid: bool = False
-    """Allow a student with another token grid than the teacher's: the stored maps are then made for
-    the student's grid."""
+    """Allow a student with another token grid than the teacher's: the stored maps are then
+    converted to the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
     warm_start: Literal["none", "teacher", "prior"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
-    norms and head, and of a trained ViT also Q and K. ``prior`` does the same with a teacher
-    ``gaussian``, and fits Q and K to the attention of the shared prior."""
+    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. ``prior`` is
+    for ``phase_a.teacher: gaussian``: it copies the same weights as ``teacher``, and fits Q and K
+    to the attention of the shared prior."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -439,12 +449,16 @@ class Settings(Section):
     threads: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Processor threads for torch; null leaves torch's choice."""
     precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Mixed precision of the forward pass; Gaussians, coordinates and losses stay float32."""
+    """Precision of the forward pass. ``bfloat16`` and ``float16`` are mixed precision: Gaussians,
+    coordinates and losses stay float32."""
     compile: bool = False
     """Compile the forward pass with torch.compile."""
     key_snapshots: Count = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
+    geometry_every: Count = 0
+    """Number of steps (batches) after which gaupipe measures what the attention of each block does
+    to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()

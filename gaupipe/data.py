@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from gaupipe import distributed
 from gaupipe.augment import Augment, Mix, mix
+from gaupipe.buckets import Buckets, slices
 from gaupipe.config import DataSettings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
@@ -73,24 +75,19 @@ class _Batches(Dataset):
 
 
 class _Order:
-    """A batch sampler whose order can be changed between epochs while the loader's workers live
+    """A batch sampler whose batches can be changed between epochs while the loader's workers live
     on."""
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-        self.image_ids = np.empty(0, dtype=np.int64)
+    def __init__(self) -> None:
+        self.batches: list[np.ndarray] = []
+        """The image ids of each batch."""
 
     def __len__(self) -> int:
-        return -(-len(self.image_ids) // self.batch_size)
+        return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        for image_ids in self.batches():
+        for image_ids in self.batches:
             yield image_ids.tolist()
-
-    def batches(self) -> list[np.ndarray]:
-        """The image ids of each batch."""
-        starts = range(0, len(self.image_ids), self.batch_size)
-        return [self.image_ids[start : start + self.batch_size] for start in starts]
 
 
 @dataclass
@@ -103,6 +100,9 @@ class Batch:
     geometry   where each view lies in its image; None where nothing moved
     mixed      which images Mixup or CutMix mixed, and where; None where none were
     stored     what a store holds for ``ids``, {array name: [B, ...]}; None where no store is read
+    parts      (bucket, images): how many of the images, in their order, are of which bucket
+    of_world   images of the whole batch, of which other ranks may have some; None where all are
+               here
     """
 
     images: Tensor
@@ -111,9 +111,17 @@ class Batch:
     geometry: Geometry | None = None
     mixed: Mix | None = None
     stored: dict[str, np.ndarray] | None = None
+    parts: Sequence[tuple[int, int]] = ()
+    of_world: int | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def weight(self) -> float:
+        """What a mean over these images weighs in the mean of all ranks' means, so that the latter
+        is the mean over the images of the whole batch. 1 in a world of one."""
+        return 1.0 if self.of_world is None else len(self) * distributed.size() / self.of_world
 
 
 class StoredMaps(Protocol):
@@ -124,7 +132,11 @@ class StoredMaps(Protocol):
 
 
 class Batches:
-    """The images of one split in batches, normalised, on ``device``."""
+    """The images of one split in batches, normalised, on ``device``.
+
+    In a world of several processes a rank has the images of its buckets: a batch of training is
+    this rank's part of the whole batch. ``batch_size`` is that of the whole batch.
+    """
 
     def __init__(
         self,
@@ -133,9 +145,11 @@ class Batches:
         device: torch.device,
         batch_size: int,
         workers: int = 0,
+        buckets: int = 1,
     ) -> None:
-        self.split, self.device = split, device
-        self.order = _Order(batch_size)
+        self.split, self.device, self.batch_size = split, device, batch_size
+        self.buckets = Buckets(len(split), buckets)
+        self.order = _Order()
         # tensorstore must not be in use before a fork, so workers start from a clean process
         context: dict[str, Any] = {
             "multiprocessing_context": "forkserver",
@@ -155,13 +169,27 @@ class Batches:
     @property
     def steps(self) -> int:
         """Batches in an epoch."""
-        return -(-len(self.split) // self.order.batch_size)
+        return -(-len(self.split) // self.batch_size)
 
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
-        self.order.image_ids = np.arange(len(self.split)) if image_ids is None else image_ids
+        chosen = np.arange(len(self.split)) if image_ids is None else image_ids
+        self.order.batches = slices(chosen, self.batch_size)
         for images, labels, ids in self._fetched():
             yield Batch(self._normalised(images.to(self.device)), labels.to(self.device), ids)
+
+    def of_rank(self) -> Iterator[Batch]:
+        """The images of this rank's buckets as they are, bucket by bucket, each in canonical order:
+        all of the split in a world of one with one bucket."""
+        batches = {
+            bucket: slices(self.buckets.members(bucket), self.batch_size)
+            for bucket in self.buckets.of_rank()
+        }
+        self.order.batches = [ids for of_bucket in batches.values() for ids in of_bucket]
+        of = [bucket for bucket, of_bucket in batches.items() for _ in of_bucket]
+        for (images, labels, ids), bucket in zip(self._fetched(), of, strict=True):
+            views = self._normalised(images.to(self.device))
+            yield Batch(views, labels.to(self.device), ids, parts=[(bucket, len(ids))])
 
     def epoch(
         self,
@@ -172,25 +200,45 @@ class Batches:
     ) -> Iterator[Batch]:
         """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
 
-        (seed of ``augment``, epoch) alone determine the order, and the store is read by the very
-        ids of each batch. With a ``view`` the images are drawn as :meth:`views` draws it, and
-        ``maps`` are of that view: nothing has moved between them.
+        (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the
+        store is read by the very ids of each batch. With a ``view`` the images are drawn as
+        :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
         """
-        self.order.image_ids = self._shuffled(augment.seed, number)
-        stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches())
-        for (images, labels, ids), found in zip(self._fetched(), stored):  # noqa: B905
+        order = self.buckets.epoch(augment.seed, number, self.batch_size)
+        self.order.batches = [np.concatenate([*parts.values()]) for parts in order]
+        stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches)
+        of_world = self.buckets.batch_sizes(self.batch_size)
+        fetched = zip(self._fetched(), stored, order, of_world)  # noqa: B905
+        for (images, labels, ids), found, parts, whole in fetched:
             drawn = number if view is None else view
             views, geometry = augment(images.to(self.device), ids, drawn)
             geometry = geometry if view is None else None
-            views, mixed = mix(self._normalised(views), ids, augment.seed, number, augment.settings)
-            yield Batch(views, labels.to(self.device), ids, geometry, mixed, found)
+            sizes = [(bucket, len(of_bucket)) for bucket, of_bucket in parts.items()]
+            views, mixed = mix(
+                self._normalised(views),
+                ids,
+                augment.seed,
+                number,
+                augment.settings,
+                [size for _, size in sizes],
+            )
+            yield Batch(
+                views,
+                labels.to(self.device),
+                ids,
+                geometry,
+                mixed,
+                found,
+                sizes,
+                None if whole == len(ids) else whole,
+            )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:
         """Augmented views in the order of ``entries``, each image id * ``count`` + view.
 
         View v is what ``augment`` makes of an image in epoch v. The ids of a batch are entries.
         """
-        self.order.image_ids = entries // count
+        self.order.batches = slices(entries // count, self.batch_size)
         first = 0
         for images, labels, ids in self._fetched():
             batch = entries[first : first + len(ids)]
@@ -203,9 +251,6 @@ class Batches:
             yield Batch(
                 self._normalised(images), labels.to(self.device), torch.from_numpy(batch.copy())
             )
-
-    def _shuffled(self, seed: int, epoch: int) -> np.ndarray:
-        return np.random.default_rng((seed, epoch)).permutation(len(self.split))
 
     def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(images uint8, labels, ids) in the order that was set. Raises the UserError of an

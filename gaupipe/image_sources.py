@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import os
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,9 +30,13 @@ another folder."""
 
 
 class ArrayImages(Dataset):
-    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N]."""
+    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
+    names of the classes, none where they have none."""
 
-    def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
+    ) -> None:
+        self.class_names = tuple(class_names)
         self.images = torch.from_numpy(np.array(images, order="C"))
         self.labels = np.asarray(labels, dtype=np.int64)
 
@@ -48,7 +53,7 @@ class ArrayImages(Dataset):
                 f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
                 f"memory: {str(error).splitlines()[0]}"
             ) from None
-        return ArrayImages(images.numpy(), self.labels)
+        return ArrayImages(images.numpy(), self.labels, self.class_names)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -86,12 +91,20 @@ class DecodedImages(Dataset):
     """Images that are decoded when they are asked for.
 
     They are resized so that the shorter side is ``size``, bilinear with antialiasing, and cropped
-    to the square in the middle. An image that cannot be decoded raises UserError.
+    to the square in the middle. An image that cannot be decoded raises UserError. ``class_names``
+    are as those of :class:`ArrayImages`.
     """
 
-    def __init__(self, files: ImageFiles | HubImages, labels: np.ndarray, size: int) -> None:
+    def __init__(
+        self,
+        files: ImageFiles | HubImages,
+        labels: np.ndarray,
+        size: int,
+        class_names: Sequence[str] = (),
+    ) -> None:
         from torchvision.transforms import v2
 
+        self.class_names = tuple(class_names)
         self.files = files
         self.labels = np.asarray(labels, dtype=np.int64)
         self.to_square = v2.Compose(
@@ -213,7 +226,8 @@ def _class_images(
 ) -> DecodedImages:
     files = [file for images in classes.values() for file in images]
     labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings.image_size or 224)
+    size = settings.image_size or 224
+    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), size, list(numbers))
 
 
 def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
@@ -257,10 +271,13 @@ def _timm_data_set(settings: DataSettings, *splits: str) -> Any:
 def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     """The images of timm's data set, whichever way it keeps them: an array, a reader or files."""
     pixels, size = getattr(data_set, "data", None), settings.image_size
+    numbers = getattr(data_set, "class_to_idx", {})  # ImageNet has several names of a class
+    first = {number: name for name, number in reversed(numbers.items())}
+    class_names = [first[number] for number in sorted(first)]
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        return ArrayImages(pixels, data_set.targets).resized(size or pixels.shape[-1])
+        return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
         return DecodedImages(HubImages(settings.name, reader), labels, size or 224)
@@ -268,7 +285,8 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     start = len(os.path.join(data_set.root, ""))
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
-    return DecodedImages(ImageFiles(Path(data_set.root), names), labels, size or 224)
+    files_of = ImageFiles(Path(data_set.root), names)
+    return DecodedImages(files_of, labels, size or 224, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

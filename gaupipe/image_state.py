@@ -65,6 +65,7 @@ class ImageState:
         folder: Path | None = None,
         initial_std: float = 0.0,
         seed: int = 0,
+        drawn_as: Tensor | None = None,
     ) -> None:
         """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial`` [*shape],
         plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
@@ -72,13 +73,14 @@ class ImageState:
         ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away
         changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
         hundred or so steps of an image and then stops adapting. ``folder``: keep the records in
-        files there (made at the first update); None keeps them in memory.
+        files there (made at the first update); None keeps them in memory. ``drawn_as`` [N]: the
+        image ids that the noise is drawn for, where they are others.
         """
         if moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.lr, self.betas, self.eps, self.moments_dtype = lr, betas, eps, moments_dtype
-        self.initial_std, self.seed = initial_std, seed
+        self.initial_std, self.seed, self.drawn_as = initial_std, seed, drawn_as
         self.steps = torch.zeros(num_images, dtype=torch.int32)
         words = record_words(self.initial.numel(), moments_dtype)
         self._records = (
@@ -93,7 +95,7 @@ class ImageState:
     def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
         """The parameters of ``image_ids`` [B] int64 as a leaf tensor [B, *shape] on ``device``
         that collects a gradient."""
-        return self._read_parameters(image_ids).to(device).requires_grad_()
+        return self.read(image_ids).to(device).requires_grad_()
 
     @torch.no_grad()
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
@@ -135,7 +137,7 @@ class ImageState:
         [n, *shape]."""
         size = max(1, CHUNK_BYTES // (4 * max(1, self.initial.numel())))
         for start in range(0, len(self), size):
-            yield self._read_parameters(torch.arange(start, min(start + size, len(self))))
+            yield self.read(torch.arange(start, min(start + size, len(self))))
 
     def parameters(self) -> Tensor:
         """A copy of the parameters of all images [N, *shape]; see :meth:`chunks` for more than
@@ -188,6 +190,8 @@ class ImageState:
         alike = self.initial.flatten().expand(len(image_ids), -1)
         if not self.initial_std:
             return alike
+        if self.drawn_as is not None:
+            image_ids = self.drawn_as[image_ids]
         noise = [
             np.random.Generator(
                 np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id])
@@ -196,8 +200,9 @@ class ImageState:
         ]
         return alike + self.initial_std * torch.from_numpy(np.stack(noise))
 
-    def _read_parameters(self, image_ids: Tensor) -> Tensor:
-        """Parameters [B, *shape] in memory of their own."""
+    def read(self, image_ids: Tensor) -> Tensor:
+        """The parameters of ``image_ids`` [B] int64: [B, *shape], on the CPU, in memory of their
+        own."""
         words = self.initial.numel()
         records = self._records.read(image_ids, self.steps[image_ids] > 0, words)
         parameters = self._with_initial(image_ids, records.view(torch.float32))

@@ -20,10 +20,13 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
+    list_models,
+    load_pretrained,
     model_entrypoint,
     register_model,
     save_for_hf,
 )
+from timm.models.eva import Eva
 from timm.models.vision_transformer import (
     ATTN_LAYERS,
     Block,
@@ -54,6 +57,9 @@ TIMM_ARGUMENTS = {
     for name, parameter in inspect.signature(VisionTransformer).parameters.items()
 }
 """Every keyword of timm's ``VisionTransformer`` with its default."""
+
+EVA_MODELS = frozenset(list_models(module="eva"))
+"""timm's entrypoints that build an ``Eva``."""
 
 ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
 
@@ -196,7 +202,13 @@ def run_blocks(
 
 
 def embed(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The tokens [B, T, d] that the first block of a timm ViT gets."""
+    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model of
+    another class."""
+    if not isinstance(model, VisionTransformer):
+        raise UserError(
+            f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
+            "VisionTransformer"
+        )
     return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
 
 
@@ -216,7 +228,7 @@ def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor,
 
 
 def save_student(
-    model: VisionTransformer,
+    model: VisionTransformer | Eva,
     folder: str | Path,
     label_names: list[str] | None = None,
     **data_config,
@@ -272,15 +284,16 @@ def _is_replaceable(folder: Path) -> bool:
     return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
-def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
+def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
     """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
     enough."""
-    now = dict(
+    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
+    now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),
         num_classes=model.num_classes,
         global_pool=model.global_pool,
-        fc_norm=not isinstance(model.fc_norm, nn.Identity),
+        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
     )  # what timm lets one change after construction
     notes = vars(model)  # what timm and gaupipe note of how it was built
     if "gaupipe_args" not in notes:
@@ -371,12 +384,18 @@ def gauvit_converted(
     attention: str = "standard",
     attention_options: dict | None = None,
     **kwargs,
-) -> VisionTransformer:
-    """Any of timm's ``VisionTransformer`` entrypoints, ``base``, with another attention and its
-    options. What :func:`convert` makes of a timm model is saved under this name."""
-    attention_type = bind_options(attention_class(attention), attention_options or {})
-    model = model_entrypoint(base)(pretrained=pretrained, attn_layer=attention_type, **kwargs)
-    model.gaupipe_args = dict(
-        kwargs, base=base, attention=attention, attention_options=dict(attention_options or {})
-    )
+) -> VisionTransformer | Eva:
+    """Any of timm's entrypoints that :func:`convert` can convert, ``base``, with another attention
+    and its options. What :func:`convert` makes of a timm model is saved under this name."""
+    options = dict(attention_options or {})
+    entrypoint: Any = model_entrypoint(base)
+    if base in EVA_MODELS:  # they have no keyword for the attention
+        converted = convert(entrypoint(pretrained=False, **kwargs), attention, **options)
+        if pretrained:
+            load_pretrained(converted, converted.pretrained_cfg, converted.num_classes)
+        model: Any = converted
+    else:
+        attention_type = bind_options(attention_class(attention), options)
+        model = entrypoint(pretrained=pretrained, attn_layer=attention_type, **kwargs)
+    model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=options)
     return model

@@ -12,14 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from gaupipe import distributed
+
 
 class EpochProgress:
     """Progress of a job: a bar with speed and time left on a terminal, one plain line per epoch
-    elsewhere."""
+    elsewhere. Of several ranks the first shows it."""
 
     def __init__(self, label: str, images_per_epoch: int, epochs: int, done: int = 0) -> None:
         self.label, self.epochs, self.total = label, epochs, images_per_epoch * epochs
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._done = done * images_per_epoch
@@ -62,12 +64,11 @@ class MetricsLog:
     checkpoint knows."""
 
     def __init__(self, path: Path, entries: list[dict[str, Any]]) -> None:
-        self.path, self.entries = path, entries
+        self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
     def append(self, entry: dict[str, Any]) -> None:
-        self.entries.append(entry)
         with self.path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

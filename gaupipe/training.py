@@ -3,6 +3,7 @@ the network, scores."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -14,20 +15,22 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
+from torch.nn.parallel import DistributedDataParallel
 
-from gaupipe import digests
+from gaupipe import digests, distributed
 from gaupipe.augment import Mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
+from gaupipe.image_buckets import BucketedState, remove_superseded
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress, MetricsLog
 
 
 def seed_epoch(seed: int, epoch: int) -> None:
-    """Starts torch's generators from (seed, epoch) alone, so that a resumed run draws what an
-    unbroken one draws."""
-    torch.manual_seed((seed * 1_000_003 + epoch) * 7)
+    """Starts torch's generators from (seed, epoch) and the rank alone, so that a resumed run draws
+    what an unbroken one draws."""
+    torch.manual_seed((seed * 1_000_003 + epoch) * 7 + (distributed.rank() << 40))
 
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -44,7 +47,7 @@ class TrainingState(Generic[Network]):
     schedule: Any
     optim: OptimSettings
     precision: str = "float32"
-    per_image: ImageState | None = None
+    per_image: ImageState | BucketedState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """What the state belongs to; a checkpoint of something else is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +65,19 @@ class TrainingState(Generic[Network]):
 
     def save(self, folder: Path) -> None:
         """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
-        the old one or the new one, never a part."""
+        the old one or the new one, never a part. Rank 0 writes it once the per-image parameters of
+        all ranks are on the disk."""
+        per_image: dict[str, Any] | None = None
+        if isinstance(self.per_image, BucketedState):
+            per_image = {"buckets": self.per_image.save(folder, len(self.metrics))}
+        elif self.per_image:
+            per_image = self.per_image.state_dict()
+        distributed.on_main(lambda: self._write(folder, per_image))
+        if isinstance(self.per_image, BucketedState) and per_image:
+            files = per_image["buckets"]
+            distributed.on_main(lambda: remove_superseded(folder, files))
+
+    def _write(self, folder: Path, per_image: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
         with partial.open("wb") as file:
@@ -73,7 +88,7 @@ class TrainingState(Generic[Network]):
                     "optimizer": self.optimizer.state_dict(),
                     "scaler": self.scaler.state_dict(),
                     "ema": self.ema.state_dict() if self.ema else None,
-                    "rows": self.per_image.state_dict() if self.per_image else None,
+                    "rows": per_image,
                     "metrics": self.metrics,
                     "identity": self.identity,
                     "finished": self.finished,
@@ -131,7 +146,9 @@ class TrainingState(Generic[Network]):
         self.scaler.load_state_dict(state["scaler"])
         if self.ema:
             self.ema.load_state_dict(state["ema"])
-        if self.per_image:
+        if isinstance(self.per_image, BucketedState):
+            self.per_image.load(folder, state["rows"]["buckets"])
+        elif self.per_image:
             self.per_image.load_state_dict(state["rows"])
         self.metrics, self.finished = state["metrics"], state["finished"]
 
@@ -148,29 +165,53 @@ class Update:
     def __init__(self, state: TrainingState, steps: int) -> None:
         """``steps`` is the number of batches in an epoch."""
         self.state, self.steps = state, steps
+        self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps
         self.device = next(state.modules.parameters()).device
         self.parameters = [
             parameter for group in state.optimizer.param_groups for parameter in group["params"]
         ]
 
-    def autocast(self) -> torch.autocast:
-        """The context of a forward pass in the settings' precision."""
-        dtype = getattr(torch, self.state.precision)
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+    def replicated(self, losses: nn.Module) -> nn.Module:
+        """What is to compute the losses of an epoch: :func:`gaupipe.distributed.replicated`. Made
+        anew for every epoch, so that ranks sum gradients in the same order after an
+        interruption."""
+        self.losses = distributed.replicated(losses)
+        return self.losses
 
-    def __call__(self, loss: Tensor) -> None:
-        """Goes back from the loss of one batch. Raises UserError for one that is not finite."""
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The context of a forward pass: the settings' precision, and gradients that wait for the
+        last of the batches that are accumulated before ranks exchange them."""
+        dtype = getattr(torch, self.state.precision)
+        waits: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
+            waits = self.losses.no_sync()
+        with waits, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            yield
+
+    def _steps_now(self) -> bool:
+        """Whether the network makes a step after this batch."""
+        step = self.batch % self.steps + 1
+        return step % self.state.optim.accumulate == 0 or step == self.steps
+
+    def __call__(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Goes back from the loss of one batch, the mean over its images on this rank, of that
+        :attr:`~gaupipe.data.Batch.weight`. Raises Agreed for one that is not finite, on any
+        rank."""
         state, accumulate = self.state, self.state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
-        if not torch.isfinite(loss):
-            raise UserError(self._diverged(loss, epoch, step))
+        if weight != 1.0:
+            loss = loss * weight
+        of_world = distributed.total(loss.detach()) / distributed.size()
+        if not torch.isfinite(of_world):
+            raise distributed.Agreed(self._diverged(of_world, epoch, step))
         # the last steps of an epoch may be fewer than the others accumulate
         self.group = min(accumulate, self.steps - step // accumulate * accumulate)
-        self.scale = state.scaler.get_scale()
+        self.scale, self.weight = state.scaler.get_scale(), weight
         state.scaler.scale(loss / self.group).backward()
-        if (step + 1) % accumulate == 0 or step + 1 == self.steps:
+        if self._steps_now():
             self._step()
         self.batch += 1
 
@@ -179,7 +220,7 @@ class Update:
         whatever the size of the batch."""
         gradient = parameters.grad
         assert gradient is not None  # the loss has gone back
-        return gradient * (len(parameters) * self.group / self.scale)
+        return gradient * (len(parameters) * self.group / (self.scale * self.weight))
 
     def _step(self) -> None:
         state = self.state
@@ -217,10 +258,15 @@ class Epoch:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach() * images
         self.images += images
-        self.progress.advance(images)
+        self.progress.advance(images * distributed.size())
 
     def means(self) -> dict[str, float]:
-        """The mean of each loss over the images of the epoch. The time of training ends here."""
+        """The mean of each loss over the images of the epoch, those of all ranks. The time of
+        training ends here."""
+        if distributed.size() > 1:
+            self.images = int(distributed.total(torch.tensor(self.images)))
+            sums = torch.stack([*self.sums.values()])
+            self.sums = dict(zip(self.sums, distributed.total(sums), strict=True))
         self.seconds = time.monotonic() - self.started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
@@ -239,32 +285,32 @@ def epochs(
 ) -> Iterator[Epoch]:
     """The epochs that are left until the caller sets ``state.finished``.
 
-    Each starts torch's generators from (seed, epoch) alone. When the caller comes back for the
-    next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
+    Each starts torch's generators from (seed, epoch) and the rank alone. When the caller comes back
+    for the next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
     """
-    log = MetricsLog(folder / "metrics.jsonl", state.metrics)
+    log = distributed.on_main(lambda: MetricsLog(folder / "metrics.jsonl", state.metrics))
     while not state.finished:
         epoch = Epoch(len(state.metrics), progress)
         state.modules.train()
         seed_epoch(seed, epoch.number)
         yield epoch
-        log.append(epoch.metrics)
+        state.metrics.append(epoch.metrics)
+        distributed.on_main(lambda: log.append(epoch.metrics))  # noqa: B023  (called at once)
         state.save(folder / "checkpoint")
 
 
 @torch.no_grad()
 def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
     """Accuracy, top-5 accuracy and cross-entropy of batches of (log-probabilities or logits [B,
-    C], labels [B])."""
-    right = right5 = count = 0
-    loss = 0.0
+    C], labels [B]), over those of all ranks."""
+    sums = torch.zeros(4, dtype=torch.float64)  # right, right among five, images, loss
     for logits, labels in log_probabilities:
         logits = logits.float()
-        loss += nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-        right += int(best[:, 0].sum())
-        right5 += int(best.any(-1).sum())
-        count += len(labels)
+        right, right5 = int(best[:, 0].sum()), int(best.any(-1).sum())
+        sums += torch.tensor([right, right5, len(labels), loss], dtype=torch.float64)
+    right, right5, count, loss = distributed.total(sums).tolist()
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 
 
@@ -272,7 +318,7 @@ def score_model(model: nn.Module, batches: Batches) -> dict[str, float]:
     """:func:`score` of a model in eval mode over a split."""
     model.eval()
     with torch.inference_mode():
-        return score((model(batch.images), batch.labels) for batch in batches.in_order())
+        return score((model(batch.images), batch.labels) for batch in batches.of_rank())
 
 
 def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:

@@ -4,14 +4,18 @@ asked for."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 import store
+from gaupipe import distributed
 from gaupipe.augment import Augment
 from gaupipe.building import select_device
 from gaupipe.config import Settings
@@ -20,9 +24,8 @@ from gaupipe.distillation import patch_map
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
-from gaupipe.student import check_fit
+from gaupipe.student import check_fit, layer_map
 from gaupipe.student_folder import load_folder
-from gaupipe.training import score
 from gaupipe.vit_teacher import VitTeacher
 from stages import phase_a, phase_b
 from stages.run_directory import RunDirectory, check_name
@@ -73,19 +76,22 @@ def run(
     store is complete and fits the student, also how far student and teacher agree on training
     images. Raises StoreError for the store of another teacher or data set, and for a damaged
     one."""
-    settings, student, name = load_student(run_dir, name, distilled)
-    data = load_data(settings.data)
-    images = getattr(data, split)
-    if images is None:
-        raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
-    check_data(student, data, run_dir)
     run = RunDirectory(run_dir)
-    maps = open_maps(run, data, student, settings, run.student(name, distilled))
-    device = select_device(settings)
-    student.to(device)
+
+    def load() -> tuple[Settings, VisionTransformer, str, ImageData, store.Store | None]:
+        settings, student, named = load_student(run_dir, name, distilled)
+        data = load_data(settings.data)
+        if getattr(data, split) is None:
+            raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
+        check_data(student, data, run_dir)
+        maps = open_maps(run, data, student, settings, run.student(named, distilled))
+        return settings, student.to(select_device(settings)), named, data, maps
+
+    settings, student, named, data, maps = distributed.main_first(load)
+    images, device = getattr(data, split), select_device(settings)
     logits, labels = predictions(student, images, data, settings, device)
-    scores = {"student": name, "split": split, "images": len(images), **metrics(logits, labels)}
-    scores |= beside_teacher(run, images, data, logits, labels)
+    scores = {"student": named, "split": split, "images": len(images), **metrics(logits, labels)}
+    scores |= beside_teacher(run, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student, maps, data, settings, device)
     return scores
@@ -93,7 +99,7 @@ def run(
 
 @torch.inference_mode()
 def beside_teacher(
-    run: RunDirectory, images: Split, data: ImageData, logits: Tensor, labels: Tensor
+    run: RunDirectory, images: Split, data: ImageData, logits: Tensor
 ) -> dict[str, float]:
     """Of a teacher that is a trained ViT with predictions: its top-1 accuracy and cross-entropy on
     the split, and the share on which it predicts the class that ``logits`` [N, C] do. Nothing for
@@ -104,15 +110,16 @@ def beside_teacher(
     try:
         job = phase_a.load(run, data)
     except UserError:  # a folder that has moved, or weights that are no longer there
+        job = None
+    if None in distributed.gathered(job and job.sha256()) or job is None:
         return {}
     teacher = job.teacher
     if not isinstance(teacher, VitTeacher) or not teacher.predicts:
         return {}
-    parts = [teacher.predict(batch.images).cpu() for batch in job.batches(images).in_order()]
-    own = torch.cat(parts)
-    scores = score([(own, labels)])
+    own, labels = predictions(teacher.predict, images, data, job.settings, job.device)
+    scores = metrics(own, labels)
     return {
-        "teacher_top1": scores["acc"],
+        "teacher_top1": scores["top1"],
         "teacher_loss": scores["loss"],
         "same_class_as_teacher": (own.argmax(-1) == logits.argmax(-1)).float().mean().item(),
     }
@@ -167,15 +174,24 @@ def read_json(path: Path) -> dict[str, str] | None:
 
 @torch.inference_mode()
 def predictions(
-    model: nn.Module, images: Split, data: ImageData, settings: Settings, device: torch.device
+    model: Callable[[Tensor], Tensor],
+    images: Split,
+    data: ImageData,
+    settings: Settings,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order."""
-    sizes = settings.data
-    batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers)
-    pairs = [
-        (model(batch.images).float().cpu(), batch.labels.cpu()) for batch in batches.in_order()
+    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. Ranks share
+    the work, and every one gets all of it."""
+    sizes, world = settings.data, distributed.size()
+    batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
+    mine = [
+        (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
+        for batch in batches.of_rank()
     ]
-    return torch.cat([logits for logits, _ in pairs]), torch.cat([labels for _, labels in pairs])
+    parts = [part for of_rank in distributed.gathered(mine) for part in of_rank]
+    ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    order = ids.argsort()
+    return logits[order], labels[order]
 
 
 def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
@@ -184,8 +200,8 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
     The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
     distance of accuracy from confidence, weighted by the images in the bin.
     """
-    scores = score([(logits, labels)])
-    right = logits.argmax(-1) == labels
+    best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
+    right = best[:, 0]
     confidence = logits.softmax(-1).amax(-1)
     which = (confidence * bins).ceil().long().clamp(1, bins)
     gaps = [
@@ -194,9 +210,9 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
         for b in which.unique()
     ]
     return {
-        "top1": scores["acc"],
-        "top5": scores["top5"],
-        "loss": scores["loss"],
+        "top1": right.double().mean().item(),
+        "top5": best.any(-1).double().mean().item(),
+        "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
         "calibration_error": sum(gaps).item(),
     }
 
@@ -214,10 +230,12 @@ def teacher_agreement(
     queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
+    image_ids = np.array_split(image_ids, distributed.size())[distributed.rank()]
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    same = 0
-    divergence: dict[int, float] = {}
+    layers = layer_map(settings, len(student.blocks), maps.schema.layers)
+    same = torch.zeros((), dtype=torch.float64)
+    divergence = torch.zeros(len(layers), dtype=torch.float64)
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
@@ -229,13 +247,14 @@ def teacher_agreement(
         same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()
         teacher = job.teacher_maps(batch)
         for layer, row in enumerate(rows):
-            if teacher.layers[layer] is not None:
+            if layers[layer] is not None:
                 row = patch_map(row, student.num_prefix_tokens)
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
-                divergence[layer] = divergence.get(layer, 0.0) + kl * len(batch) / count
+                divergence[layer] += kl * len(batch) / count
+    kls = distributed.total(divergence).tolist()
     return {
         "teacher_images": count,
-        "teacher_agreement": int(same) / count,
-        "map_kl": [divergence.get(layer) for layer in range(len(student.blocks))],
+        "teacher_agreement": int(distributed.total(same)) / count,
+        "map_kl": [None if of is None else kl for of, kl in zip(layers, kls, strict=True)],
     }

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import store
+from gaupipe import distributed
 from gaupipe.augment import Augment
 from gaupipe.config import ExportSettings, Settings
 from gaupipe.data import Batches, ImageData, load_data
@@ -67,50 +68,60 @@ def run(
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
     run = RunDirectory(run_dir)
-    if overwrite and repair:
-        raise UserError(
-            "--overwrite writes everything anew and --repair only what is damaged: choose one"
-        )
-    if out == "":
-        raise UserError("--out '': should be the path or URL of a store")
-    if teacher is not None and out is None:
-        raise UserError(
-            f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
-            "another store with --out, which 'gaupipe phase-b --maps' then reads"
-        )
-    if not math.isfinite(shard_mb):
-        raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
     url = str(run.maps) if out is None else out
     given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
-    settings = run.settings()  # a folder that is no run is left alone
-    with run.locked():
+
+    def read_settings() -> Settings:
+        if overwrite and repair:
+            raise UserError(
+                "--overwrite writes everything anew and --repair only what is damaged: choose one"
+            )
+        if out == "":
+            raise UserError("--out '': should be the path or URL of a store")
+        if teacher is not None and out is None:
+            raise UserError(
+                f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
+                "another store with --out, which 'gaupipe phase-b --maps' then reads"
+            )
+        if not math.isfinite(shard_mb):
+            raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
+        return run.settings()  # a folder that is no run is left alone
+
+    def load() -> tuple[TeacherJob, ExportSettings]:
         if teacher is None:
             job = phase_a.load(run, data, download=download)
         else:
             job = other_teacher(settings, teacher, download, data)
         tokens = job.shape.grid[0] * job.shape.grid[1]
-        export = chosen(settings, None if overwrite else stored_export(url), given, tokens)
-        schema = make_schema(job, export)
+        return job, chosen(settings, None if overwrite else stored_export(url), given, tokens)
+
+    def create(schema: store.Schema) -> store.Writer:
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
         if not force and "://" not in url:
             check_fits(job, schema, shared, Path(url))
         if repair:
-            writer = store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
-        elif not overwrite and is_complete(url):
+            return store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
+        if not overwrite and is_complete(url):
             raise UserError(
                 f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites "
                 "what is damaged"
             )
-        else:
-            writer = store.create(
-                url,
-                schema,
-                overwrite=overwrite,
-                resume=not overwrite,
-                shard_bytes=shard_bytes,
-                decoder=shared,
-            )
-        write(job, writer)
+        return store.create(
+            url,
+            schema,
+            overwrite=overwrite,
+            resume=not overwrite,
+            shard_bytes=shard_bytes,
+            decoder=shared,
+        )
+
+    settings = distributed.main_first(read_settings)
+    with run.locked():
+        job, export = distributed.main_first(load)
+        sha256 = job.sha256()
+        schema = distributed.main_first(lambda: make_schema(job, export, sha256))
+        created = distributed.on_main(lambda: create(schema))
+        write(job, created if distributed.is_main() else store.join(url))
     return url
 
 
@@ -126,16 +137,20 @@ def ensure(
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
-    if not is_complete(url, directory.teacher_digest()):
+    if not distributed.agree(is_complete(url, directory.teacher_digest())):
         run(run_dir, out=out, data=data, **asked)
         return url
-    there = stored_export(url)
-    for name, value in asked.items():
-        if there is not None and getattr(there, name) != value:
-            raise UserError(
-                f"{url} already holds a complete store with {name} {getattr(there, name)}, asked "
-                f"{value}: 'gaupipe export-maps --overwrite' replaces it"
-            )
+
+    def check() -> None:
+        there = stored_export(url)
+        for name, value in asked.items():
+            if there is not None and getattr(there, name) != value:
+                raise UserError(
+                    f"{url} already holds a complete store with {name} {getattr(there, name)}, "
+                    f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
+                )
+
+    distributed.on_main(check)
     return url
 
 
@@ -231,9 +246,10 @@ def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
 
 def write(job: TeacherJob, writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored
-    while the next are made."""
-    schema, pending = writer.schema, writer.pending()
+    while the next are made. Of W ranks, rank r writes the shards r, r + W, and so on."""
+    schema, pending = writer.schema, distributed.agree(writer.pending())
     images = sum(shard.stop - shard.start for shard in pending)
+    mine = [shard for shard in pending if shard.index % distributed.size() == distributed.rank()]
     remarks = Remarks()
     started = time.monotonic()
     with (
@@ -243,25 +259,26 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
         progress.line(announcement(schema, images))
         batches = job.batches(job.data.train)
         stored: deque[Future] = deque()
-        for shard in pending:
+        for shard in mine:
             entries = np.arange(shard.start, shard.stop)
             parts = []
             for ids, arrays in outputs(job, schema, batches, entries, remarks=remarks):
                 parts.append(arrays)
-                progress.advance(len(ids))
+                progress.advance(len(ids) * distributed.size())
             if len(stored) == WRITERS:
                 stored.popleft().result()
             whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             stored.append(pool.submit(writer.write, shard, whole))
         for write in stored:
             write.result()
-        writer.finish()
+        all_remarks = distributed.gathered(remarks)  # once the shards of all ranks are stored
+        distributed.on_main(writer.finish)
         seconds = time.monotonic() - started
         progress.line(
             f"export: {images:,} images in {seconds:.1f} s, "
             f"{images / max(seconds, 1e-9):,.0f} images/s"
         )
-        for line in remarks.lines():
+        for line in Remarks.together(all_remarks).lines():
             progress.line(f"export: {line}")
 
 
@@ -292,6 +309,16 @@ class Remarks:
             value = getattr(attention, name, None)  # [L, H]
             if value is not None:
                 self.sums[name] = self.sums.get(name, 0) + value.double().cpu() * images
+
+    @classmethod
+    def together(cls, parts: Sequence[Remarks]) -> Remarks:
+        """Those of all ranks."""
+        whole = cls()
+        whole.images = sum(part.images for part in parts)
+        for part in parts:
+            for name, value in part.sums.items():
+                whole.sums[name] = whole.sums.get(name, 0) + value
+        return whole
 
     def lines(self) -> Iterator[str]:
         """A line for each loss that there was, block by block."""

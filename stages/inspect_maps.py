@@ -21,16 +21,13 @@ from torch import Tensor
 import store
 from gaupipe.augment import Augment
 from gaupipe.augment_settings import AugmentSettings
-from gaupipe.config import DataSettings, Settings
-from gaupipe.data import Batch, Batches, ImageData, load_data
-from gaupipe.distillation import patch_map
+from gaupipe.config import DataSettings
+from gaupipe.data import ImageData, load_data
 from gaupipe.errors import UserError
-from gaupipe.losses import without_keys
-from gaupipe.models import forward_with_maps
 from gaupipe.stored_maps import KINDS, StoredGaussians
-from stages.evaluate import load_student, open_maps
-from stages.phase_b import PhaseB
+from stages.evaluate import load_student
 from stages.run_directory import RunDirectory
+from stages.student_maps import StudentMaps
 
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
 """From no attention to the most of the map."""
@@ -164,8 +161,6 @@ def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str
         return {"teacher": None, "kl": None}
     teacher = found.teacher.expand_as(found.maps)  # [H, T, T]
     tiny = torch.finfo(torch.float32).tiny
-    hidden = found.maps == 0  # keys that the student's attention hides
-    teacher = without_keys(teacher, hidden) if hidden.any() else teacher
     ratio = teacher.clamp_min(tiny).log() - found.maps.clamp_min(tiny).log()
     kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
     weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
@@ -199,7 +194,8 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
     _check("--image", image, schema.images, "the store")
     _check("--layer", layer, schema.layers, "the store")
     _check("--view", view, schema.views, "the store")
-    stored = maps.gather(np.array([image * schema.views + view]))
+    entry = image * schema.views + view
+    stored = maps.read(entry, entry + 1)
     attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
     attention_maps = attention.map(layer)[0]  # [H, T, T]
     gaussians = None  # [H, T, 4]
@@ -207,21 +203,7 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
         gaussians = attention.gaussians[0, layer].float()
 
     def pixels() -> np.ndarray:
-        try:
-            settings = DataSettings.model_validate(schema.extra.get("data"))
-        except ValidationError:
-            raise UserError(
-                f"{url}: does not say which images its maps were made from, as stores that "
-                "export-maps writes do: --png cannot draw them"
-            ) from None
-        data = load_data(settings)
-        if data.sha256 != schema.dataset_sha256:
-            raise UserError(
-                f"{url}: the images of {data.name} are not those the maps were made from"
-            )
-        seen = data.train.image(image)
-        drawing = schema.extra.get("views")
-        return seen if drawing is None else draw_view(seen, drawing, image, view)
+        return image_pixels(maps, images_of(maps), image, view)
 
     return ImageMaps(
         schema.grid,
@@ -231,6 +213,31 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
         pixels,
     )
+
+
+def images_of(maps: store.Store) -> ImageData:
+    """The data set that a store's maps were made from. Raises UserError where the store does not
+    name it, or where it is not there or another one."""
+    schema = maps.schema
+    try:
+        settings = DataSettings.model_validate(schema.extra.get("data"))
+    except ValidationError:
+        raise UserError(
+            f"{maps.url}: does not say which images its maps were made from, as stores that "
+            "export-maps writes do: they cannot be drawn"
+        ) from None
+    data = load_data(settings)
+    if data.sha256 != schema.dataset_sha256:
+        raise UserError(
+            f"{maps.url}: the images of {data.name} are not those the maps were made from"
+        )
+    return data
+
+
+def image_pixels(maps: store.Store, data: ImageData, image: int, view: int = 0) -> np.ndarray:
+    """What a store's maps of an image, or of one of its views, are of: uint8 [height, width, C]."""
+    seen, drawing = data.train.image(image), maps.schema.extra.get("views")
+    return seen if drawing is None else draw_view(seen, drawing, image, view)
 
 
 def draw_view(pixels: np.ndarray, drawing: dict, image: int, view: int) -> np.ndarray:
@@ -243,45 +250,19 @@ def draw_view(pixels: np.ndarray, drawing: dict, image: int, view: int) -> np.nd
 
 def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:
     """A training image's maps as a student makes them, from patches to patches."""
-    settings, model, _ = load_student(run.path, name)
-    assert isinstance(model, VisionTransformer)  # load_student refuses others
-    data = load_data(settings.data)
-    _check("--image", image, len(data.train), "the training split")
-    _check("--layer", layer, len(model.blocks), "the student")
-    batches = Batches(data.train, data, torch.device("cpu"), batch_size=1)
-    batch = next(batches.in_order(np.array([image])))
-    with torch.inference_mode():
-        logits, log_maps = forward_with_maps(model, batch.images)
-    patches = patch_map(log_maps[layer][0], model.num_prefix_tokens).exp()  # [H, T, T]
+    student = StudentMaps(run, name)
+    _check("--image", image, len(student.data.train), "the training split")
+    _check("--layer", layer, student.layers, "the student")
+    seen = student.see(image)
     return ImageMaps(
-        tuple(model.patch_embed.grid_size),
-        patches,
+        student.grid,
+        seen.maps[layer],
         None,
-        int(batch.labels[0]),
-        logits[0].softmax(-1),
-        lambda: data.train.image(image),
-        teacher_map(run, settings, data, model, run.student(name), batch, layer),
+        seen.label,
+        seen.logits.softmax(-1),
+        lambda: student.data.train.image(image),
+        seen.teacher[layer],
     )
-
-
-def teacher_map(
-    run: RunDirectory,
-    settings: Settings,
-    data: ImageData,
-    student: VisionTransformer,
-    folder: Path,
-    batch: Batch,
-    layer: int,
-) -> Tensor | None:
-    """What the store that the student in ``folder`` learned from has for one of its blocks,
-    [H or 1, T, T]; None where there is no store that fits it, or none of the images themselves."""
-    maps = open_maps(run, data, student, settings, folder)
-    if maps is None or maps.schema.extra.get("views") is not None:
-        return None
-    batch.stored = maps.gather(batch.ids.numpy())
-    optim, device = settings.phase_b.optim, torch.device("cpu")
-    teacher = PhaseB(settings, data, device, student, optim, maps).teacher_maps(batch)
-    return None if teacher.layers[layer] is None else teacher.map(layer)[0]
 
 
 def check_png(png: str) -> None:

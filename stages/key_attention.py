@@ -13,6 +13,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from gaupipe import distributed
+from gaupipe.buckets import Buckets
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
 from gaupipe.distillation import patch_map
@@ -20,6 +22,8 @@ from gaupipe.models import forward_with_maps
 
 Attention = Callable[[Tensor, Tensor], list[Tensor]]
 """(images [B, C, height, width], image ids [B]) -> attention maps [B, H, T, T] of every block."""
+SNAPSHOTS = "key_attention"
+"""The folder of the snapshots, in that of the model."""
 
 
 @torch.no_grad()
@@ -39,12 +43,18 @@ def save_snapshot(
         return
     batches = Batches(data.train, data, torch.device("cpu"), settings.data.batch_size)
     ids = data.train.evenly_spaced(settings.key_snapshots)
-    snapshots = []
-    for batch in batches.in_order(ids):
+    buckets = Buckets(len(data.train), settings.data.buckets or 1)
+    mine = ids[np.isin(buckets.of(ids), buckets.of_rank())]  # a rank knows its own images
+    snapshots: dict[int, np.ndarray] = {}
+    for batch in batches.in_order(mine):
         means = [maps.mean((1, 2)) for maps in attention(batch.images, batch.ids)]  # of [B, T] each
-        snapshots.append(torch.stack(means, dim=1).float().cpu())  # [B, L, T]
-    (folder / "key_attention").mkdir(parents=True, exist_ok=True)
-    np.save(folder / "key_attention" / f"{epoch:04d}.npy", torch.cat(snapshots).numpy())
+        values = torch.stack(means, dim=1).float().cpu().numpy()  # [B, L, T]
+        snapshots |= dict(zip(batch.ids.tolist(), values, strict=True))
+    whole = distributed.united(snapshots)
+    if distributed.is_main():
+        (folder / SNAPSHOTS).mkdir(parents=True, exist_ok=True)
+        in_order = np.stack([whole[number] for number in ids.tolist()])
+        np.save(folder / SNAPSHOTS / f"{epoch:04d}.npy", in_order)
 
 
 def student_attention(student: VisionTransformer, device: torch.device) -> Attention:
@@ -64,7 +74,7 @@ def read(folder: Path) -> np.ndarray:
 
     Without epochs where there are no snapshots, or not all are of the same images.
     """
-    paths = sorted((folder / "key_attention").glob("*.npy"))
+    paths = sorted((folder / SNAPSHOTS).glob("*.npy"))
     snapshots = [np.load(path) for path in paths]
     same = len({snapshot.shape for snapshot in snapshots}) == 1
     return np.stack(snapshots) if same else np.empty((0, 0, 0, 0))

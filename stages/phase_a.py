@@ -14,15 +14,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from gaupipe import distributed
 from gaupipe.augment import Augment
+from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, PhaseASettings, Settings, flatten
 from gaupipe.data import Batch, Batches, ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, move
+from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import GaussianAttention, check_export, chosen
@@ -41,7 +44,7 @@ class PhaseA(TeacherJob):
     """A teacher on its data; ``per_image`` is None for a teacher that is the shared prior alone."""
 
     teacher: Teacher
-    per_image: ImageState | None
+    per_image: ImageState | BucketedState | None
 
     @property
     def has_parameters_of_images(self) -> bool:
@@ -80,7 +83,7 @@ class PhaseA(TeacherJob):
         return {
             "mode": self.settings.phase_a.mode,
             "label_passes": self.label_passes,
-            "data": self.settings.data.model_dump(mode="json"),
+            "data": self.settings.data.model_dump(mode="json", exclude={"buckets"}),
         }
 
 
@@ -102,60 +105,89 @@ def run(
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
-    run.check_free(settings, resume)
-    data = data or load_data(settings.data)
-    if not settings.phase_a.learns_gaussians:
-        return trained_teacher.run(settings, run, data, resume=resume)
-    teacher = build_teacher(settings, data)
-    check_student(settings, data, MapShape.of(teacher), teacher.weights())
-    check_export(
-        chosen(settings), teacher, teacher.grid, settings.phase_a.per_image, prefix="export."
-    )
-    if not force:  # before any per-image parameter is made
-        check_resources(make_plan(settings, sizes_of(teacher, data)), run_dir)
-    job = build(settings, run.phase_a, data)
+
+    def prepare() -> tuple[Settings, ImageData, PhaseA | None]:
+        asked = run.settled(settings)
+        run.check_free(asked, resume)
+        images = data or load_data(asked.data)
+        check_buckets(len(images.train), asked.data.buckets or 1, asked.data.batch_size)
+        if not asked.phase_a.learns_gaussians:
+            return asked, images, None
+        teacher = build_teacher(asked, images)
+        check_student(asked, images, MapShape.of(teacher), teacher.weights())
+        export = chosen(asked)
+        check_export(export, teacher, teacher.grid, asked.phase_a.per_image, prefix="export.")
+        if not force:  # before any per-image parameter is made
+            check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
+        return asked, images, build(asked, run.phase_a, images)
+
+    settings, images, job = distributed.main_first(prepare)
+    if job is None:
+        return trained_teacher.run(settings, run, images, resume=resume)
     state = training_state(job)
     with run.locked():
-        run.check_free(settings, resume)
-        run.start(settings)
-        data.write_split(run_dir / "split.json")
-        state.load(run.phase_a / "checkpoint")
+        distributed.on_main(lambda: start(run, settings, images, resume))
+        distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
         train(job, state, run.phase_a)
-        if (
-            not run.teacher_sha256.is_file()
-        ):  # a finished teacher does not change, and it can be large
+        written = distributed.agree(run.teacher_sha256.is_file())
+        if not written:  # a finished teacher does not change
             digest = teacher_sha256(replace(job, teacher=state.kept))
-            write_whole(run.teacher_sha256, digest + "\n")
+            distributed.on_main(lambda: write_whole(run.teacher_sha256, digest + "\n"))
     return state.metrics
+
+
+def start(run: RunDirectory, settings: Settings, data: ImageData, resume: bool) -> None:
+    """Writes the settings of a run, and which images it trains on."""
+    run.check_free(settings, resume)
+    run.start(settings)
+    data.write_split(run.path / "split.json")
+
+
+class TeacherLoss(nn.Module):
+    """The loss of the teacher on a batch."""
+
+    def __init__(self, job: PhaseA) -> None:
+        super().__init__()
+        self.teacher = job.teacher
+        self.forward_teacher = torch.compile(job.teacher) if job.settings.compile else job.teacher
+
+    def forward(self, batch: Batch, parameters: Tensor | None, noise: Tensor | None) -> Tensor:
+        """The cross-entropy with the labels, mean over the batch.
+
+        parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
+        noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
+        """
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
+        return cross_entropy(logits, batch.labels)
 
 
 def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
     settings, phase, data = job.settings, job.settings.phase_a, job.data
-    teacher, per_image = job.teacher, job.per_image
+    per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
     evaluation, validation = job.batches(data.train), job.batches(data.val)
     augment = Augment(phase.augment, settings.seed)
-    generator = torch.Generator(job.device)
-    forward = torch.compile(teacher) if settings.compile else teacher
+    draws = Draws(job, training.buckets)
+    loss_module = TeacherLoss(job)
     update = Update(state, training.steps)
     parameters = noise = None
 
     done, total = len(state.metrics), phase.max_epochs
     with EpochProgress("phase A", len(data.train), total, done) as progress:
         for epoch in epochs(state, folder, progress, settings.seed):
-            generator.manual_seed(settings.seed * 1_000_003 + epoch.number)
+            draws.seed(settings.seed * 1_000_003 + epoch.number)
+            loss_of = update.replicated(loss_module)
             for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
-                with update.autocast():
-                    if per_image is not None:
-                        parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
-                    gaussians = teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-                    gaussians = move(gaussians, batch.geometry, teacher.grid)
-                    if phase.mode == "stochastic":
-                        noise = teacher.noise(batch.images, generator)  # [B, L, H, T, 2]
-                    logits = forward(batch.images, gaussians, noise)  # [B, C]
-                    loss = cross_entropy(logits, batch.labels)
-                update(loss)
+                if per_image is not None:
+                    parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
+                if phase.mode == "stochastic":
+                    noise = draws.noise(batch)  # [B, L, H, T, 2]
+                with update.forward():
+                    loss = loss_of(batch, parameters, noise)
+                update(loss, batch.weight)
                 # an image occurs once an epoch, so its parameters step at once
                 if per_image is not None and parameters is not None:
                     per_image.update(batch.ids, update.per_image_gradient(parameters))
@@ -181,6 +213,28 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
             progress.line(f"phase A: {remark}")
 
 
+class Draws:
+    """The random numbers of sampled passes: those of an image depend on its bucket and on the
+    images before it there, not on the rank."""
+
+    def __init__(self, job: PhaseA, buckets: Buckets) -> None:
+        self.teacher, self.count = job.teacher, buckets.count
+        self.generators = {number: torch.Generator(job.device) for number in buckets.of_rank()}
+
+    def seed(self, seed: int) -> None:
+        """Starts the draws of every bucket from (``seed``, bucket)."""
+        for number, generator in self.generators.items():
+            generator.manual_seed(seed * self.count + number)
+
+    def noise(self, batch: Batch) -> Tensor:
+        """Standard normal numbers [B, L, H, T, 2] for the images of a batch."""
+        images = batch.images.split([size for _, size in batch.parts])
+        parts = zip(images, batch.parts, strict=True)
+        return torch.cat(
+            [self.teacher.noise(part, self.generators[bucket]) for part, (bucket, _) in parts]
+        )
+
+
 def maps_of(job: PhaseA) -> Any:
     """What :func:`save_snapshot` needs of a teacher."""
 
@@ -193,15 +247,16 @@ def maps_of(job: PhaseA) -> Any:
 
 def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
     """What to say of a training accuracy that ended outside the window; None inside it."""
+    rate = "phase_a.rows.lr" if phase.per_image else "phase_a.optim.lr"
     if accuracy < phase.stop_accuracy:
         return (
             f"{phase.max_epochs} epochs were not enough for a training accuracy of "
-            f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or phase_a.rows.lr"
+            f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or {rate}"
         )
     if accuracy > max(phase.upper_accuracy, phase.stop_accuracy):
         return (
             f"the training accuracy {accuracy:.4f} is above the window's upper bound "
-            f"{phase.upper_accuracy}: the teacher has begun to memorise; lower phase_a.rows.lr"
+            f"{phase.upper_accuracy}: the teacher has begun to memorise; lower {rate}"
         )
     return None
 
@@ -211,10 +266,13 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone. One sampled pass in ``stochastic`` mode."""
     job.teacher.eval()
-    generator = torch.Generator(job.device).manual_seed(job.settings.seed)
+    draws = Draws(job, batches.buckets)
+    draws.seed(job.settings.seed)
 
     def scored():
-        for batch in batches.in_order():
+        for batch in batches.of_rank():
+            [(bucket, _)] = batch.parts
+            generator = draws.generators[bucket]
             gaussians = job.gaussians(batch.ids if seen else None, len(batch))
             mode = job.settings.phase_a.mode
             logits = predict(job.teacher, batch.images, gaussians, mode, generator=generator)
@@ -223,14 +281,27 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
     return score(scored())
 
 
-def build(settings: Settings, folder: Path, data: ImageData) -> PhaseA:
+def build(
+    settings: Settings,
+    folder: Path,
+    data: ImageData,
+    *,
+    all_buckets: bool = False,
+    with_images: bool = True,
+) -> PhaseA:
     """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
-    are to lie in ``folder``/rows. Writes nothing; raises UserError for what is wrong."""
+    are to lie in ``folder``/rows. ``all_buckets``: also the parameters of other ranks' images;
+    ``with_images`` False leaves the parameters of all images out. Writes nothing; raises UserError
+    for what is wrong."""
     device = select_device(settings)
     teacher = build_teacher(settings, data)
-    per_image = None
-    if settings.phase_a.per_image:
+    per_image: ImageState | BucketedState | None = None
+    if not (with_images and settings.phase_a.per_image):
+        pass
+    elif settings.data.buckets is None:
         per_image = build_per_image(settings, teacher, len(data.train), folder / "rows")
+    else:
+        per_image = build_buckets(settings, teacher, len(data.train), folder / "rows", all_buckets)
     return PhaseA(settings, data, device, teacher.to(device), per_image)
 
 
@@ -246,17 +317,39 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
             "model.args: a class or register token has no place on the grid that Gaussians lie on: "
             "take class_token and reg_tokens out"
         )
-    return Teacher(vit, phase.parametrisation, phase.prior, compression)
+    teacher = Teacher(vit, phase.parametrisation, phase.prior, compression)
+    if teacher.decoder and not phase.per_image:
+        teacher.decoder.requires_grad_(False)  # nothing is decoded
+    return teacher
+
+
+def build_buckets(
+    settings: Settings, teacher: Teacher, num_images: int, folder: Path, all_buckets: bool
+) -> BucketedState:
+    """The per-image parameters of this rank's buckets, or of ``all_buckets``, at their start."""
+    assert settings.data.buckets is not None
+    buckets = Buckets(num_images, settings.data.buckets)
+
+    def make(bucket: int, image_ids: np.ndarray) -> ImageState:
+        place = folder / f"bucket-{bucket:04d}"
+        return build_per_image(settings, teacher, num_images, place, image_ids)
+
+    return BucketedState(buckets, range(buckets.count) if all_buckets else buckets.of_rank(), make)
 
 
 def build_per_image(
-    settings: Settings, teacher: Teacher, num_images: int, folder: Path
+    settings: Settings,
+    teacher: Teacher,
+    num_images: int,
+    folder: Path,
+    image_ids: np.ndarray | None = None,
 ) -> ImageState:
-    """The per-image parameters at their start, in memory or, beyond the budget, in files."""
+    """The per-image parameters at their start, in memory or, beyond the budget, in files: those of
+    all ``num_images``, or of the images ``image_ids`` among them."""
     optim = settings.phase_a.rows
     in_files = per_image_in_files(optim, num_images, math.prod(teacher.per_image_shape))
     return ImageState(
-        num_images,
+        num_images if image_ids is None else len(image_ids),
         torch.zeros(teacher.per_image_shape),
         lr=optim.lr,
         betas=optim.betas,
@@ -265,6 +358,7 @@ def build_per_image(
         folder=folder if in_files else None,
         initial_std=optim.initial_std,
         seed=settings.seed,
+        drawn_as=None if image_ids is None else torch.from_numpy(image_ids),
     )
 
 
@@ -300,9 +394,16 @@ def identity(job: PhaseA) -> dict[str, Any]:
     return settings | {"the data set": job.data.sha256}
 
 
-def load(run: RunDirectory, data: ImageData | None = None, *, download: bool = False) -> TeacherJob:
+def load(
+    run: RunDirectory,
+    data: ImageData | None = None,
+    *,
+    download: bool = False,
+    with_images: bool = True,
+) -> TeacherJob:
     """The finished teacher of a run, in eval mode. ``download`` fetches published weights that are
-    not on this machine. Raises UserError if phase A has not finished."""
+    not on this machine; ``with_images`` False leaves out the per-image parameters. Raises UserError
+    if phase A has not finished."""
     settings = run.settings()
     if download:
         phase = settings.phase_a.model_copy(update={"download": True})
@@ -310,7 +411,7 @@ def load(run: RunDirectory, data: ImageData | None = None, *, download: bool = F
     data = data or load_data(settings.data)
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.load(run, settings, data)
-    job = build(settings, run.phase_a, data)
+    job = build(settings, run.phase_a, data, all_buckets=True, with_images=with_images)
     state = training_state(job)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
         raise UserError(
@@ -322,11 +423,15 @@ def load(run: RunDirectory, data: ImageData | None = None, *, download: bool = F
 
 
 def teacher_sha256(job: PhaseA) -> str:
-    """A digest of the teacher's weights and per-image parameters."""
+    """A digest of the teacher's weights and per-image parameters. Of parameters in buckets it is
+    made from the digests of the buckets, so that no rank reads all."""
     digest = hashlib.sha256()
     for name, tensor in sorted(job.teacher.state_dict().items()):
         digest.update(name.encode())
         digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
-    for parameters in job.per_image.chunks() if job.per_image is not None else ():
-        digest.update(np.ascontiguousarray(parameters.numpy()).data)
+    if isinstance(job.per_image, BucketedState):
+        digest.update(" ".join(["buckets", *job.per_image.sha256s()]).encode())
+    elif job.per_image is not None:
+        for parameters in job.per_image.chunks():
+            digest.update(np.ascontiguousarray(parameters.numpy()).data)
     return digest.hexdigest()

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 import store
-from gaupipe import config
+from gaupipe import config, distributed
 from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, mixed_targets
+from gaupipe.buckets import check_buckets
 from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
 from gaupipe.data import Batch, Batches, ImageData, load_data
@@ -45,7 +46,7 @@ from gaupipe.training import (
 )
 from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, phase_a
+from stages import export_maps, geometry, phase_a
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
 
@@ -101,22 +102,45 @@ class PhaseB:
             epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs
         )
 
-    def losses(
-        self, logits: Tensor, batch: Batch, gamma: float, loss_feat: Tensor
-    ) -> dict[str, Tensor]:
-        """Each loss of a batch by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and
-        "acc".
 
-        ``logits`` [B, C] are the student's, ``loss_feat`` its L_feat; where ``gamma`` is 0 there is
-        none.
+class StudentLosses(nn.Module):
+    """The losses of phase B for a batch."""
+
+    def __init__(self, job: PhaseB) -> None:
+        super().__init__()
+        self.student, self.job = job.student, job
+        compiled = torch.compile if job.settings.compile else (lambda function: function)
+        self.forward_student = compiled(job.student)
+        self.forward_with_loss = compiled(forward_with_feature_loss)
+        self.zero = torch.zeros((), device=job.device)  # L_feat where no maps are compared
+
+    def forward(self, batch: Batch, gamma: float, copy: bool = False) -> dict[str, Tensor]:
+        """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
+        means over the batch.
+
+        L_feat is there unless ``gamma``, its weight, is 0. ``copy``: attention copy.
         """
-        phase = self.settings.phase_b
+        phase, loss_feat = self.job.settings.phase_b, self.zero
+        if gamma or copy:
+            logits, loss_feat = self.forward_with_loss(
+                self.student,
+                batch.images,
+                self.job.teacher_maps(batch),
+                phase.layer_weights,
+                phase.temperature,
+                phase.direction,
+                copy,
+            )  # [B, C], scalar
+        else:
+            logits = self.forward_student(batch.images)  # [B, C]
+        logits = logits.float()
         labels = label_targets(batch.labels, batch.mixed, logits)
         losses = {"loss_hard": hard_loss(logits, labels, phase.label_smoothing)}
         losses["loss"] = losses["loss_hard"]
         if batch.stored is not None:
-            teacher = torch.from_numpy(batch.stored["logits"]).to(self.device).float().softmax(-1)
-            losses["loss_soft"] = soft_loss(logits, mixed_targets(teacher, batch.mixed))
+            teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
+            targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
+            losses["loss_soft"] = soft_loss(logits, targets)
             losses["loss"] = (
                 phase.alpha * losses["loss_soft"]
                 + phase.beta * losses["loss_hard"]
@@ -153,38 +177,46 @@ def run(
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
-    if maps_url == "":
-        raise UserError("--maps '': should be the path or URL of a store")
-    if maps_url and not distilled:
-        raise UserError(
-            "--maps: training on the labels alone (--no-distill) reads no maps: leave one of the "
-            "two out"
-        )
-    if name is None:
-        name = student or run.settings().phase_b.student
-    check_name(name)
-    overrides = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-    recorded = run.overrides(name, distilled)
-    settings = run.with_overrides([*recorded, *overrides])
-    student = settings.phase_b.student
-    if name in STUDENTS and name != student:
-        raise UserError(
-            f"--name {name}: is the name of an attention, and this student's is {student}: choose "
-            "another name"
-        )
-    folder = run.student(name, distilled)
-    if not resume and folder.exists():
-        raise UserError(
-            f"{folder} already exists: --resume continues it, --name NAME trains another student "
-            "beside it"
-        )
+
+    def prepare() -> tuple[Settings, Path, list[str]]:
+        if maps_url == "":
+            raise UserError("--maps '': should be the path or URL of a store")
+        if maps_url and not distilled:
+            raise UserError(
+                "--maps: training on the labels alone (--no-distill) reads no maps: leave one of "
+                "the two out"
+            )
+        named = name if name is not None else student or run.settings().phase_b.student
+        check_name(named)
+        asked = [*overrides, *([f"phase_b.student={student}"] if student else [])]
+        recorded = run.overrides(named, distilled)
+        settings = run.with_overrides([*recorded, *asked])
+        folder = run.student(named, distilled)
+        recorded_before = (folder / "overrides.json").is_file()
+        if settings.data.buckets is None and distributed.size() > 1 and not recorded_before:
+            asked.append(f"data.buckets={distributed.size()}")
+            settings = run.with_overrides([*recorded, *asked])
+        attention = settings.phase_b.student
+        if named in STUDENTS and named != attention:
+            raise UserError(
+                f"--name {named}: is the name of an attention, and this student's is {attention}: "
+                "choose another name"
+            )
+        if not resume and folder.exists():
+            raise UserError(
+                f"{folder} already exists: --resume continues it, --name NAME trains another "
+                "student beside it"
+            )
+        return settings, folder, list(dict.fromkeys([*recorded, *asked]))
+
+    settings, folder, all_overrides = distributed.main_first(prepare)
     with run.locked(shared=True):
         return train_student(
             settings,
             folder,
             teacher=run if distilled else None,
             maps_url=maps_url,
-            overrides=list(dict.fromkeys([*recorded, *overrides])),
+            overrides=all_overrides,
             data=data,
         )
 
@@ -208,20 +240,34 @@ def train_student(
     if teacher is None and settings.baseline.epochs is not None:
         phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
         settings = settings.model_copy(update={"phase_b": phase})
-    job = build(settings, data or load_data(settings.data), teacher, maps_url)
-    checkpoint = folder / "checkpoint"
-    if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
-        start_from_teacher(job, phase_a.load(teacher, job.data).teacher)
-    state = training_state(job)
-    with locked(folder, "student"):
-        state.load(checkpoint)
+
+    def prepare() -> tuple[PhaseB, TrainingState[VisionTransformer]]:
+        images = data or load_data(settings.data)
+        check_buckets(len(images.train), settings.data.buckets or 1, settings.data.batch_size)
+        job = build(settings, images, teacher, maps_url)
+        if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
+            start_from_teacher(job, phase_a.load(teacher, job.data, with_images=False).teacher)
+        return job, training_state(job)
+
+    def start() -> None:
         write_whole(folder / "config.yaml", config.dump(settings))
         write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
         if job.maps is not None:
             learned = {"url": job.maps.url, "teacher_sha256": job.maps.schema.teacher_sha256}
             write_whole(folder / "maps.json", json.dumps(learned) + "\n")
-        train(job, state, folder)
+
+    checkpoint = folder / "checkpoint"
+    job, state = distributed.main_first(prepare)
+
+    def finish() -> None:
+        geometry.draw(state.metrics, folder)
         save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
+
+    with locked(folder, "student"):
+        distributed.main_first(lambda: state.load(checkpoint))
+        distributed.on_main(start)
+        train(job, state, folder)
+        distributed.on_main(finish)
     return state.metrics
 
 
@@ -229,14 +275,15 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     """All epochs that are left, on L = alpha L_soft + beta L_hard + gamma L_feat
     (*GauTransformer, eq. 11*); without maps on the labels alone."""
     settings, phase, student, maps = job.settings, job.settings.phase_b, job.student, job.maps
-    sizes = settings.data
-    training = Batches(job.data.train, job.data, job.device, sizes.batch_size, sizes.workers)
-    validation = Batches(job.data.val, job.data, job.device, sizes.eval_batch_size, sizes.workers)
+    sizes, data = settings.data, job.data
+    training, validation = (
+        Batches(split, data, job.device, size, sizes.workers, sizes.buckets or 1)
+        for split, size in ((data.train, sizes.batch_size), (data.val, sizes.eval_batch_size))
+    )
     augment = Augment(phase.augment, settings.seed)
-    zero = torch.zeros((), device=job.device)  # L_feat of batches whose maps are not compared
-    compiled = torch.compile if settings.compile else (lambda function: function)
-    forward, forward_with_loss = compiled(student), compiled(forward_with_feature_loss)
+    loss_module = StudentLosses(job)
     update = Update(state, training.steps)
+    projection = geometry.Geometry(data, job.device, settings.geometry_every)
     views = 1 if maps is None else maps.schema.views
     shuffled = settings.seed if phase.shuffle_maps else None
 
@@ -247,27 +294,16 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             layers = layer_map(settings, len(student.blocks), maps.schema.layers)
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
         for epoch in epochs(state, folder, progress, settings.seed):
+            losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             view = epoch.number % views if views > 1 else None
             stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view):
-                loss_feat = zero
-                with update.autocast():
-                    if gamma or copy:
-                        logits, loss_feat = forward_with_loss(
-                            student,
-                            batch.images,
-                            job.teacher_maps(batch),
-                            phase.layer_weights,
-                            phase.temperature,
-                            phase.direction,
-                            copy,
-                        )  # [B, C], scalar
-                    else:
-                        logits = forward(batch.images)  # [B, C]
-                    losses = job.losses(logits.float(), batch, gamma, loss_feat)
-                update(losses["loss"])
+                with update.forward():
+                    losses = losses_of(batch, gamma, copy)
+                update(losses["loss"], batch.weight)
+                projection.measure(student, update.batch)
                 epoch.add(len(batch), **losses)
             means = epoch.means()
 
@@ -281,6 +317,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
                 loss_hard=means["loss_hard"],
                 loss_feat=means.get("loss_feat"),
                 gamma=gamma,
+                **projection.of_epoch(),
             )
             state.finished = epoch.number + 1 == total
             attention = student_attention(state.kept, job.device)

@@ -29,7 +29,7 @@ from gaupipe.student import build_student
 from gaupipe.teacher import Teacher
 from gaupipe.training import score_model
 from gaupipe.vit_teacher import VitTeacher
-from stages import export_maps, phase_a, phase_b, trained_teacher
+from stages import export_maps, phase_a, phase_b, plan_world, trained_teacher
 from stages.resources import (
     Plan,
     available_memory,
@@ -58,15 +58,24 @@ def run(
     steps: int = 4,
     images: int | None = None,
     classes: int | None = None,
+    world_size: int | None = None,
+    bandwidth: float | None = None,
 ) -> dict[str, Any]:
     """Counts, bytes and seconds of a run, as plain JSON values. Leaves nothing on disk.
 
     steps             training steps of each phase to measure; 0 leaves the times out (null)
     images, classes   describe a data set that is not at hand. Random pixels stand in for it, so
                       that decoding is not in the times
+    world_size, bandwidth
+                      also plan for this many processes (:func:`stages.plan_world.share`, under
+                      ``world``), which exchange gradients at ``bandwidth`` Gbit/s
 
     Raises UserError for settings that cannot be run. What does not fit is in ``problem``.
     """
+    if bandwidth is not None and (world_size is None or not 0 < bandwidth < math.inf):
+        raise UserError(
+            f"--bandwidth {bandwidth}: should be a positive number of Gbit/s beside --world-size"
+        )
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
@@ -84,6 +93,9 @@ def run(
     held_out = len(data.val) if images is None else round(images * settings.data.val_fraction)
     seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
     counts = {JSON_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
+    if world_size is not None:
+        share = plan_world.share(settings, data, sizes, plan, seconds, world_size, bandwidth)
+        counts["world"] = share
     return {
         **counts,
         "phase_a_disk_bytes": plan.phase_a_disk_bytes,
@@ -293,7 +305,8 @@ def table(plan: dict[str, Any]) -> Table:
     shown.add_column()
     shown.add_column(justify="right")
     shown.add_column()
-    for name, value, *remark in [*_counts(plan), *_bytes(plan), *_times(plan)]:
+    world = plan_world.lines(plan["world"], duration) if "world" in plan else ()
+    for name, value, *remark in [*_counts(plan), *_bytes(plan), *_times(plan), *world]:
         shown.add_row(name, value, *remark)
     return shown
 

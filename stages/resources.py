@@ -16,6 +16,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import store
+from gaupipe import distributed
 from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
@@ -87,6 +88,8 @@ class Plan:
     """Those of all images together."""
     per_image_in: str
     """Where the per-image parameters are kept: ``memory``, ``files`` or ``none``."""
+    fixed_memory_bytes: int
+    """Of ``memory_bytes`` what every process of a world needs: all but per-image parameters."""
     memory_bytes: int
     """What phase A keeps resident on the CPU. The page cache of files comes on top, and gives way
     to other needs."""
@@ -119,15 +122,15 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
     copies = 4 if phase.optim.ema is not None else 3  # weights and two moments, and their average
     gradients = 1
     in_memory = records if place == "memory" else 0
+    fixed = PROCESS_BYTES + sizes.image_bytes + (copies + gradients) * weights
     return Plan(
         images=sizes.images,
         network_parameters=sizes.network_parameters,
         prior_parameters=sizes.prior_parameters,
         per_image_parameters=sizes.images * sizes.per_image_size if phase.per_image else 0,
         per_image_in=place,
-        memory_bytes=(
-            PROCESS_BYTES + sizes.image_bytes + (copies + gradients) * weights + in_memory
-        ),
+        fixed_memory_bytes=fixed,
+        memory_bytes=fixed + in_memory,
         per_image_disk_bytes=2 * records if place == "files" else 0,
         checkpoint_bytes=copies * weights + in_checkpoint[place],
         store_bytes=store_bytes(settings, sizes),
@@ -216,11 +219,14 @@ def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
 
 
 def check_memory(job: str, plan: Plan) -> None:
-    """Raises UserError if the memory cannot hold a job."""
+    """Raises UserError if the memory cannot hold a job: what all processes of this machine need."""
     available = available_memory()
-    if available is not None and plan.memory_bytes > available:
+    here = distributed.place() if distributed.size() > 1 else distributed.Place()
+    per_image = plan.memory_bytes - plan.fixed_memory_bytes
+    needed = here.local_size * (plan.fixed_memory_bytes + per_image // here.size)
+    if available is not None and needed > available:
         raise UserError(
-            f"{job} needs {gigabytes(plan.memory_bytes)} of memory, {gigabytes(available)} are "
+            f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are "
             "available: lower phase_a.rows.memory_budget_gb (per-image parameters then go to "
             "files) or data.train_images, or --force"
         )

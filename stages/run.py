@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gaupipe import distributed
 from gaupipe.config import Settings
-from gaupipe.data import load_data
+from gaupipe.data import ImageData, load_data
 from gaupipe.progress import total_seconds
 from gaupipe.student import check_baseline
 from stages import export_maps, phase_a, phase_b
@@ -20,13 +21,18 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     settings = settings.model_copy(
         update={"phase_b": settings.phase_b.model_copy(update={"student": attention})}
     )
-    data = load_data(settings.data)
-    if settings.baseline.enabled:
-        check_baseline(settings, data)
     run_directory = RunDirectory(run_dir)
-    for distilled in (True, False):
-        # a damaged student is refused before anything runs
-        run_directory.overrides(attention, distilled)
+
+    def prepare() -> ImageData:
+        data = load_data(settings.data)
+        if settings.baseline.enabled:
+            check_baseline(settings, data)
+        for distilled in (True, False):
+            # a damaged student is refused before anything runs
+            run_directory.overrides(attention, distilled)
+        return data
+
+    data = distributed.main_first(prepare)
     teacher = phase_a.run(settings, run_dir, resume=True, data=data)
     export_maps.ensure(run_dir, export=settings.export, data=data)
     student = phase_b.run(run_dir, attention, resume=True, data=data)

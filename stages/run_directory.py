@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe import config
+from gaupipe import config, distributed
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
 
@@ -147,11 +147,28 @@ class RunDirectory:
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
 
+    def settled(self, settings: Settings) -> Settings:
+        """The settings with what the world decides: the number of buckets, where the settings leave
+        it open. It belongs to the run from its start on."""
+        if settings.data.buckets is None and self.config.is_file():
+            before = config.load(self.config).data.buckets
+            return with_buckets(settings, before)
+        return with_buckets(settings, distributed.size())
+
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
         return locked(self.path, "run", shared)
+
+
+def with_buckets(settings: Settings, count: int | None) -> Settings:
+    """The settings with this number of buckets, where they do not name one; one process alone is
+    left as it is."""
+    if settings.data.buckets is not None or count in (None, 1):
+        return settings
+    data = settings.data.model_copy(update={"buckets": count})
+    return settings.model_copy(update={"data": data})
 
 
 FREE = ("phase_b.student", "export.", *config.IRRELEVANT)
@@ -179,6 +196,14 @@ def last_used() -> RunDirectory:
 
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """:func:`lock_of_process` of rank 0, for all ranks."""
+    with contextlib.ExitStack() as held:
+        distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
+        yield
+
+
+@contextlib.contextmanager
+def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     """Holds the file ``folder``/lock, which is made with the folder where it is missing; the
     operating system lets go of it when the process ends, however it ends. The file's time is when
     the folder was last worked on.

@@ -15,6 +15,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from gaupipe import distributed
 from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, Settings, flatten
@@ -60,7 +61,7 @@ class TrainedTeacher(TeacherJob):
         return {
             "teacher": self.settings.phase_a.teacher,
             "predicts": self.teacher.predicts,
-            "data": self.settings.data.model_dump(mode="json"),
+            "data": self.settings.data.model_dump(mode="json", exclude={"buckets"}),
         }
 
 
@@ -72,22 +73,32 @@ def run(
 
     ``resume`` continues from the last checkpoint. Raises UserError before anything is written.
     """
-    job = check(settings, data)
+    job = distributed.main_first(lambda: check(settings, data))
     state = training_state(settings, data) if job is None else None
-    with run.locked():
+
+    def start() -> None:
         run.check_free(settings, resume)
         run.start(settings)
         data.write_split(run.path / "split.json")
+
+    def finish(teacher: TrainedTeacher | None) -> None:
+        if teacher is None:
+            assert state is not None
+            teacher = keep(settings, data, state.kept, run.phase_a / "teacher")
+        if not run.teacher_sha256.is_file():
+            write_whole(run.teacher_sha256, teacher.sha256() + "\n")
+
+    with run.locked():
+        distributed.on_main(start)
         if job is not None:
             metrics = adopt(job, run.phase_a / "metrics.jsonl")
         else:
             assert state is not None
-            state.load(run.phase_a / "checkpoint")
+            saved = state
+            distributed.main_first(lambda: saved.load(run.phase_a / "checkpoint"))
             train(settings, data, state, run.phase_a)
             metrics = state.metrics
-            job = keep(settings, data, state.kept, run.phase_a / "teacher")
-        if not run.teacher_sha256.is_file():
-            write_whole(run.teacher_sha256, job.sha256() + "\n")
+        distributed.on_main(lambda: finish(job))
     return metrics
 
 
@@ -135,29 +146,47 @@ def check_predictions(job: TrainedTeacher) -> None:
         )
 
 
+class LabelLoss(nn.Module):
+    """The loss of a ViT that learns from the labels alone."""
+
+    def __init__(self, settings: Settings, vit: VisionTransformer) -> None:
+        super().__init__()
+        self.vit = torch.compile(vit) if settings.compile else vit
+        self.label_smoothing = settings.phase_a.label_smoothing
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """The cross-entropy with the labels, "loss", and the accuracy, "acc", means over the
+        batch."""
+        logits = self.vit(batch.images)  # [B, C]
+        targets = label_targets(batch.labels, batch.mixed, logits)
+        loss = hard_loss(logits.float(), targets, self.label_smoothing)
+        return {"loss": loss, "acc": accuracy(logits, batch.labels)}
+
+
 def train(
     settings: Settings, data: ImageData, state: TrainingState[VisionTransformer], folder: Path
 ) -> None:
     """Epochs on the labels alone until the training accuracy reaches ``stop_accuracy`` or
     ``max_epochs`` are done."""
     phase, device = settings.phase_a, select_device(settings)
-    sizes, vit = settings.data, state.modules
-    training = Batches(data.train, data, device, sizes.batch_size, sizes.workers)
-    validation = Batches(data.val, data, device, sizes.eval_batch_size, sizes.workers)
+    sizes = settings.data
+    training, validation = (
+        Batches(split, data, device, size, sizes.workers, sizes.buckets or 1)
+        for split, size in ((data.train, sizes.batch_size), (data.val, sizes.eval_batch_size))
+    )
     augment = Augment(phase.augment, settings.seed)
-    forward = torch.compile(vit) if settings.compile else vit
+    loss_module = LabelLoss(settings, state.modules)
     update = Update(state, training.steps)
 
     done, total = len(state.metrics), phase.max_epochs
     with EpochProgress("phase A", len(data.train), total, done) as progress:
         for epoch in epochs(state, folder, progress, settings.seed):
+            losses_of = update.replicated(loss_module)
             for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
-                with update.autocast():
-                    logits = forward(batch.images)  # [B, C]
-                    targets = label_targets(batch.labels, batch.mixed, logits)
-                    loss = hard_loss(logits.float(), targets, phase.label_smoothing)
-                update(loss)
-                epoch.add(len(batch), loss=loss, acc=accuracy(logits, batch.labels))
+                with update.forward():
+                    losses = losses_of(batch)
+                update(losses["loss"], batch.weight)
+                epoch.add(len(batch), **losses)
             means = epoch.means()
 
             scores = score_model(state.kept, validation)
@@ -179,7 +208,7 @@ def train(
 def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
     """Scores a teacher that was trained before, once, and writes the metrics ``path``: one entry,
     of epoch 0. Without a head for the classes the accuracies are None."""
-    if path.is_file():
+    if distributed.agree(path.is_file()):
         return read_metrics(path)
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
@@ -188,8 +217,12 @@ def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
         metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
     rate = len(job.data.train) / (time.monotonic() - started)
     metrics |= {"seconds": 0.0, "images_per_s": round(rate, 1)}
-    path.parent.mkdir(exist_ok=True)
-    write_whole(path, json.dumps(metrics) + "\n")
+
+    def write() -> None:
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, json.dumps(metrics) + "\n")
+
+    distributed.on_main(write)
     return [metrics]
 
 
@@ -197,7 +230,7 @@ def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
 def score_split(job: TrainedTeacher, split: Split) -> dict[str, float]:
     """Accuracy and loss of the teacher on a split."""
     return score(
-        (job.teacher.predict(batch.images), batch.labels) for batch in job.batches(split).in_order()
+        (job.teacher.predict(batch.images), batch.labels) for batch in job.batches(split).of_rank()
     )
 
 

@@ -161,7 +161,8 @@ _NO_ACCESS = {
 def explain(error: Exception, url: str) -> str:
     """tensorstore's error as one line a user can act on."""
     text = _one_line(error)
-    return f"{url}: {_NO_ACCESS.get(text.split(':')[0], 'the storage reports an error')} ({text})"
+    usual = "the storage reports an error; check the bucket and the path"
+    return f"{url}: {_NO_ACCESS.get(text.split(':')[0], usual)} ({text})"
 
 
 def damage(error: Exception) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 from store.encoding import decode, fill_value, image_crc32c
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import ROOT, Layout, read_decoder, read_metadata
+from store.layout import ROOT, Layout, Shard, read_decoder, read_metadata
 
 INDEX_CACHE_BYTES = 64 * 2**20
 CHECKSUMS = "image_crc32c"
@@ -113,14 +113,45 @@ class Store:
                 stored = reads[name].result() if name in reads else self._in_memory[name][ids]
             except ValueError as error:
                 raise self._find_damage(name, ids, error) from None
-            missing = _is_missing(stored, fill_value(name, self.schema))
-            if missing.any():
-                raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
+            self._refuse_missing(name, ids, stored)
             if name in reads and len(new):
                 self._check(name, ids[new], stored[new] if len(new) < len(ids) else stored)
             rows[name] = decode(name, stored, self.schema)
         self._checked[ids] = True
         return rows
+
+    def read(
+        self, start: int, stop: int, names: Iterable[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
+        them.
+
+        Nothing else is read and nothing is kept, where `gather` holds labels and checksums of all
+        images in memory: a look into a store of any size costs what is looked at. Raises what
+        `gather` raises.
+        """
+        refuse_after_fork()
+        ids = self._check_ids(np.arange(start, stop))
+        names = self._layout.names if names is None else list(names)
+        if not self.complete and not self._finished[ids].all():
+            raise self._corrupt(names[0], int(ids[self._finished[ids].argmin()]), "it is not there")
+        reads = {name: self._arrays[name][start:stop].read() for name in names}
+        checksums = self._read_checksums(start, stop)
+        rows = {}
+        for name, read in reads.items():
+            try:
+                stored = read.result()
+            except ValueError as error:
+                raise self._find_damage(name, ids, error) from None
+            self._refuse_missing(name, ids, stored)
+            self._check(name, ids, stored, checksums)
+            rows[name] = decode(name, stored, self.schema)
+        return rows
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The ranges of images that lie in one file of each array."""
+        return self._layout.shards
 
     def prefetch(
         self, batches: Iterable[np.ndarray], depth: int = 2
@@ -201,16 +232,38 @@ class Store:
             ^ masks.repeat(self._layout.images_per_shard, axis=0)[: len(self)]
         )
 
-    def _check(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
+    def _read_checksums(self, start: int, stop: int) -> np.ndarray | None:
+        """`_checksums` of the images start <= id < stop, without reading the others'; None in a
+        store without checksums."""
+        if CHECKSUMS not in self._arrays:
+            return None
+        try:
+            stored = self._arrays[CHECKSUMS][start:stop].read().result()
+        except ValueError as error:
+            raise self._find_damage(CHECKSUMS, np.arange(start, stop), error) from None
+        shards = np.arange(start, stop) // self._layout.images_per_shard
+        masks = self._layout.image_masks(range(shards[0], shards[-1] + 1))
+        return stored ^ masks[shards - shards[0]]
+
+    def _check(
+        self, name: str, ids: np.ndarray, stored: np.ndarray, checksums: np.ndarray | None = None
+    ) -> None:
         """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images."""
+        these images. ``checksums`` [len(ids), A] are those of these images, where they are at
+        hand."""
         if CHECKSUMS not in self._arrays:
             return
-        wrong = image_crc32c(stored) != self._checksums[ids, self._layout.names.index(name)]
+        expected = self._checksums[ids] if checksums is None else checksums
+        wrong = image_crc32c(stored) != expected[:, self._layout.names.index(name)]
         if wrong.any():
             raise self._corrupt(
                 name, int(ids[wrong.argmax()]), "it is not what was written for this image"
             )
+
+    def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
+        missing = _is_missing(stored, fill_value(name, self.schema))
+        if missing.any():
+            raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Which image made a batched read fail."""

@@ -386,6 +386,13 @@ COMMAND_LINE = [
         ("extra", "extra"),
     ),
     *options(
+        "view --no-open",
+        ("absent.zarr", "no attention-map store"),
+        ("--student belief", "there are standard"),
+        ("--port 0", "--port"),
+        (f"{MAPS} --html a.html --image 40", "0 to 39"),
+    ),
+    *options(
         "inspect",
         ("absent.zarr", "no attention-map store"),
         ("''", "no attention-map store"),
@@ -517,6 +524,7 @@ SETTINGS = [
         ("compile=null", "compile"),
         ("key_snapshots=-1", "key_snapshots"),
         ("key_snapshots=x", "key_snapshots"),
+        ("geometry_every=-1", "geometry_every"),
         ("data=1", "data"),
         ("data=[1]", "data"),
         ("data=null", "data"),

@@ -18,6 +18,7 @@ import pytest
 import store
 from gaupipe import config
 from stages import export_maps, phase_a
+from stages.view.serve import open_viewer
 
 SETTINGS = [
     "data.train_images=100",
@@ -193,6 +194,7 @@ def test_every_command_takes_an_s3_url(run, gaupipe, tmp_path):
     )
     assert json.loads(gaupipe("inspect", url, "--json")[1])["bytes_on_disk"] == local.size_on_disk()
     assert json.loads(gaupipe("inspect", url, "--image", 3, "--json")[1])["image"] == 3
+    assert open_viewer(url, run).image(3) == open_viewer(str(run / "maps.zarr"), run).image(3)
     assert gaupipe("verify", url, "--teacher", "--run-dir", run)[0] == 0
     code, _, err = gaupipe("export-maps", "--run-dir", run, "--out", url)
     assert (code, err.count("\n")) == (2, 1) and "--overwrite" in err

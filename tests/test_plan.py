@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import store
 from gaupipe.cli import app
-from gaupipe.config import parse
+from gaupipe.config import load, parse
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
 from gaupipe.teacher import Teacher
-from stages import export_maps, phase_a, resources
+from stages import export_maps, phase_a, plan_world, resources
 from stages.resources import Sizes, check_resources, make_plan, sizes_of
 
 ATTO = Sizes(
@@ -215,3 +215,39 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, monkeypatch):
     assert "of disk" in plan["problem"]
     table = CliRunner().invoke(app, arguments).stdout
     assert "1,281,167" in table and "does not fit: " in table
+
+
+def test_plan_of_a_world_divides_time_and_adds_the_exchange(tmp_path):
+    digits = load("digits", ["data.batch_size=100", "phase_a.max_epochs=3"])
+    seconds = {"phase_a_epoch": 8.0, "phase_a": 24.0, "export": 4.0}
+    seconds |= {"phase_b_epoch": 6.0, "phase_b": 120.0}
+    data, world = load_data(digits.data), 4
+    teacher = phase_a.build_teacher(digits, data)
+    sizes = sizes_of(teacher, data)
+    made = make_plan(digits, sizes)
+    shared = plan_world.share(digits, data, sizes, made, seconds, world, bandwidth=0.001)
+    gradient = 4 * sum(p.numel() for p in teacher.parameters())
+    sent = shared["exchanged_bytes"]["phase_a"]
+    assert sent == round(2 * 3 / 4 * gradient)
+    steps = 15  # 1,437 images
+    epoch = seconds["phase_a_epoch"] / world + steps * sent * 8 / 1e6
+    assert shared["seconds"]["phase_a_epoch"] == pytest.approx(epoch)
+    assert shared["seconds"]["phase_a"] == pytest.approx(3 * epoch)
+    assert shared["seconds"]["export"] == pytest.approx(seconds["export"] / world)
+    assert shared["memory_bytes"] == 4 * shared["memory_bytes_per_rank"]
+    records = made.per_image_parameters * 3 * 4
+    saved = made.memory_bytes - shared["memory_bytes_per_rank"]
+    assert saved == pytest.approx(records * 3 / 4, abs=4)
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (["--world-size", 3, "--set", "data.buckets=4"], "should divide data.buckets, which is 4"),
+        (["--bandwidth", 10], "beside --world-size"),
+        (["--world-size", 2, "--bandwidth", "nan"], "positive number of Gbit/s"),
+    ],
+)
+def test_worlds_that_cannot_be_planned_are_refused(tmp_path, in_process, options, words):
+    code, out, err = in_process("plan", "digits", "--steps", 0, *options, cwd=tmp_path)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err

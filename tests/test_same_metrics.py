@@ -1,7 +1,8 @@
 """What a seed gives stays what version 0.1 gave: the metrics of two small runs on the digits.
 
 ``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must
-give the same bits; elsewhere sums are rounded in another order.
+give the same bits; elsewhere, and with other versions of torch, sums are rounded in another order,
+and one or two of the 200 images may fall on the other side.
 """
 
 import json
@@ -24,5 +25,6 @@ def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
         assert len(lines) == len(entries)
         for line, entry in zip(map(json.loads, lines), entries, strict=True):
             for metric, value in entry.items():
-                close = value if value is None else pytest.approx(value, rel=1e-3, abs=3e-3)
+                slack = 0.0101 if metric.endswith("acc") else 3e-3
+                close = value if value is None else pytest.approx(value, rel=1e-3, abs=slack)
                 assert line[metric] == close, (part, metric)

@@ -111,6 +111,8 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     assert list(maps.gather(ids)) == list(schema.arrays())
     assert_stored(maps.gather(ids), arrays, ids)
     assert_stored(maps.gather([]), arrays, [])
+    assert_stored(maps.read(6, 21), arrays, range(6, 21))  # parts of shards
+    assert_stored(maps.read(22, 23, ["labels"]), {"labels": arrays["labels"]}, [22])
     assert (maps.schema, maps.complete) == (schema, True)
     decoder = decoder_for(schema) or {}
     assert maps.decoder().keys() == decoder.keys()

@@ -76,7 +76,7 @@ def stages(axes: Axes) -> None:
     images = ["image, label, image id", "", "a folder of your own,", "digits, Fashion-MNIST, ..."]
     teacher = [
         "ViT with GauAttention.",
-        "It learns its weights,",
+        "Phase A learns weights,",
         "a shared prior and, with",
         "phase_a.residual,",
         "per-image parameters.",
@@ -89,8 +89,8 @@ def stages(axes: Axes) -> None:
         "teacher's prediction.",
     ]
     student = [
-        "Ordinary ViT for timm.",
-        "Its attention: standard,",
+        "A ViT that timm loads.",
+        "Attention: standard,",
         "belief, belief_star, xsa,",
         "belief2 or attentionx.",
     ]
@@ -167,15 +167,14 @@ def main() -> None:
     sampled.plot(*pixels(POINT), "x", color=RED, markersize=8, markeredgewidth=2)
 
     weights = outer(*expected_axes(GAUSSIAN, GRID))  # [h * w]
-    note = "The mean of that read over the Gaussian is\nan attention map, in closed form."
+    note = "The mean over all points of the Gaussian\nis an attention map, in closed form."
     tokens(expected, weights.view(GRID).numpy(), "Teacher, mode expected, and the store", note)
     show_gaussian(expected)
 
     noise = torch.randn(weights.shape, generator=torch.Generator().manual_seed(2))
     weights = ((weights + 0.01).log() + 0.5 * noise).softmax(-1)  # [h * w]
     note = (
-        "The student's map is a softmax over all keys;\n"
-        "L_feat is its KL divergence from the teacher's."
+        "The student's map is a softmax over all keys;\nL_feat compares it with the teacher's map."
     )
     tokens(student, weights.view(GRID).numpy(), "Student (an example)", note)
     figure.savefig(Path(__file__).with_suffix(".png"))

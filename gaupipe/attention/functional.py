@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention
+from timm.layers import Attention, apply_rot_embed_cat
 from torch import Tensor
 
 from gaupipe.attention.kernels import at_least_float32, perpendicular
@@ -30,6 +30,11 @@ class StudentAttention(Attention):
 
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
+
+    num_prefix_tokens = 0
+    """Tokens at the beginning that have no rotary position: class and register tokens."""
+    rotate_half = False
+    """Whether a rotary position turns channels of the two halves together, or neighbours."""
 
     def matrices(self) -> dict[str, Tensor]:
         """The matrices of the update by what each of them multiplies: "MH", "D" (its part
@@ -60,12 +65,22 @@ class StudentAttention(Attention):
             if own is not weight:
                 own.data.copy_(weight)
         self.scale = old.scale
+        for name in ("num_prefix_tokens", "rotate_half"):
+            setattr(self, name, getattr(old, name, getattr(self, name)))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, T, 3, H, d_m]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return self.q_norm(q), self.k_norm(k), v
+
+    def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
+        """Queries or keys [B, H, T, .] turned by rotary positions ``rope`` as timm's models make
+        them. What is wider than d_m (Z of "belief2") has no position."""
+        rotary, rest = x[..., : self.head_dim], x[..., self.head_dim :]
+        prefix, patches = rotary.tensor_split([self.num_prefix_tokens], dim=2)
+        patches = apply_rot_embed_cat(patches, rope, half=self.rotate_half)
+        return torch.cat([torch.cat([prefix, patches], dim=2), rest], dim=-1).to(x.dtype)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
@@ -115,14 +130,21 @@ class StudentAttention(Attention):
         raise NotImplementedError
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
     ) -> Tensor:
         """The update [B, T, d] that a block adds to its tokens x [B, T, d].
 
         ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the
-        scores; ``is_causal`` hides the future. Given both, both hold.
+        scores; ``is_causal`` hides the future. Given both, both hold. ``rope``: rotary positions of
+        the tokens after the first :attr:`num_prefix_tokens`, see :meth:`rotate`.
         """
         q, k, v = self.project(x)
+        if rope is not None:
+            q, k = self.rotate(q, rope), self.rotate(k, rope)
         heads = self.attend(q, k, v, attn_mask, is_causal)
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 

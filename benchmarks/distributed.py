@@ -1,0 +1,169 @@
+"""Images a second of two processes against one, for phase A, phase B and the export.
+
+    python benchmarks/distributed.py                       atto on 32-pixel images, batches of 64
+    python benchmarks/distributed.py --rounds 20 --batch 128
+
+Every process has one thread. A round runs some steps in one process on the whole batch, then in two
+processes on half of it each, while nothing else of the benchmark runs; the ratio of their speeds is
+taken within the round, in wall-clock time. "exchange" is the share of a shared step that goes to
+gradients: what the same step takes less without them. Random pixels stand in for images, so that
+nothing is decoded.
+
+On a machine with GPUs the processes take one each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from timing import spread
+from torch.multiprocessing import spawn
+
+from gaupipe import config, distributed
+from gaupipe.data import Batch
+from gaupipe.student import build_student
+from stages import export_maps, phase_a, phase_b
+from stages.plan import random_data
+
+STEPS = 2
+"""Steps that are timed together."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=10)
+    arguments = parser.parse_args()
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    spawn(rank, (port, arguments.batch, arguments.rounds), nprocs=2)
+
+
+def rank(number: int, port: int, batch: int, rounds: int) -> None:
+    """One of the two processes."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with distributed.world(), tempfile.TemporaryDirectory() as folder:
+        job = teacher(batch, Path(folder))
+        for name, (alone, shared, unsynchronised) in {
+            "phase A": training(*of_phase_a(job), batch),
+            "phase B": training(*of_phase_b(job), batch),
+            "export": exporting(job, batch),
+        }.items():
+            ratios, exchanges = [], []
+            for round_ in range(rounds + 1):  # the first one warms up
+                one = clock(alone if distributed.is_main() else (lambda: None))
+                both, without = clock(shared), clock(unsynchronised)
+                if round_:
+                    ratios.append(one / both)
+                    exchanges.append(1 - without / both)
+            if distributed.is_main():
+                exchange = spread(exchanges) if name != "export" else "-"
+                print(f"{name:<8} x {spread(ratios)}, exchange {exchange}", flush=True)
+
+
+def teacher(batch: int, folder: Path) -> phase_a.PhaseA:
+    """A fresh teacher on random images."""
+    settings = config.load(
+        "cifar10_atto", [f"data.batch_size={batch}", "data.image_size=32", "threads=1"]
+    )
+    data = random_data(settings, 8 * batch, 10)
+    return phase_a.build(settings, folder, data, all_buckets=True)
+
+
+def of_phase_a(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+    """The loss of phase A, and what it takes beside a batch."""
+
+    def more(batch: Batch) -> tuple:
+        rows = None if job.per_image is None else job.per_image.gather(batch.ids, job.device)
+        return rows, None
+
+    return phase_a.TeacherLoss(job), more
+
+
+def of_phase_b(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+    """The loss of a plain student, and what it takes beside a batch."""
+    student = build_student(job.settings, job.data).to(job.device)
+    optim = job.settings.phase_b.optim
+    learns = phase_b.PhaseB(job.settings, job.data, job.device, student, optim, None)
+    return phase_b.StudentLosses(learns), lambda _batch: (0.0, False)
+
+
+def training(
+    losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int
+) -> tuple[Callable[[], None], ...]:
+    """Steps in one process, in both, and in both without an exchange of gradients."""
+    device = next(losses.parameters()).device
+    optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-4)
+    replica = distributed.replicated(losses)
+
+    def steps(forward: torch.nn.Module, count: int) -> None:
+        for _ in range(STEPS):
+            found = forward(*arguments(count))
+            loss = found["loss"] if isinstance(found, dict) else found
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def arguments(count: int) -> tuple:
+        images = torch.randn(count, 3, 32, 32, device=device)
+        labels = torch.zeros(count, dtype=torch.int64, device=device)
+        batch = Batch(images, labels, torch.arange(count))
+        return batch, *more(batch)
+
+    def unsynchronised() -> None:
+        with replica.no_sync():
+            steps(replica, size // 2)
+
+    return lambda: steps(losses, size), lambda: steps(replica, size // 2), unsynchronised
+
+
+def exporting(job: phase_a.PhaseA, size: int) -> tuple[Callable[[], None], ...]:
+    """The export of a batch in one process, and of half of it in each of two."""
+    job.teacher.eval()
+    schema = export_maps.make_schema(job, export_maps.chosen(job.settings), "0" * 64)
+    batches = job.batches(job.data.train, size)
+
+    def export(count: int) -> None:
+        for _ in export_maps.outputs(job, schema, batches, np.arange(STEPS * count)):
+            pass
+
+    def shared() -> None:
+        export(size // 2)
+
+    return lambda: export(size), shared, shared
+
+
+def clock(work: Callable[[], None]) -> float:
+    """Seconds until every rank has finished."""
+    with together():
+        started = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        distributed.gathered(None)
+        return time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Begins on all ranks at once."""
+    distributed.gathered(None)
+    yield
+
+
+if __name__ == "__main__":
+    main()

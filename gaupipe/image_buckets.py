@@ -1,0 +1,135 @@
+"""The per-image parameters of a run that several processes share: an :class:`ImageState` for each
+bucket of image ids, of which a rank has its own.
+
+Axis letters: N images, B images of a batch, P buckets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gaupipe import digests, distributed
+from gaupipe.buckets import Buckets
+from gaupipe.errors import UserError
+from gaupipe.image_state import ImageState
+
+
+class BucketedState:
+    """The parameters of the images of some buckets, with the methods of an :class:`ImageState`.
+
+    Image ids are those of the whole data set; the id of an image in another bucket raises KeyError.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        numbers: Sequence[int],
+        make: Callable[[int, np.ndarray], ImageState],
+    ) -> None:
+        """``numbers`` are the buckets that are here. ``make`` (bucket, its image ids) gives their
+        states."""
+        self.buckets = buckets
+        self.states = {number: make(number, buckets.members(number)) for number in numbers}
+
+    def __len__(self) -> int:
+        return self.buckets.images
+
+    def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """As :meth:`ImageState.gather`."""
+        return self.read(image_ids).to(device).requires_grad_()
+
+    def read(self, image_ids: Tensor) -> Tensor:
+        """As :meth:`ImageState.read`."""
+        parameters = [(where, state.read(ids)) for where, state, ids in self._parts(image_ids)]
+        read = torch.empty(len(image_ids), *parameters[0][1].shape[1:])
+        for where, part in parameters:
+            read[where] = part
+        return read
+
+    def update(self, image_ids: Tensor, gradient: Tensor) -> None:
+        """As :meth:`ImageState.update`."""
+        gradient = gradient.to("cpu")
+        for where, state, ids in self._parts(image_ids):
+            state.update(ids, gradient[where])
+
+    def end_epoch(self) -> None:
+        """As :meth:`ImageState.end_epoch`."""
+        for state in self.states.values():
+            state.end_epoch()
+
+    def sha256s(self) -> list[str]:
+        """A digest of the parameters of each bucket, in the order of buckets. Every rank digests
+        its own buckets."""
+        mine = {}
+        for number in self.buckets.of_rank():
+            digest = hashlib.sha256()
+            for parameters in self.states[number].chunks():
+                digest.update(np.ascontiguousarray(parameters.numpy()).data)
+            mine[number] = digest.hexdigest()
+        found = {
+            number: digest for part in distributed.gathered(mine) for number, digest in part.items()
+        }
+        return [found[number] for number in sorted(found)]
+
+    def release(self) -> None:
+        """As :meth:`ImageState.release`."""
+        for state in self.states.values():
+            state.release()
+
+    def save(self, folder: Path, epoch: int) -> dict[str, str]:
+        """Writes a file of each bucket to ``folder`` and returns the sha256 of every file of the
+        world, by name. They lie safely on the disk, beside those of earlier epochs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        written = {}
+        for number, state in self.states.items():
+            path = folder / f"rows.{epoch:04d}.{number:04d}.pt"
+            with path.open("wb") as file:
+                hashed = digests.HashedFile(file)
+                torch.save(state.state_dict(), hashed)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            written[path.name] = hashed.hexdigest()
+        digests.flush(folder)
+        return distributed.united(written)
+
+    def load(self, folder: Path, files: dict[str, str]) -> None:
+        """Goes back to what :meth:`save` wrote and said. Raises UserError for a file that is
+        missing or damaged."""
+        by_bucket = {int(name.split(".")[2]): name for name in files}
+        for number, state in self.states.items():
+            path = folder / by_bucket[number]
+            if not path.is_file() or digests.sha256(path) != files[path.name]:
+                raise UserError(
+                    f"{path} is missing or damaged: restore it from a copy, or start afresh in "
+                    "another --run-dir"
+                )
+            saved: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
+            state.load_state_dict(saved)
+
+    def _parts(self, image_ids: Tensor) -> Iterator[tuple[Tensor, ImageState, Tensor]]:
+        """(where in the batch, the state of a bucket, the images' places in it) of every bucket."""
+        ids = image_ids.numpy()
+        of, positions = self.buckets.of(ids), self.buckets.positions(ids)
+        for number in np.unique(of).tolist():
+            where = np.flatnonzero(of == number)
+            yield (
+                torch.from_numpy(where),
+                self.states[number],
+                torch.from_numpy(positions[where]),
+            )
+
+
+def remove_superseded(folder: Path, files: dict[str, str]) -> None:
+    """Deletes the files of buckets in ``folder`` from epochs before that of ``files``."""
+    current = min(files)
+    for path in folder.glob("rows.*.pt"):
+        if path.name < current:
+            path.unlink()

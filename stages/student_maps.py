@@ -1,0 +1,80 @@
+"""Where a trained student looks in training images, beside the stored maps it is compared with.
+
+Axis letters: L blocks, H heads, T tokens on the student's grid, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.data import Batch, Batches, load_data
+from gaupipe.distillation import patch_map
+from gaupipe.losses import without_keys
+from gaupipe.models import forward_with_maps
+from stages.evaluate import load_student, open_maps
+from stages.phase_b import PhaseB
+from stages.run_directory import RunDirectory
+
+
+@dataclass
+class Seen:
+    """What a student makes of one image.
+
+    maps     [L, H, T, T] float32, probabilities over keys, from patches to patches
+    logits   [C]
+    teacher  for each block the stored map [H, T, T] that it is compared with, without the keys that
+             the student's attention hides; None for a block without one
+    """
+
+    label: int
+    logits: Tensor
+    maps: Tensor
+    teacher: list[Tensor | None]
+
+
+class StudentMaps:
+    """A student of a run, loaded once. Raises UserError where it is not there or damaged."""
+
+    def __init__(self, run: RunDirectory, name: str) -> None:
+        settings, model, self.name = load_student(run.path, name)
+        assert isinstance(model, VisionTransformer)  # load_student refuses others
+        self.model, self.data = model, load_data(settings.data)
+        self.attention = settings.phase_b.student
+        self.layers = len(model.blocks)
+        self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
+        device = torch.device("cpu")
+        self._batches = Batches(self.data.train, self.data, device, batch_size=1)
+        self._job = None
+        maps = open_maps(run, self.data, model, settings, run.student(self.name))
+        if maps is not None and maps.schema.extra.get("views") is None:  # maps of the images
+            self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, maps)
+
+    @torch.inference_mode()
+    def see(self, image: int) -> Seen:
+        """Where the student looks in a training image."""
+        batch = next(self._batches.in_order(np.array([image])))
+        logits, log_maps = forward_with_maps(self.model, batch.images)
+        prefix = self.model.num_prefix_tokens
+        maps = torch.stack([patch_map(block, prefix)[0].exp() for block in log_maps])
+        return Seen(int(batch.labels[0]), logits[0], maps, self._teacher(batch, maps))
+
+    def _teacher(self, batch: Batch, maps: Tensor) -> list[Tensor | None]:
+        if self._job is None:
+            return [None] * len(maps)
+        image = int(batch.ids[0])
+        batch.stored = self._job.teacher_store.read(image, image + 1)
+        stored = self._job.teacher_maps(batch)
+        compared: list[Tensor | None] = []
+        for layer, own in enumerate(maps):
+            if stored.layers[layer] is None:
+                compared.append(None)
+                continue
+            teacher = stored.map(layer)[0].expand_as(own)  # [H, T, T]
+            hidden = own == 0
+            compared.append(without_keys(teacher, hidden) if hidden.any() else teacher)
+        return compared

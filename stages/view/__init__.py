@@ -1,0 +1,8 @@
+"""View: attention maps in a browser, served from this machine or as a page of a few images.
+
+serve -> {app, page} -> viewer -> {gallery, wire}
+"""
+
+from stages.view.serve import run
+
+__all__ = ["run"]

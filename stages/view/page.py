@@ -1,0 +1,95 @@
+"""The page as one file that needs no server: some images of a store with all that is shown of
+them."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from gaupipe.errors import UserError
+from stages.view.viewer import Viewer
+
+STATIC = Path(__file__).parent / "static"
+MODULES = (
+    "dom", "wire", "rows", "state", "source", "draw", "numbers", "gallery", "grid", "charts",
+    "epochs", "stage", "facts", "keys", "main",
+)  # fmt: skip
+"""In an order in which no module needs a later one."""
+
+
+@functools.cache
+def colours() -> str:
+    """The 256 colours of matplotlib's viridis, which is perceptually uniform, six hexadecimal
+    digits each."""
+    from matplotlib import colormaps
+
+    return (colormaps["viridis"](range(256), bytes=True)[:, :3]).tobytes().hex()
+
+
+def check_html(path: Path) -> None:
+    """Raises UserError for a file that no page can be written to."""
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--html {path}: should be a file whose name ends in .html")
+    if not path.parent.is_dir():
+        raise UserError(f"--html {path}: there is no folder {path.parent}")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--html {path}: is there and is not a file")
+
+
+def write_page(viewer: Viewer, path: Path, images: list[int], student: str | None) -> None:
+    """Writes the page of some images, with the maps of those students that the viewer has."""
+    viewer.load_images()
+    shown = {str(image): embedded_image(viewer, image) for image in dict.fromkeys(images)}
+    status = viewer.status()
+    status["labels"] = {"done": 0, "total": 0, "ready": False, "error": ""}
+    page = {
+        "about": {**viewer.about(), "colours": colours()},
+        "status": status,
+        "images": shown,
+        "start": {"image": images[0], **({"student": student} if student else {})},
+    }
+    text = json.dumps(page).replace("<", "\\u003c")  # nothing in it ends the element
+    html = (STATIC / "index.html").read_text()
+    style = (STATIC / "style.css").read_text()
+    html = html.replace(
+        '<link rel="stylesheet" href="style.css">', f"<style>\n{style}</style>"
+    ).replace(
+        '<script type="module" src="main.js"></script>',
+        f'<script type="application/json" id="embedded">{text}</script>\n'
+        f'<script type="module">\n{bundle()}</script>',
+    )
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(html)
+    partial.replace(path)
+
+
+def bundle() -> str:
+    """All modules as one, in which names that they export are names."""
+    parts = []
+    for name in MODULES:
+        text = (STATIC / f"{name}.js").read_text()
+        text = re.sub(r"^import [^;]*;\n", "", text, flags=re.MULTILINE)
+        parts.append(re.sub(r"^export ", "", text, flags=re.MULTILINE))
+    return "\n".join(parts)
+
+
+def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
+    """Everything that the page shows of an image, binary messages as base64."""
+    views = range(viewer.maps.schema.views)
+    snapshots = [who for who, found in viewer.snapshots.items() if image in found.images]
+    return {
+        "views": [encoded(viewer.image(image, view)) for view in views],
+        "pixels": [
+            None if viewer.data is None else encoded(viewer.pixels(image, view)) for view in views
+        ],
+        "students": {name: encoded(viewer.student(name, image)) for name in viewer.students},
+        "epochs": {who: encoded(viewer.epochs(who, image)) for who in snapshots},
+    }
+
+
+def encoded(content: bytes) -> str:
+    return base64.b64encode(content).decode()

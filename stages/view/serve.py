@@ -1,0 +1,138 @@
+"""View: a store's attention maps in a browser."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import webbrowser
+from pathlib import Path
+
+import store
+from gaupipe.errors import UserError
+from stages.run_directory import RunDirectory
+from stages.view.page import check_html, write_page
+from stages.view.viewer import Viewer
+
+HOST = "127.0.0.1"
+PORT = 8642
+"""Taken unless another one is asked for, or it is in use."""
+
+
+def run(
+    url: str | None,
+    run_dir: Path | None = None,
+    *,
+    students: list[str] | None = None,
+    port: int | None = None,
+    open_browser: bool = True,
+    html: Path | None = None,
+    images: list[int] | None = None,
+) -> None:
+    """Serves a page over a store until it is interrupted, or writes ``html``, a page of some
+    ``images`` that needs no server.
+
+    Without a ``url`` the store is that of the run; without a ``run_dir`` the run is the folder that
+    the store is in, if that is one. ``students`` are all that the run has trained, or those named,
+    of which the page opens with the first.
+    """
+    images = images or []
+    if html is not None:
+        if not images:
+            raise UserError(f"--html {html}: name its images with --image ID")
+        check_html(html)
+    viewer = open_viewer(url, run_dir, students, all_students=html is None)
+    for image in images:
+        viewer.check(image)
+    start = {"image": images[0]} if images else {}
+    chosen = students[0] if students else None
+    if html is not None:
+        write_page(viewer, html, images, chosen)
+        print(html)
+        return
+    serve(viewer, port, open_browser, start | ({"student": chosen} if chosen else {}))
+
+
+def open_viewer(
+    url: str | None,
+    run_dir: Path | None,
+    students: list[str] | None = None,
+    all_students: bool = True,
+) -> Viewer:
+    """The store, and the students that can be chosen beside it: those named, else all or none."""
+    run = None if run_dir is None else RunDirectory(run_dir)
+    if run is not None:
+        run.settings()  # refuses what is no run
+    if url is None:
+        if run is None:
+            raise UserError("view: name a store or a run directory")
+        url = str(run.maps)
+    elif run is None and "://" not in url and RunDirectory(Path(url).parent).config.is_file():
+        run = RunDirectory(Path(url).parent)
+    maps = store.open(url)
+    trained = [] if run is None else run.students()
+    for name in students or []:
+        if run is None:
+            raise UserError(f"--student {name}: name the student's run with --run-dir")
+        if name not in trained:
+            there = f"there are {', '.join(trained)}" if trained else "there is none"
+            raise UserError(f"--student {name}: {run.path} has no such finished student; {there}")
+    return Viewer(maps, run, students or (trained[::-1] if all_students else []))
+
+
+def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
+    """Answers a browser on this machine until Ctrl-C."""
+    try:
+        import uvicorn
+
+        from stages.view.app import make_app
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"view: the package {error.name} is missing: pip install 'gaupipe[view]'; --html works "
+            "without"
+        ) from None
+    listening = bound(port)
+    place = "&".join(f"{name}={value}" for name, value in start.items())
+    address = f"http://{HOST}:{listening.getsockname()[1]}/" + (f"#{place}" if place else "")
+    server = uvicorn.Server(
+        uvicorn.Config(
+            make_app(viewer),
+            log_level="warning",
+            timeout_graceful_shutdown=1,
+            server_header=False,
+        )
+    )
+    viewer.start()
+    print(f"{address}  (Ctrl-C ends it)", flush=True)
+    if open_browser and has_display():
+        webbrowser.open(address)
+    try:
+        server.run(sockets=[listening])
+    except KeyboardInterrupt:
+        return
+    finally:
+        listening.close()
+
+
+def bound(port: int | None) -> socket.socket:
+    """A socket on a port of this machine alone. Raises UserError for a port that is in use."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((HOST, PORT if port is None else port))
+    except OSError as error:
+        if port is not None:
+            listening.close()
+            raise UserError(
+                f"--port {port}: {error.strerror}; choose another, or leave it out"
+            ) from None
+        listening.bind((HOST, 0))
+    listening.listen()
+    return listening
+
+
+def has_display() -> bool:
+    """Whether opening a browser would open a window, not take over the terminal."""
+    return sys.platform in ("darwin", "win32") or any(
+        os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
+    )

@@ -1,0 +1,121 @@
+// Drawing: colours, heat maps, and the picture with its map.
+
+let colours = new Uint8Array(0); // 256 of three bytes: viridis, from the server
+
+export function setColours(hex) {
+  colours = Uint8Array.from(hex.match(/../g), (pair) => parseInt(pair, 16));
+}
+
+/** Paints weights [h * w] into a canvas of h x w pixels, from 0 to `top`. Below an `opacity` of 1
+ * small weights are more transparent than large ones. */
+export function paint(canvas, weights, [h, w], top, opacity = 1) {
+  if (canvas.width !== w || canvas.height !== h) Object.assign(canvas, { width: w, height: h });
+  const context = canvas.getContext("2d");
+  const pixels = context.createImageData(w, h);
+  for (let i = 0; i < h * w; i++) {
+    const share = Math.min(Math.max(weights[i] / top, 0), 1) || 0;
+    const at = 3 * Math.round(255 * share);
+    const opaque = 255 * opacity ** (3 - 2.6 * share);
+    pixels.data.set([colours[at], colours[at + 1], colours[at + 2], opaque], 4 * i);
+  }
+  context.putImageData(pixels, 0, 0);
+}
+
+export function paintBar(canvas) {
+  paint(canvas, Float32Array.from({ length: 256 }, (_, i) => i), [1, 256], 255);
+}
+
+/** Draws a picture with its map: `seen` has picture (or null), weights, grid, top, opacity, query,
+ * direction and gaussians. */
+export function drawPicture(context, size, seen) {
+  const [h, w] = seen.grid;
+  const [width, height] = size;
+  context.clearRect(0, 0, width, height);
+  if (seen.picture) {
+    context.imageSmoothingEnabled = seen.picture.naturalWidth >= 24;
+    context.imageSmoothingQuality = "high";
+    context.drawImage(seen.picture, 0, 0, width, height);
+  } else {
+    context.fillStyle = "#8884";
+    context.fillRect(0, 0, width, height);
+  }
+  const heat = document.createElement("canvas");
+  paint(heat, seen.weights, seen.grid, seen.top, seen.picture ? seen.opacity : 1);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(heat, 0, 0, width, height);
+  const cell = [width / w, height / h];
+  for (const { weight, numbers } of seen.gaussians) {
+    ellipse(context, numbers, weight, seen.grid, cell);
+  }
+  if (seen.query !== "mean") {
+    const x = (seen.query % w) * cell[0];
+    const y = Math.floor(seen.query / w) * cell[1];
+    const line = Math.max(2, width / 200);
+    const inset = line / 2 + 1; // whole at the border too
+    outlined(context, line, "#ff2d6f", () => {
+      context.rect(x + inset, y + inset, cell[0] - 2 * inset, cell[1] - 2 * inset);
+    });
+  }
+}
+
+function outlined(context, line, inner, shape) {
+  for (const [style, wide] of [["#000a", line + 2], ["#fff", line + 1], [inner, line]]) {
+    context.beginPath();
+    shape();
+    context.strokeStyle = style;
+    context.lineWidth = wide;
+    context.stroke();
+  }
+}
+
+/** A Gaussian's centre, and the ellipse of one standard deviation. */
+function ellipse(context, [meanX, meanY, stdX, stdY], weight, [h, w], cell) {
+  const position = (s, n, size) => (((s + 1) / 2) * (n - 1) + 0.5) * size;
+  const radius = (s, n, size) => Math.max(((s * (n - 1)) / 2) * size, 1);
+  const x = position(meanX, w, cell[0]);
+  const y = position(meanY, h, cell[1]);
+  context.save();
+  context.globalAlpha = 0.35 + 0.65 * weight;
+  outlined(context, 1.5, "#fff", () => {
+    context.ellipse(x, y, radius(stdX, w, cell[0]), radius(stdY, h, cell[1]), 0, 0, 2 * Math.PI);
+  });
+  outlined(context, 1.5, "#fff", () => {
+    context.moveTo(x - 5, y);
+    context.lineTo(x + 5, y);
+    context.moveTo(x, y - 5);
+    context.lineTo(x, y + 5);
+  });
+  context.restore();
+}
+
+/** A picture of what is shown, for a file: panes side by side with their names, a line of text and
+ * the colour bar. */
+export function composed(panes, text) {
+  const side = 480;
+  const gap = 24;
+  const height = Math.round((side * panes[0].grid[0]) / panes[0].grid[1]);
+  const canvas = document.createElement("canvas");
+  canvas.width = panes.length * (side + gap) + gap;
+  canvas.height = height + 120;
+  const context = canvas.getContext("2d");
+  context.fillStyle = "#fff";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  panes.forEach((pane, place) => {
+    context.save();
+    context.translate(gap + place * (side + gap), 40);
+    drawPicture(context, [side, height], pane);
+    context.restore();
+    context.fillStyle = "#16191d";
+    context.font = "600 16px system-ui, sans-serif";
+    context.fillText(pane.name, gap + place * (side + gap), 27);
+  });
+  const bar = document.createElement("canvas");
+  paintBar(bar);
+  context.imageSmoothingEnabled = true;
+  context.drawImage(bar, gap, height + 56, 200, 10);
+  context.font = "14px system-ui, sans-serif";
+  const tops = [...new Set(panes.map((pane) => pane.top.toPrecision(3)))];
+  context.fillText(`0 to ${tops.join(" and ")}`, gap + 212, height + 66);
+  context.fillText(text, gap, height + 96, canvas.width - 2 * gap);
+  return canvas;
+}

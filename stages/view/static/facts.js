@@ -1,0 +1,53 @@
+// What is shown, in words and numbers.
+
+import { $, percent } from "./dom.js";
+import { divergence } from "./rows.js";
+
+/** The image's class, and what teacher and student take it for. */
+export function renderHeading(app, className) {
+  const { stored, own, state } = app;
+  const { header } = stored;
+  $("title").textContent = `Image ${state.image}: ${className(header.label)}`;
+  document.title = `Image ${state.image} – attention maps`;
+  const verdicts = [["teacher", header], ...(own ? [[state.student, own.header]] : [])];
+  const parts = verdicts.map(([name, { predicted, probability, label }]) => {
+    const part = document.createElement("span");
+    part.className = predicted === label ? "right" : "wrong";
+    const mark = predicted === label ? "✓" : "✗";
+    part.textContent = `${mark} ${name}: ${className(predicted)}, ${percent(probability)}`;
+    return part;
+  });
+  $("verdict").replaceChildren(...parts);
+}
+
+/** The numbers of what is shown for a query. */
+export function renderFacts(app, query) {
+  const { state, maps, own, compared, stored } = app;
+  const { layer, head } = state;
+  const [, w] = maps.grid;
+  const facts = [["Map", `block ${layer}, ${typeof head === "number" ? `head ${head}` : head === "mean" ? "mean over heads" : "rollout up to this block"}`]];
+  facts.push(["Patch", query === "mean" ? "mean over all" : `${query} (row ${Math.floor(query / w)}, col ${query % w})`]);
+  if (typeof head === "number" && maps.has(layer)) {
+    facts.push(["Entropy", `${maps.entropy(layer, head).toFixed(2)} nats`]);
+    facts.push(["Distance", `${maps.distance(layer, head).toFixed(2)} tokens`]);
+  }
+  if (compared) {
+    const far = divergence(own, compared, layer, head, query);
+    if (far !== null) facts.push(["KL", `${far.toFixed(4)} nats`]);
+  }
+  const number = (value) => value.toFixed(3);
+  const gaussians = own ? [] : stored.gaussians(layer, head, query);
+  for (const { weight, numbers: [meanX, meanY, stdX, stdY] } of gaussians) {
+    const name = gaussians.length > 1 ? `Gaussian, ${percent(weight)}` : "Gaussian";
+    facts.push([name, `mean (${number(meanX)}, ${number(meanY)}), std (${number(stdX)}, ${number(stdY)})`]);
+  }
+  $("facts").replaceChildren(
+    ...facts.map(([name, text]) => {
+      const pair = document.createElement("div");
+      pair.className = text.length > 38 ? "full" : text.length > 24 ? "wide" : "";
+      const term = Object.assign(document.createElement("dt"), { textContent: name });
+      pair.append(term, Object.assign(document.createElement("dd"), { textContent: text }));
+      return pair;
+    }),
+  );
+}

@@ -1,0 +1,137 @@
+// The gallery: a page of images in an order.
+
+import { $, percent } from "./dom.js";
+
+export class Gallery {
+  /** `choose` is called with the id of an image, `changed` when order, class or page changed. */
+  constructor(source, app) {
+    Object.assign(this, { source, app, items: [], total: 0, size: 60, page: 0 });
+    for (const name of ["order", "class"]) {
+      $(name).addEventListener("change", () => {
+        const value = $(name).value;
+        app.set({ [name]: name === "class" && value !== "" ? Number(value) : value, page: 0 });
+        this.load();
+      });
+    }
+    $("page-back").addEventListener("click", () => this.turn(-1));
+    $("page-on").addEventListener("click", () => this.turn(1));
+    $("go").addEventListener("submit", (event) => {
+      event.preventDefault();
+      if ($("go-to").value !== "") app.choose(Number($("go-to").value));
+      $("go-to").value = "";
+    });
+    for (const hidden of [".choices", ".pager", "#go"]) {
+      document.querySelector(`#gallery ${hidden}`).hidden = source.offline;
+    }
+  }
+
+  className(label) {
+    return this.app.classNames[label] ?? `class ${label}`;
+  }
+
+  fillClasses(count) {
+    const options = Array.from({ length: count }, (_, label) => new Option(this.className(label), label));
+    $("class").replaceChildren(new Option("all", ""), ...options);
+    $("class").value = String(this.app.state.class);
+  }
+
+  async load() {
+    const { state } = this.app;
+    $("order").value = state.order;
+    $("class").value = String(state.class);
+    const asked = `${state.order}/${state.class}/${state.page}`;
+    this.asked = asked;
+    let found;
+    try {
+      found = await this.source.gallery(state.order, state.class, state.page);
+    } catch (error) {
+      $("thumbs").replaceChildren(
+        Object.assign(document.createElement("p"), { className: "note", textContent: error.message }),
+      );
+      return;
+    }
+    if (this.asked !== asked) return;
+    this.waits = found.items === null;
+    Object.assign(this, found, { items: found.items ?? [] });
+    this.render();
+  }
+
+  /** How far labels and predictions have been read. */
+  progress(labels) {
+    const reading = !this.source.offline && !labels.ready;
+    $("reading").hidden = !reading;
+    $("reading-bar").value = labels.total ? labels.done / labels.total : 0;
+    const count = (number) => number.toLocaleString("en");
+    $("reading-text").textContent =
+      labels.error || `Reading labels: ${count(labels.done)} of ${count(labels.total)}`;
+    if (!reading && this.waits) this.load();
+  }
+
+  render() {
+    const { state, pixelsReady } = this.app;
+    const thumbs = this.items.map((item) => {
+      const button = document.createElement("button");
+      button.className = "thumb";
+      button.dataset.id = item.id;
+      const wrong = item.label !== item.predicted;
+      button.classList.toggle("wrong", wrong);
+      const said = `predicted ${this.className(item.predicted)}, ${percent(item.probability)}`;
+      button.setAttribute("aria-label", `Image ${item.id}, ${this.className(item.label)}, ${said}`);
+      button.title = `${item.id}: ${this.className(item.label)}\n${said}`;
+      if (pixelsReady) {
+        const picture = document.createElement("img");
+        picture.src = this.source.pixels(item.id, 0);
+        picture.alt = "";
+        picture.loading = "lazy";
+        picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);
+        button.append(picture);
+      }
+      const number = document.createElement("span");
+      number.textContent = item.id;
+      button.append(number);
+      button.addEventListener("click", () => this.app.choose(item.id));
+      return button;
+    });
+    $("thumbs").replaceChildren(...thumbs);
+    if (!thumbs.length && !this.waits) {
+      $("thumbs").textContent = "No images here.";
+    }
+    this.mark(state.image);
+    const first = this.page * this.size;
+    const count = (number) => number.toLocaleString("en");
+    $("page-text").textContent = this.total
+      ? `${count(first + 1)}–${count(first + this.items.length)} of ${count(this.total)}`
+      : "";
+    $("page-back").disabled = this.page === 0;
+    $("page-on").disabled = first + this.size >= this.total;
+  }
+
+  mark(image) {
+    for (const button of $("thumbs").children) {
+      const chosen = Number(button.dataset.id) === image;
+      if (chosen) {
+        button.setAttribute("aria-current", "true");
+        button.scrollIntoView({ block: "nearest", inline: "nearest" });
+      } else button.removeAttribute("aria-current");
+    }
+  }
+
+  async turn(step) {
+    const pages = Math.max(Math.ceil(this.total / this.size), 1);
+    const page = Math.min(Math.max(this.page + step, 0), pages - 1);
+    if (page === this.page) return false;
+    this.app.set({ page });
+    await this.load();
+    $("thumbs").scrollTop = 0;
+    return true;
+  }
+
+  /** The next image in the order (or with -1 the previous), on the next page where this one ends. */
+  async next(step) {
+    const place = this.items.findIndex((item) => item.id === this.app.state.image);
+    let found = this.items[place + step];
+    if (place < 0) found = this.items[0];
+    else if (!found && (await this.turn(step))) found = this.items.at(step > 0 ? 0 : -1);
+    if (found) await this.app.choose(found.id);
+  }
+}

@@ -1,0 +1,43 @@
+// What is shown, as the numbers that `gaupipe inspect --json` prints.
+
+import { divergence } from "./rows.js";
+
+/** The weights as a list of h lists of w numbers. */
+export function asRows(weights, [h, w]) {
+  return Array.from({ length: h }, (_, y) => Array.from(weights.subarray(y * w, (y + 1) * w)));
+}
+
+/** The object that `inspect --json` prints for what is shown. `maps` are the stored ones or, where
+ * a student is shown, the student's, with those it is compared with in `teacher`. */
+export function asJson(state, maps, teacher) {
+  const { header } = maps;
+  const { layer, head, query, direction } = state;
+  const gaussians = header.student ? [] : maps.gaussians(layer, head, query);
+  const compared = header.student && teacher?.has(layer);
+  const shown = {
+    image: state.image,
+    label: header.label,
+    predicted: header.predicted,
+    probability: header.probability,
+    by: header.student || "teacher",
+    layer,
+    head: String(head),
+    query: String(query),
+    grid: maps.grid,
+    gaussian: gaussians.length && maps.arrays.gaussians ? gaussians[0].numbers : null,
+    map: asRows(maps.weights(layer, head, query, direction), maps.grid),
+    teacher: compared ? asRows(teacher.weights(layer, head, query, direction), maps.grid) : null,
+    kl: compared ? divergence(maps, teacher, layer, head, query) : null,
+  };
+  if (direction === "to") shown.direction = "to"; // inspect has no such map
+  return shown;
+}
+
+/** Offers a file to be saved. */
+export function save(content, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(content);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}

@@ -1,0 +1,66 @@
+// What is shown, all of it in the address, so that a link shows the same.
+
+export const DEFAULTS = {
+  image: 0,
+  view: 0,
+  layer: 0,
+  head: "mean", // a number, "mean" or "rollout"
+  query: "mean", // a number or "mean"
+  direction: "from", // "from": what the query reads; "to": which queries read this key
+  student: "",
+  show: "student", // whose maps the grid of heads shows, beside a student
+  opacity: 0.6,
+  scale: "own", // or "one": one colour scale for all heads
+  ellipse: 1,
+  order: "id",
+  class: "",
+  page: 0,
+  epoch: -1, // place among the kept snapshots; -1 is the last
+  theme: "auto",
+};
+
+const WORDS = {
+  head: ["mean", "rollout"],
+  query: ["mean"],
+  direction: ["from", "to"],
+  show: ["student", "teacher"],
+  scale: ["own", "one"],
+  order: ["id", "wrong", "sure", "unsure"],
+  theme: ["auto", "light", "dark"],
+};
+
+/** The state that an address says; what it does not say, or says wrongly, is the default. */
+export function parseState(hash, start = {}) {
+  const state = { ...DEFAULTS, ...start };
+  for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
+    if (!(name in DEFAULTS)) continue;
+    const isNumber = /^\d{1,9}(\.\d{1,3})?$/.test(text);
+    if (WORDS[name]?.includes(text) || name === "student") state[name] = text;
+    else if (isNumber && (typeof DEFAULTS[name] === "number" || ["head", "query", "class"].includes(name))) {
+      state[name] = Number(text);
+    }
+  }
+  return state;
+}
+
+/** The address of a state: what differs from the defaults, and always the image. */
+export function formatState(state) {
+  const said = new URLSearchParams();
+  for (const name of Object.keys(DEFAULTS)) {
+    if (name === "image" || state[name] !== DEFAULTS[name]) said.set(name, state[name]);
+  }
+  return `#${said}`;
+}
+
+/** The nearest state that a store can show. */
+export function fitState(state, about, maps) {
+  const within = (value, size) => Math.min(Math.max(Math.round(value), 0), size - 1);
+  state.image = within(state.image, about.images);
+  state.view = within(state.view, about.views);
+  state.layer = within(state.layer, maps.layers);
+  if (typeof state.head === "number") state.head = within(state.head, maps.heads);
+  if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
+  if (state.query === "mean") state.direction = "from";
+  state.opacity = Math.min(Math.max(state.opacity, 0), 1);
+  return state;
+}

@@ -1,0 +1,232 @@
+"""What the page asks for: a store, its images, and the students that learned from it.
+
+Axis letters: L blocks, H heads, T tokens.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+import store
+from gaupipe.data import ImageData
+from gaupipe.errors import UserError
+from gaupipe.image_files import cache_folder
+from gaupipe.stored_maps import KINDS, StoredGaussians
+from stages.inspect_maps import image_pixels, images_of
+from stages.key_attention import SNAPSHOTS, read
+from stages.run_directory import RunDirectory
+from stages.student_maps import StudentMaps
+from stages.view.gallery import Gallery, digest
+from stages.view.wire import pack
+
+TEACHER = "teacher"
+MOST_LIKELY = 5
+"""Classes whose probabilities are shown."""
+DECODED = ("embedding", "prior")
+"""Kinds whose Gaussians are computed here, as a page would need the decoder."""
+
+
+@dataclass
+class Snapshots:
+    """The average attention of each key after each of ``epochs``, for ``images``."""
+
+    folder: Path
+    images: list[int]
+    epochs: list[int]
+
+
+class Viewer:
+    """A store opened for looking. Raises UserError or StoreError for what cannot be looked at.
+
+    ``run`` is the run of the store, where there is one; ``students`` are the names of those of its
+    students that can be chosen.
+    """
+
+    def __init__(self, maps: store.Store, run: RunDirectory | None, students: list[str]) -> None:
+        self.maps, self.run, self.students = maps, run, students
+        self.token = digest(maps)[:12]
+        folder = cache_folder() if run is None else run.path
+        self.gallery = Gallery(maps, folder / "view" / f"{self.token}.npz")
+        self.snapshots = self._snapshots()
+        self.data: ImageData | None = None
+        self.data_error = ""
+        self._loaded: dict[str, StudentMaps] = {}
+        self._one_at_a_time = threading.Lock()
+        self._decode = None
+        if maps.schema.kind in DECODED:
+            self._decode = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
+
+    def start(self) -> None:
+        """Reads labels, predictions and the data set on threads of their own."""
+        self.gallery.start()
+        threading.Thread(target=self.load_images, daemon=True, name="gaupipe-view-images").start()
+
+    def load_images(self) -> None:
+        """Opens the data set; where it is not there, images are shown without their pixels."""
+        try:
+            self.data = images_of(self.maps)
+        except (UserError, OSError) as error:
+            self.data_error = str(error)
+
+    def about(self) -> dict[str, Any]:
+        """What does not change while the page is open."""
+        schema = self.maps.schema
+        return {
+            "store": self.maps.url,
+            "token": self.token,
+            "kind": schema.kind,
+            "encoding": schema.encoding,
+            "k": schema.k,
+            "dataset": schema.dataset,
+            "images": schema.images,
+            "views": schema.views,
+            "layers": schema.layers,
+            "heads": schema.heads,
+            "grid": list(schema.grid),
+            "classes": schema.num_classes,
+            "students": self.students,
+            "snapshots": {
+                who: {"images": found.images, "epochs": found.epochs}
+                for who, found in self.snapshots.items()
+            },
+        }
+
+    def status(self) -> dict[str, Any]:
+        """How far labels, predictions and the data set have been read."""
+        return {
+            "labels": {
+                "done": self.gallery.done,
+                "total": self.maps.schema.images,
+                "ready": self.gallery.all is not None,
+                "error": self.gallery.error,
+            },
+            "pixels": {"ready": self.data is not None, "error": self.data_error},
+            "class_names": [] if self.data is None else list(self.data.train.source.class_names),
+        }
+
+    def image(self, image: int, view: int = 0) -> bytes:
+        """What the store has of an image, or of one of its views, as the page makes maps of it."""
+        schema = self.maps.schema
+        self.check(image, view)
+        entry = image * schema.views + view
+        stored = self.maps.read(entry, entry + 1)
+        header = {
+            "image": image,
+            "view": view,
+            "layers": schema.layers,
+            "heads": schema.heads,
+            "grid": list(schema.grid),
+            "normalise": schema.kind == "dense" and schema.encoding == "uint8",
+            "label": int(stored["labels"][0]),
+            **prediction(torch.from_numpy(stored["logits"][0])),
+        }
+        arrays = {
+            name: values[0] for name, values in stored.items() if name not in ("labels", "logits")
+        }
+        if self._decode is not None:
+            attention = self._decode(stored)
+            assert isinstance(attention, StoredGaussians)
+            arrays = {"gaussians": attention.gaussians[0].float().numpy()}  # [L, H, T, 4]
+        return pack(header, arrays)
+
+    def pixels(self, image: int, view: int = 0) -> bytes:
+        """The image as PNG, in the size the teacher sees it in."""
+        self.check(image, view)
+        if self.data is None:
+            raise UserError(self.data_error or "the data set is still being read")
+        pixels = image_pixels(self.maps, self.data, image, view)
+        file = io.BytesIO()
+        Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
+        return file.getvalue()
+
+    def student(self, name: str, image: int) -> bytes:
+        """Where a student looks in an image, and the stored maps that it is compared with.
+
+        ``maps`` [L, H, T, T] float32; ``teacher`` [blocks with a stored map, H, T, T] float32, and
+        in the header ``compared``, for each block the place of its map in ``teacher`` or None.
+        """
+        if name not in self.students:
+            raise UserError(f"student {name!r}: not one of {', '.join(self.students) or 'none'}")
+        self.check(image)
+        with self._one_at_a_time:
+            if name not in self._loaded:
+                assert self.run is not None  # who else has students
+                self._loaded[name] = StudentMaps(self.run, name)
+            student = self._loaded[name]
+            seen = student.see(image)
+        teacher = [block for block in seen.teacher if block is not None]
+        places = iter(range(len(teacher)))
+        header = {
+            "image": image,
+            "student": name,
+            "attention": student.attention,
+            "layers": student.layers,
+            "heads": seen.maps.shape[1],
+            "grid": list(student.grid),
+            "label": seen.label,
+            "compared": [None if block is None else next(places) for block in seen.teacher],
+            **prediction(seen.logits),
+        }
+        arrays = {"maps": seen.maps.numpy()}
+        if teacher:
+            arrays["teacher"] = torch.stack(teacher).float().numpy()
+        return pack(header, arrays)
+
+    def epochs(self, who: str, image: int) -> bytes:
+        """The snapshots of an image: ``attention`` [epochs, L, T] float32, what each key gets on
+        average over heads and queries."""
+        found = self.snapshots.get(who)
+        if found is None or image not in found.images:
+            raise UserError(f"no snapshots of image {image} were kept for {who}")
+        snapshots = read(found.folder)[:, found.images.index(image)]
+        return pack({"epochs": found.epochs, "images": found.images}, {"attention": snapshots})
+
+    def check(self, image: int, view: int = 0) -> None:
+        """Raises UserError for an image or a view that there is not."""
+        schema = self.maps.schema
+        if not 0 <= image < schema.images:
+            raise UserError(f"image {image}: the store has 0 to {schema.images - 1}")
+        if not 0 <= view < schema.views:
+            raise UserError(f"view {view}: the store has 0 to {schema.views - 1}")
+
+    def _snapshots(self) -> dict[str, Snapshots]:
+        """The kept snapshots of the teacher and of the students."""
+        if self.run is None:
+            return {}
+        folders = {TEACHER: self.run.phase_a}
+        folders |= {name: self.run.student(name) for name in self.students}
+        found = {}
+        for who, folder in folders.items():
+            epochs = sorted(int(path.stem) for path in (folder / SNAPSHOTS).glob("[0-9]*.npy"))
+            try:
+                snapshots = read(folder)  # [epochs, images, L, T]
+            except (ValueError, EOFError) as error:
+                raise UserError(f"{folder / SNAPSHOTS}: a snapshot is damaged: {error}") from None
+            if len(snapshots):
+                last = self.maps.schema.images - 1
+                images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
+                found[who] = Snapshots(folder, images, epochs)
+        return found
+
+
+def prediction(logits: Tensor) -> dict[str, Any]:
+    """The predicted class of logits [C], its probability, and the most likely classes."""
+    probabilities = logits.float().softmax(-1)
+    values, classes = probabilities.topk(min(MOST_LIKELY, len(probabilities)))
+    return {
+        "predicted": int(probabilities.argmax()),
+        "probability": round(probabilities.max().item(), 6),
+        "likely": [
+            [int(name), round(value, 6)]
+            for name, value in zip(classes.tolist(), values.tolist(), strict=True)
+        ],
+    }

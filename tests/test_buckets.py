@@ -1,0 +1,155 @@
+"""Image ids in buckets: batches are the same for every world size, and no image is lost."""
+
+import numpy as np
+import pytest
+import torch
+
+from gaupipe import distributed
+from gaupipe.buckets import BLOCK, Buckets, check_buckets
+from gaupipe.errors import UserError
+from gaupipe.image_buckets import BucketedState, remove_superseded
+from gaupipe.image_state import ImageState
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Makes this process one rank of a world, without a process group."""
+
+    def become(rank: int, size: int) -> None:
+        monkeypatch.setattr(distributed, "rank", lambda: rank)
+        monkeypatch.setattr(distributed, "size", lambda: size)
+
+    return become
+
+
+def whole_batches(buckets, as_rank, world: int, batch_size: int) -> list[list[int]]:
+    """The ids of each batch over all ranks, sorted."""
+    of_ranks = []
+    for rank in range(world):
+        as_rank(rank, world)
+        of_ranks.append(buckets.epoch(3, 1, batch_size))
+    as_rank(0, 1)
+    return [
+        sorted(np.concatenate([ids for parts in step for ids in parts.values()]).tolist())
+        for step in zip(*of_ranks, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("images,batch_size", [(1000, 64), (999, 37), (161, 161), (257, 16)])
+def test_whole_batches_do_not_depend_on_the_world_size(images, batch_size, as_rank):
+    buckets = Buckets(images, 4)
+    alone = whole_batches(buckets, as_rank, 1, batch_size)
+    for world in (2, 4):
+        assert whole_batches(buckets, as_rank, world, batch_size) == alone
+    assert sorted(number for batch in alone for number in batch) == list(range(images))
+    sizes = [len(batch) for batch in alone]
+    assert len(sizes) == -(-images // batch_size) and max(sizes) - min(sizes) <= 1
+    assert buckets.batch_sizes(batch_size) == sizes
+
+
+def test_no_rank_has_an_empty_batch(as_rank):
+    images, batch_size, count = 997, 20, 8
+    check_buckets(images, count, batch_size)
+    for step in Buckets(images, count).epoch(0, 0, batch_size):
+        assert min(map(len, step.values())) >= 1
+
+
+def test_one_bucket_is_one_permutation_in_full_batches():
+    order = np.random.default_rng((5, 2)).permutation(100)
+    steps = Buckets(100).epoch(5, 2, 32)
+    assert [len(step[0]) for step in steps] == [32, 32, 32, 4]
+    assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
+
+
+def test_epochs_and_buckets_are_shuffled_each_in_their_own_way():
+    buckets = Buckets(BLOCK * 8, 2)
+    first, second = (buckets.epoch(0, epoch, BLOCK * 8)[0] for epoch in (0, 1))
+    assert not np.array_equal(first[0], second[0])
+    positions = [buckets.positions(first[bucket]) for bucket in (0, 1)]
+    assert not np.array_equal(*positions)
+
+
+def test_positions_count_the_members_of_a_bucket():
+    buckets = Buckets(1003, 3)
+    for bucket in range(3):
+        members = buckets.members(bucket)
+        assert (buckets.of(members) == bucket).all()
+        assert buckets.positions(members).tolist() == list(range(len(members)))
+    assert buckets.sizes().sum() == 1003
+
+
+@pytest.mark.parametrize(
+    "images,count,batch_size,world,words",
+    [
+        (1000, 2, 64, 4, "2 buckets cannot be shared by 4 processes"),
+        (1000, 1, 64, 2, "data.buckets a multiple of 2"),
+        (100, 8, 10, 1, "take at most 3"),
+    ],
+)
+def test_buckets_that_do_not_work_are_refused(images, count, batch_size, world, words, as_rank):
+    as_rank(0, world)
+    with pytest.raises(UserError, match=words):
+        check_buckets(images, count, batch_size)
+
+
+N = 5 * BLOCK + 3
+
+
+def make(numbers, folder=None) -> BucketedState:
+    buckets = Buckets(N, 2)
+
+    def state(bucket, ids):
+        place = folder and folder / str(bucket)
+        named = torch.from_numpy(ids)
+        return ImageState(
+            len(ids), torch.zeros(3), lr=0.1, folder=place, initial_std=0.5, drawn_as=named
+        )
+
+    return BucketedState(buckets, numbers, state)
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
+    """The same start, the same updates, the same numbers, whatever the order of the ids."""
+    whole = ImageState(N, torch.zeros(3), lr=0.1, initial_std=0.5)
+    parts = make([0, 1], tmp_path if in_files else None)
+    for epoch in range(2):
+        for ids in torch.randperm(N, generator=torch.Generator().manual_seed(epoch)).split(20):
+            gathered = parts.gather(ids)
+            assert torch.equal(gathered, whole.read(ids)) and gathered.requires_grad
+            gradient = torch.randn(len(ids), 3)
+            whole.update(ids, gradient)
+            parts.update(ids, gradient)
+        parts.end_epoch()
+    assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
+    with pytest.raises(KeyError):
+        make([1]).read(torch.tensor([0]))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
+    folder = tmp_path / "rows" if in_files else None
+    ranks = [make([0], folder), make([1], folder)]
+    files = {}
+    for rank, state in enumerate(ranks):
+        ids = torch.from_numpy(state.buckets.members(rank))
+        state.update(ids, torch.randn(len(ids), 3))
+        state.end_epoch()
+        files |= state.save(tmp_path / "checkpoint", 1)
+    alone = make([0, 1], folder)
+    alone.load(tmp_path / "checkpoint", files)
+    for rank, state in enumerate(ranks):
+        ids = torch.from_numpy(state.buckets.members(rank))
+        assert torch.equal(alone.read(ids), state.read(ids))
+    damaged = tmp_path / "checkpoint" / "rows.0001.0001.pt"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
+        make([0, 1], folder).load(tmp_path / "checkpoint", files)
+
+
+def test_only_files_of_earlier_epochs_are_removed(tmp_path):
+    for epoch in (1, 2, 3):
+        for bucket in (0, 1):
+            (tmp_path / f"rows.{epoch:04d}.{bucket:04d}.pt").touch()
+    remove_superseded(tmp_path, {"rows.0002.0000.pt": "", "rows.0002.0001.pt": ""})
+    assert sorted({path.name[:9] for path in tmp_path.iterdir()}) == ["rows.0002", "rows.0003"]

@@ -1,0 +1,363 @@
+"""The attentions in Hugging Face's transformers: against numpy, with every cache, and converted."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    Qwen2Config,
+    Qwen3Config,
+    StaticCache,
+)
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.utils import logging
+
+import gaupipe.transformers as ours
+from gaupipe.attention import ATTENTION
+from gaupipe.cached_attention import attend, visible_and_own
+from gaupipe.errors import UserError
+from gaupipe.transformers import attentions, convert, output_of
+
+torch.set_num_threads(1)
+logging.set_verbosity_error()
+
+GROUPED = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=48,
+)
+CONFIGS = {
+    "gpt2": (GPT2Config, dict(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=48)),
+    "llama": (LlamaConfig, GROUPED),
+    "mistral": (MistralConfig, {**GROUPED, "sliding_window": 5}),
+    "qwen2": (Qwen2Config, GROUPED),
+    "qwen3": (Qwen3Config, {**GROUPED, "head_dim": 12}),
+}
+IMPLEMENTATIONS = ("gau_belief", "gau_xsa", "gau_attentionx")
+NO_MASK = {"gamma": 3.0, "mask_diagonal": False}
+
+
+def config_of(family, **changes):
+    config_class, sizes = CONFIGS[family]
+    tokens = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    return config_class(**{**sizes, **tokens, "initializer_range": 0.2, **changes})
+
+
+def model_of(family, attention="sdpa", **changes):
+    """A tiny model with weights large enough for attention to be far from uniform; ``attention`` is
+    an implementation or a key to convert to."""
+    torch.manual_seed(0)
+    config = config_of(family, **changes)
+    if attention in (*IMPLEMENTATIONS, "sdpa"):
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    model = convert(AutoModelForCausalLM.from_config(config), attention)
+    for module in attentions(model):  # what convert starts at 0, or near it
+        for child in output_of(module).attention.children():
+            if isinstance(child, nn.Linear):
+                nn.init.normal_(child.weight, std=0.3)
+    return model.eval()
+
+
+def numpy_signals(q, k, v, queries, keys, padding, window, kind, gamma=1.0, mask_diagonal=False):
+    """What the output projection gets, by loops from the equations: q [B, H, T, m], k and v
+    [B, H_kv, S, m] at the positions ``queries`` and ``keys``; ``padding`` [B, positions] is False
+    where a token is padding."""
+    B, H, T, m = q.shape
+    mh, own = np.zeros((B, T, H, m)), np.zeros((B, T, H, m))
+    for b, h, t in np.ndindex(B, H, T):
+        group = h // (H // k.shape[1])
+        seen = [
+            s
+            for s, position in enumerate(keys)
+            if queries[t] - window < position <= queries[t] and padding[b, position]
+            if not (mask_diagonal and position == queries[t])
+        ]
+        own[b, t, h] = v[b, group, list(keys).index(queries[t])]
+        if seen:
+            scores = np.exp(k[b, group, seen] @ q[b, h, t] / np.sqrt(m))
+            mh[b, t, h] = scores / scores.sum() @ v[b, group, seen]
+
+    def perpendicular(x, y):
+        return x - (x * y).sum(-1, keepdims=True) / (y * y).sum(-1, keepdims=True) * y
+
+    if kind == "gau_belief":
+        flat = perpendicular(mh.reshape(B, T, H * m), own.reshape(B, T, H * m))
+        return flat.reshape(B, T, H, m)
+    return perpendicular(mh, own) if kind == "gau_xsa" else own - gamma * mh
+
+
+LAYOUTS = {  # positions of queries and keys, and how many tokens a query sees at most
+    "no cache": (range(7), range(7), 99),
+    "dynamic cache, one query": (range(6, 7), range(7), 99),
+    "dynamic cache, a chunk": (range(4, 7), range(7), 99),
+    "static cache, one query": (range(4, 5), range(7), 99),
+    "static cache, a chunk": (range(2, 5), range(7), 99),
+    "static cache, the prompt": (range(3), range(7), 99),
+    "sliding window": (range(7), range(7), 3),
+    "sliding window, cache": (range(4, 7), range(2, 7), 3),
+}
+
+
+@pytest.mark.parametrize("kind", IMPLEMENTATIONS)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_functions_are_their_equations(layout, padded, kind):
+    """With grouped heads."""
+    queries, keys, window = LAYOUTS[layout]
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 4, len(queries), 6))
+    k, v = rng.normal(size=(2, 2, 2, len(keys), 6))
+    padding = np.ones((2, 7), dtype=bool)
+    padding[0, :3] = not padded
+    mask = visible_and_own(
+        batch_size=2,
+        q_length=len(queries),
+        kv_length=len(keys),
+        q_offset=queries[0],
+        kv_offset=keys[0],
+        mask_function=causal_mask_function
+        if window == 99
+        else sliding_window_causal_mask_function(window),
+        local_size=None if window == 99 else window,
+        attention_mask=torch.from_numpy(padding) if padded else None,
+        # as transformers asks: a compiled step with a static cache has a mask
+        allow_is_causal_skip=not (layout.startswith("static") and len(queries) == 1),
+    )
+    module = nn.Module()
+    for options in [{}, NO_MASK] if kind == "gau_attentionx" else [None]:
+        module.config = type("Config", (), {"gau_options": options})
+        function = ours.AttentionInterface()[kind]
+        signals, _ = function(module, *map(torch.from_numpy, (q, k, v)), mask)
+        options = options if options is None or options else {"gamma": 1.0, "mask_diagonal": True}
+        expected = numpy_signals(q, k, v, queries, keys, padding, window, kind, **(options or {}))
+        np.testing.assert_allclose(signals, expected, atol=1e-12)
+        if kind != "gau_attentionx":
+            _, own = attend(module, *map(torch.from_numpy, (q, k, v)), mask)
+            dots = signals * own
+            dots = dots.sum((-1, -2)) if kind == "gau_belief" else dots.sum(-1)
+            assert dots.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("hide_own", [False, True])
+def test_a_mask_of_the_users_own(additive, hide_own):
+    """A chunk after cached tokens, as trees of guesses need it."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, 3, 6), torch.randn(2, 2, 7, 6), torch.randn(2, 2, 7, 6)
+    made = visible_and_own(
+        batch_size=2, q_length=3, kv_length=7, q_offset=4, mask_function=causal_mask_function
+    )
+    own = (made & 1).bool()
+    if additive:
+        own = torch.zeros(own.shape).masked_fill(~own, torch.finfo(torch.float32).min)
+    for given, expected in zip(
+        attend(nn.Module(), q, k, v, own, hide_own=hide_own),
+        attend(nn.Module(), q, k, v, made, hide_own=hide_own),
+        strict=True,
+    ):
+        torch.testing.assert_close(given, expected)
+
+
+@pytest.mark.parametrize(
+    "family, attention",
+    [
+        *((family, key) for family in CONFIGS for key in ("gau_belief", "gau_attentionx")),
+        *((family, "belief2") for family in CONFIGS),
+        ("llama", "gau_xsa"),
+        ("llama", "belief_star"),
+    ],
+)
+def test_generated_text_and_logits_do_not_depend_on_the_cache(family, attention):
+    model = model_of(family, attention)
+    ids = torch.randint(1, 61, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    ways = [
+        dict(use_cache=False),
+        dict(),
+        dict(cache_implementation="static"),
+        dict(prefill_chunk_size=4),
+    ]
+    texts = [
+        model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, **way)
+        for way in ways
+    ]
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+    whole = model(texts[0], use_cache=False).logits
+    for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20)):
+        parts = [
+            model(part, past_key_values=cache, use_cache=True).logits
+            for part in texts[0].split([6, 1, 5, 2], dim=1)
+        ]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("attention", ["gau_attentionx", "belief2"])
+def test_packed_sequences_do_not_see_each_other(attention):
+    model = model_of("llama", attention)
+    first, second = torch.randint(1, 61, (1, 4)), torch.randint(1, 61, (1, 5))
+    positions = torch.tensor([[*range(4), *range(5)]])
+    packed = torch.cat([first, second], 1)
+    logits = model(packed, position_ids=positions, use_cache=False).logits
+    apart = torch.cat([model(first).logits, model(second).logits], 1)
+    torch.testing.assert_close(logits, apart, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("attention", [*IMPLEMENTATIONS, "belief2"])
+@pytest.mark.parametrize("family", ["gpt2", "mistral"])
+def test_no_token_sees_its_future(family, attention):
+    model = model_of(family, attention)
+    ids = torch.randint(1, 61, (1, 9))
+    later = ids.clone()
+    later[0, 6:] = (later[0, 6:] + 7) % 61
+    before, after = model(ids).logits, model(later).logits
+    torch.testing.assert_close(before[:, :6], after[:, :6], rtol=0, atol=1e-6)
+    assert (before[:, 6:] - after[:, 6:]).abs().amin(0).max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("key", [key for key in ATTENTION if key != "gaussian"])
+def test_a_converted_attention_is_the_class_of_that_key(family, key):
+    """Its update, with weights of its own, against the class that timm's models have."""
+    changes = dict(num_key_value_heads=4) if family == "llama" else {}
+    model = model_of(family, key, **changes)
+    module = attentions(model)[0]
+    mine = output_of(module).attention
+    layer = ATTENTION[key](32, 4, qkv_bias=family == "gpt2", proj_bias=family == "gpt2")
+    if key == "belief2":
+        layer.activation = mine.activation
+    state = dict(mine.state_dict())
+    if family == "gpt2":
+        state["qkv.weight"], state["qkv.bias"] = module.c_attn.weight.T, module.c_attn.bias
+        x, given = torch.randn(2, 7, 32), {}
+    else:
+        projections = (module.q_proj, module.k_proj, module.v_proj)
+        state["qkv.weight"] = torch.cat([projection.weight for projection in projections])
+        x = torch.randn(2, 7, 32)  # with all angles 0, rotary positions do nothing
+        given = dict(position_embeddings=(torch.ones(2, 7, 8), torch.zeros(2, 7, 8)))
+    layer.load_state_dict(state)
+    update, _ = module(x, attention_mask=None, **given)
+    torch.testing.assert_close(update, layer(x, is_causal=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_to_belief2_the_outputs_do_not_change(family):
+    """*Belief2, proposition 1*, and nothing is shared with the source."""
+    model = model_of(family)
+    before = copy.deepcopy(model.state_dict())
+    ids = torch.randint(1, 61, (2, 9))
+    converted = convert(model, "belief2")
+    logits = model(ids).logits
+    torch.testing.assert_close(converted(ids).logits, logits, rtol=0, atol=3e-5)
+    for parameter in converted.parameters():
+        parameter.data.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_conversions_between_the_attentions():
+    """Belief to belief_star is exact and so is the way back; AttentionX's W changes its sign."""
+    model = model_of("llama", "belief")
+    ids = torch.randint(1, 61, (2, 9))
+    star = convert(model, "belief_star")
+    torch.testing.assert_close(star(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
+    back = convert(star, "belief")
+    torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
+    plain = model_of("gpt2")
+    turned = attentions(convert(plain, "attentionx", **NO_MASK))[0].c_proj.attention
+    old = attentions(plain)[0].c_proj
+    assert torch.equal(turned.proj.weight, -old.weight.T)
+    assert torch.equal(turned.proj.bias, old.bias) and turned.gamma == 3
+
+
+@pytest.mark.parametrize(
+    "implementation, key",
+    [
+        ("gau_belief", "belief"),
+        ("gau_belief", "belief2"),
+        ("gau_xsa", "belief_star"),
+        ("gau_attentionx", "attentionx"),
+    ],
+)
+def test_a_model_with_a_registered_attention_is_converted_as_one_of_that(implementation, key):
+    plain = model_of("qwen3", implementation)
+    ids = torch.randint(1, 61, (2, 9))
+    logits = convert(plain, key)(ids).logits
+    torch.testing.assert_close(logits, plain(ids).logits, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    "family, attention, options",
+    [
+        ("gpt2", "belief_star", {"signal": "concat"}),
+        ("mistral", "belief2", {"activation": "silu"}),
+        ("qwen3", "attentionx", NO_MASK),
+    ],
+)
+def test_a_converted_model_is_saved_and_comes_back(family, attention, options, tmp_path):
+    plain = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
+    model = convert(plain, attention, **options).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model) and again.dtype == torch.bfloat16
+    assert again.config.gau_options == {**ATTENTION[attention].conversion_options, **options}
+    ids = torch.randint(1, 61, (2, 9))
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
+    copied = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(copied(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["belief_star", "belief2"])
+def test_every_weight_of_a_model_from_scratch_learns(key):
+    config = ours.GauLlamaConfig(**GROUPED, gau_attention=key)
+    model = AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(1, 61, (2, 9))
+    model.train()(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+    assert model.get_input_embeddings().weight.std() > 0.01
+
+
+@pytest.mark.parametrize(
+    "attention, options, message",
+    [
+        ("belif", {}, "did you mean 'belief'"),
+        ("gaussian", {}, "a language model cannot have it"),
+        ("belief2", {"activatoin": "gelu"}, "did you mean 'activation'"),
+        ("belief", {}, "cannot convert a OPTForCausalLM: only GPT2LMHeadModel, Llama"),
+    ],
+)
+def test_it_says_what_it_cannot_convert(attention, options, message):
+    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=9, **sizes))
+    with pytest.raises(UserError, match=message):
+        convert(model, attention, **options)
+
+
+def test_what_the_functions_cannot_do_is_refused():
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    with pytest.raises(UserError, match="attends with softcap"):
+        attend(nn.Linear(1, 1), q, q, q, None, softcap=50.0)
+    with pytest.raises(UserError, match="cross-attention"):
+        attend(nn.Linear(1, 1), q, k, k, None, is_causal=False)
+    with pytest.raises(UserError, match="did you mean 'gamma'"):
+        model_of("gpt2", "gau_attentionx", gau_options={"gama": 3.0})(torch.ones(1, 2).long())
+    with pytest.raises(UserError, match="the model has 'belief2': convert it"):
+        model_of("gpt2", "belief2").set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match="add_cross_attention"):
+        ours.GauGPT2LMHeadModel(ours.GauGPT2Config(n_layer=1, add_cross_attention=True))

@@ -1,0 +1,270 @@
+"""`gaupipe view` without a browser: what the server answers, and what is refused."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from fnmatch import fnmatch
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvicorn
+
+import store
+from gaupipe.errors import UserError
+from stages.view import page
+from stages.view.app import make_app
+from stages.view.gallery import Gallery
+from stages.view.serve import bound, open_viewer
+from test_store import make_arrays, make_schema, write_store
+
+ROOT = Path(__file__).parents[1]
+
+
+@contextlib.contextmanager
+def serving(viewer):
+    """Answers on a thread: the address, without a slash at its end."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(make_app(viewer), log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def get(url: str, **headers: str) -> tuple[int, bytes, dict]:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as answer:
+            return answer.status, answer.read(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), dict(error.headers)
+
+
+def padded(content: bytes) -> bytes:
+    return content + bytes(-len(content) % 8)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A store of 150 images in shards of 40, and what is in it."""
+    folder = tmp_path_factory.mktemp("view")
+    schema = make_schema(num_images=150)
+    arrays = make_arrays(schema)
+    write_store(folder / "s.zarr", schema, arrays, shard_bytes=40 * schema.bytes_per_image)
+    return folder / "s.zarr", arrays
+
+
+def test_orders_of_the_gallery(written, tmp_path):
+    url, arrays = written
+    logits = arrays["logits"].astype(np.float16).astype(np.float64)
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    sure, right = probability.max(-1), logits.argmax(-1) == arrays["labels"]
+    gallery = Gallery(store.open(url), tmp_path / "view" / "kept.npz")
+    gallery.read_all()
+
+    def ids(*asked) -> list[int]:
+        return [item["id"] for item in gallery.page(*asked)["items"]]
+
+    assert [*ids("id"), *ids("id", None, 1), *ids("id", None, 2)] == list(range(150))
+    assert ids("id", None, 3) == [] and gallery.page("id", None, 3)["total"] == 150
+    assert ids("id", 2) == np.flatnonzero(arrays["labels"] == 2).tolist()
+    first = ids("wrong")
+    wrong = [i for i in first if not right[i]]
+    assert first[: len(wrong)] == wrong and len(wrong) == min((~right).sum(), 60)
+    assert np.all(np.diff(sure[wrong]) <= 1e-6)
+    assert np.all(np.diff(sure[ids("sure")]) <= 1e-6) and sure[ids("sure")[0]] == sure.max()
+    assert np.all(np.diff(sure[ids("unsure")]) >= -1e-6)
+    item = gallery.page("id")["items"][7]
+    assert (item["label"], item["predicted"]) == (arrays["labels"][7], logits[7].argmax())
+    assert item["probability"] == pytest.approx(sure[7], abs=1e-6)
+    with pytest.raises(UserError, match="0 to 4"):
+        gallery.page("id", 5)
+
+
+def test_labels_are_read_once_and_pages_alone_before(written, tmp_path, monkeypatch):
+    maps, cache = store.open(written[0]), tmp_path / "view" / "kept.npz"
+    reads, read = [], store.Store.read
+
+    def watched(self, start, stop, names=None):
+        reads.append((start, stop, tuple(names)))
+        return read(self, start, stop, names)
+
+    monkeypatch.setattr(store.Store, "read", watched)
+    before = Gallery(maps, cache)
+    page_one = before.page("id", None, 1)
+    assert reads == [(60, 120, ("labels", "logits"))]
+    assert before.page("wrong")["items"] is None  # not before all labels are known
+    before.read_all()
+    assert before.done == 150 and sorted(reads[1:]) == [
+        (start, min(start + 40, 150), ("labels", "logits")) for start in (0, 40, 80, 120)
+    ]
+    assert before.page("id", None, 1) == page_one
+    reads.clear()
+    again = Gallery(maps, cache)
+    again.read_all()
+    assert not reads and again.page("wrong") == before.page("wrong")
+    cache.write_bytes(cache.read_bytes()[:100])  # damaged: read again
+    again.read_all()
+    assert len(reads) == 4
+
+
+def test_a_view_of_an_image_is_its_first(tmp_path):
+    schema = make_schema(kind="topk", k=3, num_images=24, views=3)
+    arrays = make_arrays(schema)
+    write_store(tmp_path / "s", schema, arrays, shard_bytes=5 * schema.bytes_per_image)
+    gallery = Gallery(store.open(tmp_path / "s"), None)
+    some = gallery.page("id")
+    gallery.read_all()
+    assert gallery.page("id") == some and some["total"] == 8
+    message = open_viewer(str(tmp_path / "s"), None).image(2, 1)
+    assert message.endswith(padded(arrays["weights"][7].astype(np.float16).tobytes()))
+    assert [item["label"] for item in some["items"]] == arrays["labels"][::3].tolist()
+
+
+def test_a_damaged_shard_stops_the_reading_with_its_name(written, tmp_path):
+    url = tmp_path / "s.zarr"
+    schema = make_schema(num_images=150)
+    write_store(url, schema, make_arrays(schema), shard_bytes=40 * schema.bytes_per_image)
+    damaged = url / "logits" / "c" / "2" / "0"
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    gallery = Gallery(store.open(url), None)
+    gallery.read_all()
+    assert "shard 2 (images 80 to 119)" in gallery.error and gallery.all is None
+
+
+def test_what_the_server_answers(written):
+    viewer = open_viewer(str(written[0]), None)
+    viewer.gallery.read_all()
+    with serving(viewer) as address:
+        code, body, headers = get(f"{address}/")
+        assert code == 200 and b"gaupipe" in body
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert get(f"{address}/main.js")[2]["content-type"].startswith("text/javascript")
+        assert json.loads(get(f"{address}/api/about")[1])["grid"] == [2, 3]
+        assert json.loads(get(f"{address}/api/gallery?page=2")[1])["total"] == 150
+        for path, code, message in (
+            ("api/image/150", 404, "0 to 149"),
+            ("api/image/3?view=1", 404, "0 to 0"),
+            ("api/image/3?view=x", 404, "whole number"),
+            ("api/gallery?order=x", 404, "should be one of"),
+            ("api/student/standard/3", 404, "not one of none"),
+            ("api/epochs/teacher/3", 404, "no snapshots"),
+            ("api/pixels/x/3.png", 404, "still being read"),
+        ):
+            answer = get(f"{address}/{path}")
+            assert answer[0] == code and message in json.loads(answer[1])["error"], path
+        assert get(f"{address}/..%2fapp.py")[0] == 404
+        assert get(f"{address}/api/image/x")[0] == 404
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
+def test_another_host_is_refused(written, host):
+    with serving(open_viewer(str(written[0]), None)) as address:
+        for path in ("/", "/api/about", "/main.js"):
+            assert get(address + path, Host=host)[0] == 400
+        assert get(f"{address}/api/about", Host="localhost:9000")[0] == 200  # a forwarded port
+
+
+def test_it_ends_with_ctrl_c(written, in_process):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    seen = {}
+
+    def look_and_interrupt() -> None:
+        while not seen:
+            with contextlib.suppress(urllib.error.URLError):
+                seen.update(json.loads(get(f"http://127.0.0.1:{port}/api/about")[1]))
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=look_and_interrupt).start()
+    code, out, err = in_process("view", written[0], "--no-open", "--port", port)
+    assert (code, err) == (0, "") and seen["images"] == 150
+    assert out.startswith(f"http://127.0.0.1:{port}/ ")
+
+
+def test_a_port_in_use_is_one_line(written, in_process):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, err = in_process("view", written[0], "--no-open", "--port", port)
+        assert code == 2 and err.startswith(f"gaupipe: --port {port}: ") and err.count("\n") == 1
+    with bound(None) as one, bound(None) as two:  # the usual port, then any other
+        assert one.getsockname()[1] != two.getsockname()[1]
+
+
+def test_without_the_extra_it_says_what_to_install(written, in_process, monkeypatch):
+    monkeypatch.delitem(sys.modules, "stages.view.app")
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    monkeypatch.setitem(sys.modules, "starlette.applications", None)
+    code, _, err = in_process("view", written[0], "--no-open")
+    assert code == 2 and "pip install 'gaupipe[view]'" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--image", 150], "image 150: the store has 0 to 149"),
+        (["--html", "out.html"], "name its images with --image"),
+        (["--html", "out.txt", "--image", 1], "ends in .html"),
+        (["--html", "no/out.html", "--image", 1], "there is no folder no"),
+        (["--student", "standard"], "name the student's run with --run-dir"),
+        (["--run-dir", "no"], "not a run directory"),
+    ],
+)
+def test_mistakes_are_one_line(written, in_process, tmp_path, arguments, message):
+    code, out, err = in_process("view", written[0], "--no-open", *arguments, cwd=tmp_path)
+    assert code == 2 and message in err and err.count("\n") == 1 and not out
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_bundle_has_every_module_once():
+    names = {path.stem for path in page.STATIC.glob("*.js")}
+    assert set(page.MODULES) == names and len(page.MODULES) == len(names)
+    bundle = page.bundle()
+    assert not re.search(r"^(import|export)\b", bundle, re.MULTILINE)
+    declared = re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", bundle, re.MULTILINE)
+    assert len(declared) == len(set(declared)) > 30
+
+
+def test_the_pages_files_are_installed():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["stages.view"]
+    for path in page.STATIC.rglob("*"):
+        place = str(path.relative_to(page.STATIC.parent))
+        assert any(fnmatch(place, pattern) for pattern in patterns), place
+
+
+def test_an_image_of_a_large_store_is_read_alone(tmp_path):
+    """Looking at one image of many shards reads that image's shard, not the others."""
+    schema = make_schema(num_images=40)
+    url = tmp_path / "s.zarr"
+    write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
+    for name in ("labels", "image_crc32c"):  # what a gather would read whole
+        for path in (url / name / "c").rglob("*"):
+            if path.is_file() and path.relative_to(url / name / "c").parts[0] != "7":
+                path.unlink()
+    viewer = open_viewer(str(url), None)
+    assert len(viewer.image(15)) > 100
+    with pytest.raises(store.StoreError):
+        viewer.image(3)
+
+
+def test_a_run_that_cannot_be_written_is_looked_at(written, tmp_path):
+    (tmp_path / "file").write_text("")
+    gallery = Gallery(store.open(written[0]), tmp_path / "file" / "kept.npz")
+    gallery.read_all()
+    assert gallery.all is not None and not gallery.error
+    assert os.listdir(tmp_path) == ["file"]

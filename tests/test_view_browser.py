@@ -1,0 +1,490 @@
+"""`gaupipe view` as a browser shows it: Debian's chromium, driven by Playwright.
+
+Without a chromium on this machine the tests are skipped. Most of them share one page, on which each
+goes to an address of its own.
+"""
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import store
+from gaupipe import config
+from gaupipe.gaussians import expected_map
+from gaupipe.stored_maps import KINDS as stored_kinds
+from gaupipe.teacher import Decoder
+from stages import inspect_maps
+from stages.run import run as run_all
+from stages.run_directory import RunDirectory
+from stages.view.serve import open_viewer
+from test_store import make_arrays, make_schema, random_maps, write_store
+from test_view import serving
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright (test extra) is not installed"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine (apt-get install chromium)"
+)
+
+KINDS = {
+    "gaussian": dict(kind="gaussian"),
+    "embedding": dict(kind="embedding", embedding_dim=7),
+    "prior": dict(kind="prior"),
+    "topk": dict(kind="topk", k=3, encoding="uint8"),
+    "mixture": dict(kind="mixture", k=2),
+    "dense": dict(kind="dense"),
+    "dense-codes": dict(kind="dense", encoding="uint8"),
+}
+SETTINGS = [
+    "data.train_images=60",
+    "data.batch_size=20",
+    "phase_a.max_epochs=2",
+    "phase_a.stop_accuracy=1",
+    "phase_b.epochs=2",
+    "baseline.epochs=1",
+    "key_snapshots=3",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
+SNAPSHOTS = [0, 29, 59]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Page:
+    """One page of the browser at an address, with what its console complained about."""
+
+    def __init__(self, browser, address: str, **options) -> None:
+        self.address, self.complaints = address, []
+        self.page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
+        self.page.set_default_timeout(10_000)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", self._listen)
+
+    def _listen(self, message) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def open(self, state: str = "") -> None:
+        """Goes to a state as a link does, and waits until it is shown."""
+        self.page.goto("about:blank")
+        self.page.goto(f"{self.address}#{state}")
+        self.page.wait_for_selector("html[data-ready]")
+
+    def until(self, expression: str) -> None:
+        """Waits until an expression is true. Playwright's own way needs eval, which the page's
+        content security policy forbids."""
+        deadline = time.monotonic() + 10
+        while not self.page.evaluate(expression):
+            assert time.monotonic() < deadline, expression
+            self.page.wait_for_timeout(20)
+
+    def text(self, selector: str) -> str:
+        return self.page.locator(selector).inner_text()
+
+    def state(self) -> dict[str, str]:
+        return dict(pair.split("=") for pair in self.page.url.partition("#")[2].split("&"))
+
+    def saved(self, button: str) -> bytes:
+        """The file that a button saves."""
+        with self.page.expect_download() as download:
+            self.page.click(button)
+        return Path(download.value.path()).read_bytes()
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.page.keyboard.press(key)
+
+    def over(self, token: int, grid: tuple[int, int], act: str = "hover", pane: int = 0) -> None:
+        """Hovers or clicks a patch of the large picture."""
+        canvas = self.page.locator("#panes canvas").nth(pane)
+        box, (y, x) = canvas.bounding_box(), divmod(token, grid[1])
+        position = {
+            "x": (x + 0.5) * box["width"] / grid[1],
+            "y": (y + 0.5) * box["height"] / grid[0],
+        }
+        getattr(canvas, act)(position=position)
+
+
+def write_kind(folder: Path, name: str) -> str:
+    """A store of a kind with extreme numbers; its dataset is not there."""
+    schema = make_schema(grid=(4, 5), num_images=9, **KINDS[name])
+    arrays, draw = make_arrays(schema, 1), torch.Generator().manual_seed(0)
+    if name == "dense":
+        arrays["maps"] = random_maps(np.random.default_rng(0), arrays["maps"].shape)
+    for array in (arrays.get("gaussians"), arrays.get("mixtures", np.zeros(0))[..., 1:]):
+        if array is not None and array.size and schema.encoding == "float16":
+            array[0, 0, 0, :6].reshape(-1, 4)[:6] = [
+                [0, 0, 0, 0],
+                [-1, 1, 1e-4, 65504],
+                [30, -30, 2, 0.01],
+                [0.5, -0.5, 65504, 65504],
+                [1.2, 0.1, 1e-3, 0.3],
+                [-0.25, 0.6, 5e-2, 12],
+            ]
+    decoder = None
+    prior = torch.randn(2, 3, 20, 4, generator=draw).numpy()
+    if name == "prior":
+        decoder = {"prior": prior}
+    elif name == "embedding":
+        torch.manual_seed(0)
+        network = Decoder(2, 7, 6, prior[0].size)
+        decoder = {key: value.numpy() for key, value in network.state_dict().items()}
+        decoder["prior"] = prior
+    write_store(folder / f"{name}.zarr", schema, arrays, decoder=decoder)
+    return str(folder / f"{name}.zarr")
+
+
+def same(shown: dict, expected: dict) -> None:
+    """What the page saved is what inspect prints, numbers to 2e-6."""
+    assert list(shown) == list(expected)
+    for name, value in expected.items():
+        if name in ("map", "teacher", "gaussian") and value is not None:
+            np.testing.assert_allclose(shown[name], value, rtol=1e-5, atol=2e-6, err_msg=name)
+        elif name in ("kl", "probability") and value is not None:
+            assert shown[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        else:
+            assert shown[name] == value, name
+
+
+ALL_ROWS = """async () => {
+  const { unpack } = await import("/wire.js");
+  const { Maps } = await import("/rows.js");
+  const { header, arrays } = unpack(await (await fetch("/api/image/0")).arrayBuffer());
+  const maps = new Maps(header, arrays);
+  const rows = [];
+  for (let layer = 0; layer < maps.layers; layer++) {
+    for (let head = 0; head < maps.heads; head++) rows.push(Array.from(maps.map(layer, head)));
+  }
+  return rows;
+}"""
+
+
+def exact_rows(url: str) -> np.ndarray:
+    """[L, H, T, T] of image 0, all but whole maps computed in float64."""
+    maps = store.open(url)
+    kind, stored = maps.schema.kind, maps.gather(np.array([0]))
+    attention = stored_kinds[kind].reader(maps, torch.device("cpu"))(stored)
+    if kind == "mixture":
+        weights = attention.mixtures[0, ..., 0].double()
+        rows = expected_map(attention.mixtures[0, ..., 1:].double(), maps.schema.grid)
+        shares = weights / weights.sum(-1, keepdim=True)
+        return (shares.unsqueeze(-1) * rows).sum(-2).numpy()
+    if kind == "topk":
+        keys, weights = stored["keys"][0].astype(int), stored["weights"][0].astype(float)
+        rest = (1 - weights.sum(-1, keepdims=True)).clip(0) / (20 - keys.shape[-1])
+        rows = np.broadcast_to(rest, (*rest.shape[:-1], 20)).copy()
+        np.put_along_axis(rows, keys, weights, -1)
+        return rows / rows.sum(-1, keepdims=True)
+    if hasattr(attention, "gaussians"):
+        return expected_map(attention.gaussians[0].double(), maps.schema.grid).numpy()
+    return torch.cat([attention.map(layer) for layer in range(2)]).numpy()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_are_those_of_inspect(browser, tmp_path, name):
+    url = write_kind(tmp_path, name)
+    with serving(viewer := open_viewer(url, None)) as address:
+        viewer.start()
+        shown = Page(browser, address)
+        shown.open("image=0&layer=1&head=2&query=7")
+        rows = np.array(shown.page.evaluate(ALL_ROWS)).reshape(2, 3, 20, 20)
+        np.testing.assert_allclose(rows, exact_rows(url), rtol=0, atol=1e-7)
+        for layer in range(2):  # inspect computes in float32, wide Gaussians to 1e-4
+            expected = inspect_maps.stored_maps(url, 0, layer).maps.numpy()
+            narrow = (slice(None), slice(6, None)) if layer == 0 else slice(None)
+            np.testing.assert_allclose(rows[layer][narrow], expected[narrow], atol=2e-6)
+        np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
+        chosen = {"layer": 1, "head": "2", "query": "7"}
+        same(
+            json.loads(shown.saved("#json")),
+            inspect_maps.attention(0, url=url, **chosen),
+        )
+        if name == "mixture":
+            shown.open("image=5")
+            same(json.loads(shown.saved("#json")), inspect_maps.attention(5, url=url))
+        shown.page.wait_for_selector("text=does not say which images")
+        assert not shown.complaints
+        shown.page.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on the digits, with a teacher, its store, a student and snapshots."""
+    folder = tmp_path_factory.mktemp("browser") / "run"
+    run_all(config.load("digits", SETTINGS), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(browser, run):
+    """A page over the run, which tests may leave at any address."""
+    viewer = open_viewer(None, run)
+    with serving(viewer) as address:
+        viewer.start()
+        page = Page(browser, address)
+        page.open()
+        page.page.wait_for_selector("#thumbs img")
+        yield page
+        page.page.close()
+
+
+@pytest.fixture
+def page(shared):
+    shared.complaints.clear()
+    yield shared
+    assert not shared.complaints
+
+
+GRID = (4, 4)
+
+
+def test_gallery(page, run):
+    page.open()
+    maps = store.open(run / "maps.zarr").gather(np.arange(60))
+    logits, labels = maps["logits"].astype(float), maps["labels"]
+    wrong = np.flatnonzero(logits.argmax(-1) != labels)
+    thumbs = page.page.locator(".thumb")
+    assert thumbs.count() == 60 and page.text("#page-text").endswith("60 of 60")
+    assert page.page.locator(".thumb.wrong").count() == len(wrong)
+    page.page.select_option("#order", "wrong")
+    page.until(f"document.querySelector('.thumb').dataset.id == {first(logits, wrong)}")
+    page.page.select_option("#class", "3")
+    count = int((labels == 3).sum())
+    page.until(f"document.querySelectorAll('.thumb').length == {count}")
+    assert page.state()["order"] == "wrong" and page.state()["class"] == "3"
+    thumbs.nth(1).click()
+    chosen = thumbs.nth(1).get_attribute("data-id")
+    page.page.wait_for_selector(f"text=Image {chosen}: class 3")
+    assert thumbs.nth(1).get_attribute("aria-current") == "true"
+    assert f"Image {chosen}, class 3, predicted class" in thumbs.nth(1).get_attribute("aria-label")
+    page.press("n")
+    page.until("document.querySelectorAll('.thumb')[2].ariaCurrent == 'true'")
+    page.page.go_back()
+    page.page.wait_for_selector(f"h2:has-text('Image {chosen}:')")
+    page.page.fill("#go-to", "41")
+    page.page.press("#go-to", "Enter")
+    page.page.wait_for_selector("h2:has-text('Image 41:')")
+
+
+def first(logits: np.ndarray, among: np.ndarray) -> int:
+    probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    return int(among[probability[among].max(-1).argmax()])
+
+
+def test_hover_and_click(page, run):
+    page.open("image=3&layer=1&head=0")
+    label = page.page.locator("#panes canvas")
+    before = page.page.evaluate("document.querySelector('.cell canvas').toDataURL()")
+    page.over(6, GRID)
+    assert "6 (row 1, col 2)" in page.text("#facts") and "row 1, column 2" in label.get_attribute(
+        "aria-label"
+    )
+    assert page.page.evaluate("document.querySelector('.cell canvas').toDataURL()") != before
+    assert "query" not in page.state()  # hovering is not a choice
+    page.page.hover("h1")
+    assert "mean over all" in page.text("#facts")
+    page.over(6, GRID, "click")
+    page.page.hover("h1")
+    assert page.state()["query"] == "6"
+    seen = inspect_maps.attention(3, run_dir=run, layer=1, head="0", query="6")
+    same(json.loads(page.saved("#json")), seen)
+    mean_x = f"mean ({seen['gaussian'][0]:.3f}, {seen['gaussian'][1]:.3f})"
+    assert mean_x in page.text("#facts")
+    page.page.click("[data-direction=to]")
+    reversed_ = json.loads(page.saved("#json"))
+    columns = [
+        inspect_maps.attention(3, run_dir=run, layer=1, head="0", query=str(query))["map"]
+        for query in range(16)
+    ]
+    expected = np.array(columns).reshape(16, 16)[:, 6].reshape(GRID)
+    np.testing.assert_allclose(reversed_["map"], expected, atol=1e-7)
+    assert reversed_["direction"] == "to"
+
+
+def test_keyboard(page):
+    page.open("image=5&query=5")
+    page.press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft")
+    assert page.state()["query"] == "13"
+    page.press("]", ".")
+    assert (page.state()["layer"], page.state()["head"]) == ("1", "rollout")
+    page.press("m", ",", "t", "e", "+")
+    state = page.state()
+    assert state["head"] == "1" and state["direction"] == "to"
+    assert state["ellipse"] == "0" and state["opacity"] == "0.65"
+    page.press("Escape")
+    assert "query" not in page.state() and "direction" not in page.state()
+    page.press("?")
+    assert page.page.locator("#help").is_visible()
+    page.press("Escape")
+    page.page.locator(".cell[aria-pressed=true]").focus()
+    page.press("ArrowUp", "ArrowLeft")
+    assert page.page.evaluate("document.activeElement.ariaLabel").startswith("Block 0, head 0")
+    page.press("n", "n", "p")
+    page.page.wait_for_selector("h2:has-text('Image 6:')")
+
+
+def test_a_link_shows_the_same(page, browser):
+    page.open(
+        "image=29&layer=1&head=1&query=9&direction=to&student=standard&show=teacher&opacity=0.3"
+        "&scale=one&order=sure&class=2&epoch=0&theme=dark"
+    )
+    page.until("!document.getElementById('epochs-card').hidden")
+    other = Page(browser, page.address)
+    other.open(page.page.url.partition("#")[2])
+    for one in (page, other):
+        assert one.page.input_value("#order") == "sure" and one.page.input_value("#class") == "2"
+        assert one.page.evaluate("document.documentElement.dataset.theme") == "dark"
+        assert one.page.get_attribute("[data-show=teacher]", "aria-pressed") == "true"
+        assert one.page.is_checked("#scale") and one.page.input_value("#opacity") == "0.3"
+        assert "epoch 1 of 2" in one.text("#epoch-text")
+    pictures = [
+        one.page.evaluate("[...document.querySelectorAll('canvas')].map(c => c.toDataURL())")
+        for one in (page, other)
+    ]
+    assert pictures[0] == pictures[1] and len(pictures[0]) > 8
+    assert not other.complaints
+    other.page.close()
+    page.open("image=x&layer=99&head=-1&query=1e3&nonsense=1&student=nobody")  # what makes no sense
+    assert page.text("#title").startswith("Image 0:") and page.state()["layer"] == "1"
+
+
+def test_a_student_beside_the_teacher(page, run):
+    page.open("image=7&layer=1&head=0&query=4&student=standard")
+    assert page.page.locator("#panes canvas").count() == 2
+    chosen = {"layer": 1, "head": "0", "query": "4"}
+    seen = inspect_maps.attention(7, run_dir=run, student="standard", **chosen)
+    same(json.loads(page.saved("#json")), seen)
+    assert f"{seen['kl']:.4f} nats" in page.text("#facts")
+    of_head = inspect_maps.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
+    label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
+    assert label.endswith(f"KL {of_head:.3f}")
+    page.press("m", "Escape")
+    seen = inspect_maps.attention(7, run_dir=run, student="standard", layer=1)
+    same(json.loads(page.saved("#json")), seen)
+
+
+def test_numbers_of_heads_and_rollout(page, run):
+    page.open("image=7&layer=1&head=rollout&query=4")
+    maps = [inspect_maps.stored_maps(str(run / "maps.zarr"), 7, layer).maps for layer in (0, 1)]
+    half = [(each.mean(0) + torch.eye(16)) / 2 for each in maps]
+    expected = (half[1] @ half[0])[4].reshape(GRID)
+    shown = json.loads(page.saved("#json"))
+    np.testing.assert_allclose(shown["map"], expected, atol=1e-6)
+    entropy = -(maps[1] * maps[1].clamp_min(1e-38).log()).sum(-1).mean(-1)
+    y, x = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
+    places = torch.stack([y.flatten(), x.flatten()], dim=-1)
+    distance = (maps[1] * torch.cdist(places, places)).sum(-1).mean(-1)
+    for head in (0, 1):
+        label = page.page.get_attribute(f".cell[data-layer='1'][data-head='{head}']", "aria-label")
+        assert f"entropy {entropy[head]:.2f} nats" in label
+        assert f"distance {distance[head]:.2f} tokens" in label
+    assert page.page.locator("#charts svg").count() == 2
+
+
+def test_snapshots(page, run):
+    page.open(f"image={SNAPSHOTS[1]}")
+    page.page.wait_for_selector("text=epoch 2 of 2")
+    assert page.page.locator("#epoch-maps canvas").count() == 2
+    page.page.fill("#epoch", "0")
+    page.page.wait_for_selector("text=epoch 1 of 2")
+    assert page.state()["epoch"] == "0"
+    page.open("image=1")
+    page.page.wait_for_selector("text=were kept of the images")
+    page.page.click(f"#epoch-note button:has-text('{SNAPSHOTS[2]}')")
+    page.page.wait_for_selector(f"h2:has-text('Image {SNAPSHOTS[2]}:')")
+
+
+def test_png_and_pixels(page, run):
+    page.open("image=7&head=0&query=3")
+    png = page.saved("#png")
+    assert png.startswith(b"\x89PNG") and len(png) > 3000
+    pixels = page.page.evaluate(
+        """async (source) => {
+          const picture = await createImageBitmap(await (await fetch(source)).blob());
+          const canvas = new OffscreenCanvas(picture.width, picture.height);
+          canvas.getContext("2d").drawImage(picture, 0, 0);
+          const { data } = canvas.getContext("2d").getImageData(0, 0, 8, 8);
+          return [...data].filter((_, place) => place % 4 == 0);
+        }""",
+        page.page.get_attribute(".thumb[data-id='7'] img", "src"),
+    )
+    data = inspect_maps.images_of(store.open(run / "maps.zarr"))
+    assert pixels == data.train.image(7).flatten().tolist()
+
+
+def test_a_phone(browser, shared):
+    phone = Page(browser, shared.address, has_touch=True, is_mobile=True)
+    phone.page.set_viewport_size({"width": 390, "height": 844})
+    phone.open("image=7&student=standard")
+    wide = phone.page.evaluate("document.documentElement.scrollWidth")
+    assert wide == 390  # nothing to scroll sideways
+    phone.over(6, GRID, "tap")
+    assert phone.state()["query"] == "6" and not phone.complaints
+    phone.page.close()
+
+
+def test_a_page_without_a_server(browser, run, tmp_path, in_process):
+    out = tmp_path / "out.html"
+    command = ["view", "--run-dir", run, "--html", out, "--image", 3, "--image", 29]
+    assert in_process(*command, "--student", "standard")[:2] == (0, f"{out}\n")
+    page = Page(browser, out.as_uri())
+    requests = []
+    page.page.on("request", lambda request: requests.append(request.url))
+    page.open("image=29&layer=1&head=1&query=2")
+    assert page.page.locator(".thumb img").count() == 2
+    seen = inspect_maps.attention(29, run_dir=run, student="standard", layer=1, head="1", query="2")
+    same(json.loads(page.saved("#json")), seen)
+    page.page.wait_for_selector("text=epoch 2 of 2")
+    page.page.select_option("#student", "")
+    page.until("document.querySelectorAll('#panes canvas').length == 1")
+    page.press("p")
+    page.page.wait_for_selector("h2:has-text('Image 3:')")
+    assert all(url.startswith(("file:", "data:", "blob:", "about:")) for url in requests)
+    page.page.fill("#opacity", "1")
+    page.open("image=4")
+    assert "only the images 3, 29" in page.text("#error") and not page.complaints
+    page.page.close()
+
+
+def test_a_damaged_shard_is_named(browser, tmp_path):
+    schema = make_schema()
+    url = tmp_path / "s.zarr"
+    write_store(url, schema, make_arrays(schema), shard_bytes=8 * schema.bytes_per_image)
+    damaged = next((url / "gaussians" / "c" / "1").rglob("0"))
+    while damaged.is_dir():
+        damaged = next(damaged.iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    viewer = open_viewer(str(url), None)
+    viewer.start()
+    with serving(viewer) as address:
+        page = Page(browser, address)
+        page.open("image=9")
+        assert "shard 1 (images 8 to 15)" in page.text("#error")
+        assert not page.page.locator("#panes").is_visible()
+        page.press("n")  # the next image of a shard that is whole
+        page.page.fill("#go-to", "17")
+        page.page.press("#go-to", "Enter")
+        page.page.wait_for_selector("h2:has-text('Image 17:')")
+        page.until("document.getElementById('error').hidden")
+        assert page.page.locator("#panes").is_visible()
+        assert all("500" in complaint for complaint in page.complaints)
+        page.page.close()
+
+
+def test_the_student_of_the_run_is_offered(run):
+    assert open_viewer(str(run / "maps.zarr"), None).students == ["standard"]
+    assert RunDirectory(run).students() == ["standard"]
