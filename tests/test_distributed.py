@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch
 
 from gaupipe import config, distributed
 from gaupipe.errors import UserError
+from killing import kill_this_process, moment
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -119,13 +121,15 @@ def train(run_dir: Path, settings: config.Settings) -> None:
         run.run(settings, run_dir)
 
 
-def train_once_joined(run_dir: Path, settings: config.Settings, joined: Path) -> None:
-    """As :func:`train`, and says when the ranks have found each other."""
+def train_until_killed(run_dir: Path, settings: config.Settings, kill: tuple[int, float]) -> None:
+    """As :func:`train`; the last rank is killed at the given file operation and pause, once the
+    ranks have found each other: until then, the launcher would have to end the others."""
     from stages import run
 
     with distributed.world():
         distributed.gathered(None)
-        (joined / str(distributed.rank())).touch()
+        if distributed.rank() == distributed.size() - 1:
+            kill_this_process(run_dir, *kill)
         run.run(settings, run_dir)
 
 
@@ -275,23 +279,14 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     generator, killed, size, codes = random.Random(0), 0, 2, [1]
     while any(codes):
-        joined = tmp_path / f"joined{killed}"
-        joined.mkdir()
-        arguments = tmp_path / "killed", settings, joined
-        ranks = start(size, tmp_path / "words", train_once_joined, *arguments)
-        while len([*joined.iterdir()]) < size:  # until then, the launcher would have to end them
-            time.sleep(0.01)
-        ranks[-1].join(generator.uniform(0.4, 1.2) * (1 + 0.7 * killed))
-        if ranks[-1].exitcode is None:
-            ranks[-1].kill()
-            killed += 1
-        for process in ranks:
-            process.join(30)
-        codes = [process.exitcode for process in ranks]
+        arguments = tmp_path / "killed", settings, moment(generator, killed)
+        codes = in_world(size, tmp_path / "words", train_until_killed, *arguments)
         assert None not in codes, "a rank waited for one that was gone"
+        assert codes[-1] in (0, -signal.SIGKILL)
+        killed += any(codes)
         size = 3 - size  # two processes, then one, then two
         assert killed < 40, "no progress between kills"
-    assert killed >= 3, "the run was too short"
+    assert killed >= 4
     assert_close(results(tmp_path / "killed"), results(tmp_path / "unbroken"), 1e-5)
 
 

@@ -4,6 +4,7 @@ one."""
 import json
 import multiprocessing
 import random
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from gaupipe import config
 from gaupipe.errors import UserError
+from killing import kill_this_process, moment
 
 # a process that has imported torch once and is forked for every attempt
 FORKS = multiprocessing.get_context("forkserver")
@@ -38,18 +40,19 @@ CASES = {
 }
 
 
-def work(run_dir: Path, settings: config.Settings) -> None:
+def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None) -> None:
     from stages import run
 
+    if kill is not None:
+        kill_this_process(run_dir, *kill)
     run.run(settings, run_dir)
 
 
-def attempt(run_dir: Path, settings: config.Settings, seconds: float | None) -> int:
-    """Runs, or continues, in a process that is killed after ``seconds``; the exit code."""
-    process = FORKS.Process(target=work, args=(run_dir, settings))
+def attempt(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None) -> int:
+    """Runs, or continues, in a process that is killed at the given file operation and pause; the
+    exit code."""
+    process = FORKS.Process(target=work, args=(run_dir, settings, kill))
     process.start()
-    process.join(seconds)
-    process.kill()
     process.join()
     return process.exitcode
 
@@ -71,15 +74,11 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     assert attempt(tmp_path / "unbroken", settings, None) == 0
     killed = 0
     generator = random.Random(case)
-    # later and later, so that it is killed several times on a fast machine and gets somewhere on a
-    # slow one
-    while (
-        attempt(tmp_path / "killed", settings, generator.uniform(0.1, 0.5) * (1 + 0.4 * killed))
-        != 0
-    ):
+    while code := attempt(tmp_path / "killed", settings, moment(generator, killed)):
+        assert code == -signal.SIGKILL
         killed += 1
-        assert killed < 60, "no progress between kills"
-    assert killed >= 2, "the run was too short to be killed"
+        assert killed < 40, "no progress between kills"
+    assert killed >= 4
     unbroken = results(tmp_path / "unbroken")
     assert [len(rows) for rows in unbroken.values()] == [4, 4, 4]
     assert results(tmp_path / "killed") == unbroken
