@@ -7,14 +7,16 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import torch
 
 from gaupipe.errors import UserError
 
 SUMS = "SHA256SUMS"
 
 
-class HashedFile:
+class _HashedFile:
     """A file opened for writing that digests what is written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -29,6 +31,17 @@ class HashedFile:
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
+
+
+def save(state: Any, path: Path) -> str:
+    """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
+    :func:`flush` of the folder brings the name there."""
+    with path.open("wb") as file:
+        hashed = _HashedFile(file)
+        torch.save(state, hashed)  # type: ignore[arg-type]  # it asks for no more than write and flush
+        file.flush()
+        os.fsync(file.fileno())
+    return hashed.hexdigest()
 
 
 def sha256(path: Path) -> str:

@@ -7,7 +7,6 @@ Axis letters: N images, B images of a batch, P buckets.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,9 +73,7 @@ class BucketedState:
             for parameters in self.states[number].chunks():
                 digest.update(np.ascontiguousarray(parameters.numpy()).data)
             mine[number] = digest.hexdigest()
-        found = {
-            number: digest for part in distributed.gathered(mine) for number, digest in part.items()
-        }
+        found = distributed.united(mine)
         return [found[number] for number in sorted(found)]
 
     def release(self) -> None:
@@ -91,12 +88,7 @@ class BucketedState:
         written = {}
         for number, state in self.states.items():
             path = folder / f"rows.{epoch:04d}.{number:04d}.pt"
-            with path.open("wb") as file:
-                hashed = digests.HashedFile(file)
-                torch.save(state.state_dict(), hashed)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            written[path.name] = hashed.hexdigest()
+            written[path.name] = digests.save(state.state_dict(), path)
         digests.flush(folder)
         return distributed.united(written)
 

@@ -4,7 +4,6 @@ the network, scores."""
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -80,24 +79,17 @@ class TrainingState(Generic[Network]):
     def _write(self, folder: Path, per_image: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / "state.pt.partial"
-        with partial.open("wb") as file:
-            hashed = digests.HashedFile(file)
-            torch.save(
-                {
-                    "modules": self.modules.state_dict(),
-                    "optimizer": self.optimizer.state_dict(),
-                    "scaler": self.scaler.state_dict(),
-                    "ema": self.ema.state_dict() if self.ema else None,
-                    "rows": per_image,
-                    "metrics": self.metrics,
-                    "identity": self.identity,
-                    "finished": self.finished,
-                },
-                hashed,  # type: ignore[arg-type]  # torch asks it for no more than write and flush
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        digests.replace(partial, folder / "state.pt", hashed.hexdigest())
+        state = {
+            "modules": self.modules.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema.state_dict() if self.ema else None,
+            "rows": per_image,
+            "metrics": self.metrics,
+            "identity": self.identity,
+            "finished": self.finished,
+        }
+        digests.replace(partial, folder / "state.pt", digests.save(state, partial))
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
