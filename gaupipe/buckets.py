@@ -116,4 +116,5 @@ def check_buckets(images: int, count: int, batch_size: int) -> None:
 
 def too_many(images: int, count: int, batch_size: int) -> bool:
     """Whether some bucket has not two images for every batch; one bucket may."""
-    return count > 1 and Buckets(images, count).sizes().min() < 2 * -(-images // batch_size)
+    buckets = Buckets(images, count)
+    return count > 1 and buckets.sizes().min() < 2 * buckets.steps(batch_size)

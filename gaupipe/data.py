@@ -169,7 +169,7 @@ class Batches:
     @property
     def steps(self) -> int:
         """Batches in an epoch."""
-        return -(-len(self.split) // self.batch_size)
+        return self.buckets.steps(self.batch_size)
 
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
@@ -266,6 +266,18 @@ class Batches:
 
 def _as_is(batch: Any) -> Any:
     return batch
+
+
+def train_and_val(
+    data: ImageData, settings: DataSettings, device: torch.device
+) -> tuple[Batches, Batches]:
+    """What a ViT is trained on and scored on: batches of the training and of the validation
+    images, of the sizes that the settings say."""
+    sizes = {"workers": settings.workers, "buckets": settings.buckets or 1}
+    return (
+        Batches(data.train, data, device, settings.batch_size, **sizes),
+        Batches(data.val, data, device, settings.eval_batch_size, **sizes),
+    )
 
 
 @dataclass

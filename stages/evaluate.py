@@ -88,7 +88,7 @@ def run(
         return settings, student.to(select_device(settings)), named, data, maps
 
     settings, student, named, data, maps = distributed.main_first(load)
-    images, device = getattr(data, split), select_device(settings)
+    images, device = getattr(data, split), next(student.parameters()).device
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": named, "split": split, "images": len(images), **metrics(logits, labels)}
     scores |= beside_teacher(run, images, data, logits)
@@ -111,7 +111,7 @@ def beside_teacher(
         job = phase_a.load(run, data)
     except UserError:  # a folder that has moved, or weights that are no longer there
         job = None
-    if None in distributed.gathered(job and job.sha256()) or job is None:
+    if not all(distributed.gathered(job is not None)) or job is None:
         return {}
     teacher = job.teacher
     if not isinstance(teacher, VitTeacher) or not teacher.predicts:

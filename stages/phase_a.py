@@ -126,7 +126,7 @@ def run(
         return trained_teacher.run(settings, run, images, resume=resume)
     state = training_state(job)
     with run.locked():
-        distributed.on_main(lambda: start(run, settings, images, resume))
+        distributed.on_main(lambda: run.start(settings, images, resume))
         distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
         train(job, state, run.phase_a)
         written = distributed.agree(run.teacher_sha256.is_file())
@@ -134,13 +134,6 @@ def run(
             digest = teacher_sha256(replace(job, teacher=state.kept))
             distributed.on_main(lambda: write_whole(run.teacher_sha256, digest + "\n"))
     return state.metrics
-
-
-def start(run: RunDirectory, settings: Settings, data: ImageData, resume: bool) -> None:
-    """Writes the settings of a run, and which images it trains on."""
-    run.check_free(settings, resume)
-    run.start(settings)
-    data.write_split(run.path / "split.json")
 
 
 class TeacherLoss(nn.Module):
@@ -296,11 +289,10 @@ def build(
     device = select_device(settings)
     teacher = build_teacher(settings, data)
     per_image: ImageState | BucketedState | None = None
-    if not (with_images and settings.phase_a.per_image):
-        pass
-    elif settings.data.buckets is None:
+    learns_of_images = with_images and settings.phase_a.per_image
+    if learns_of_images and settings.data.buckets is None:
         per_image = build_per_image(settings, teacher, len(data.train), folder / "rows")
-    else:
+    elif learns_of_images:
         per_image = build_buckets(settings, teacher, len(data.train), folder / "rows", all_buckets)
     return PhaseA(settings, data, device, teacher.to(device), per_image)
 

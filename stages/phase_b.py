@@ -25,7 +25,7 @@ from gaupipe.augment import Augment, mixed_targets
 from gaupipe.buckets import check_buckets
 from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
-from gaupipe.data import Batch, Batches, ImageData, load_data
+from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
@@ -275,15 +275,11 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     """All epochs that are left, on L = alpha L_soft + beta L_hard + gamma L_feat
     (*GauTransformer, eq. 11*); without maps on the labels alone."""
     settings, phase, student, maps = job.settings, job.settings.phase_b, job.student, job.maps
-    sizes, data = settings.data, job.data
-    training, validation = (
-        Batches(split, data, job.device, size, sizes.workers, sizes.buckets or 1)
-        for split, size in ((data.train, sizes.batch_size), (data.val, sizes.eval_batch_size))
-    )
+    training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = StudentLosses(job)
     update = Update(state, training.steps)
-    projection = geometry.Geometry(data, job.device, settings.geometry_every)
+    projection = geometry.Geometry(job.data, job.device, settings.geometry_every)
     views = 1 if maps is None else maps.schema.views
     shuffled = settings.seed if phase.shuffle_maps else None
 

@@ -11,10 +11,14 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gaupipe import config, distributed
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
+
+if TYPE_CHECKING:
+    from gaupipe.data import ImageData
 
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
@@ -141,11 +145,14 @@ class RunDirectory:
                 "starts afresh"
             )
 
-    def start(self, settings: Settings) -> None:
-        """Makes the folder and writes the resolved settings, in one step."""
+    def start(self, settings: Settings, data: ImageData, resume: bool) -> None:
+        """Makes the folder and writes the resolved settings, in one step, and which images are in
+        each split. Raises UserError as :meth:`check_free` does."""
+        self.check_free(settings, resume)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
+        data.write_split(self.path / "split.json")
 
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave

@@ -19,7 +19,7 @@ from gaupipe import distributed
 from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, Settings, flatten
-from gaupipe.data import Batch, Batches, ImageData, Split
+from gaupipe.data import Batch, ImageData, Split, train_and_val
 from gaupipe.errors import UserError
 from gaupipe.losses import hard_loss
 from gaupipe.models import save_student
@@ -76,11 +76,6 @@ def run(
     job = distributed.main_first(lambda: check(settings, data))
     state = training_state(settings, data) if job is None else None
 
-    def start() -> None:
-        run.check_free(settings, resume)
-        run.start(settings)
-        data.write_split(run.path / "split.json")
-
     def finish(teacher: TrainedTeacher | None) -> None:
         if teacher is None:
             assert state is not None
@@ -89,7 +84,7 @@ def run(
             write_whole(run.teacher_sha256, teacher.sha256() + "\n")
 
     with run.locked():
-        distributed.on_main(start)
+        distributed.on_main(lambda: run.start(settings, data, resume))
         if job is not None:
             metrics = adopt(job, run.phase_a / "metrics.jsonl")
         else:
@@ -169,11 +164,7 @@ def train(
     """Epochs on the labels alone until the training accuracy reaches ``stop_accuracy`` or
     ``max_epochs`` are done."""
     phase, device = settings.phase_a, select_device(settings)
-    sizes = settings.data
-    training, validation = (
-        Batches(split, data, device, size, sizes.workers, sizes.buckets or 1)
-        for split, size in ((data.train, sizes.batch_size), (data.val, sizes.eval_batch_size))
-    )
+    training, validation = train_and_val(data, settings.data, device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = LabelLoss(settings, state.modules)
     update = Update(state, training.steps)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.errors import UserError
+from stages.run_directory import write_whole
 from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
@@ -62,9 +63,7 @@ def write_page(viewer: Viewer, path: Path, images: list[int], student: str | Non
         f'<script type="application/json" id="embedded">{text}</script>\n'
         f'<script type="module">\n{bundle()}</script>',
     )
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(html)
-    partial.replace(path)
+    write_whole(path, html)
 
 
 def bundle() -> str:
