@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -171,6 +172,11 @@ class Batches:
         """Batches in an epoch."""
         return self.buckets.steps(self.batch_size)
 
+    @cached_property
+    def batch_sizes(self) -> list[int]:
+        """Images in each whole batch of an epoch of training, over all ranks."""
+        return self.buckets.batch_sizes(self.batch_size)
+
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
         chosen = np.arange(len(self.split)) if image_ids is None else image_ids
@@ -207,8 +213,7 @@ class Batches:
         order = self.buckets.epoch(augment.seed, number, self.batch_size)
         self.order.batches = [np.concatenate([*parts.values()]) for parts in order]
         stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches)
-        of_world = self.buckets.batch_sizes(self.batch_size)
-        fetched = zip(self._fetched(), stored, order, of_world)  # noqa: B905
+        fetched = zip(self._fetched(), stored, order, self.batch_sizes)  # noqa: B905
         for (images, labels, ids), found, parts, whole in fetched:
             drawn = number if view is None else view
             views, geometry = augment(images.to(self.device), ids, drawn)
@@ -273,7 +278,7 @@ def train_and_val(
 ) -> tuple[Batches, Batches]:
     """What a ViT is trained on and scored on: batches of the training and of the validation
     images, of the sizes that the settings say."""
-    sizes = {"workers": settings.workers, "buckets": settings.buckets or 1}
+    sizes = {"workers": settings.workers, "buckets": settings.num_buckets}
     return (
         Batches(data.train, data, device, settings.batch_size, **sizes),
         Batches(data.val, data, device, settings.eval_batch_size, **sizes),

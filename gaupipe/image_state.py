@@ -181,6 +181,15 @@ class ImageState:
         self.initial.copy_(state["start"]["row"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
 
+    def save(self, folder: Path, epoch: int) -> dict[str, Any]:
+        """What a checkpoint in ``folder`` after an epoch holds of the parameters:
+        :meth:`state_dict`, beside which nothing is written."""
+        return self.state_dict()
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Goes back to what :meth:`save` returned, as :meth:`load_state_dict` does."""
+        self.load_state_dict(saved)
+
     def release(self) -> None:
         """Deletes superseded records once training is over: half of what the files take."""
         self._records.release(self.steps > 0)

@@ -66,15 +66,9 @@ class TrainingState(Generic[Network]):
         """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
         the old one or the new one, never a part. Rank 0 writes it once the per-image parameters of
         all ranks are on the disk."""
-        per_image: dict[str, Any] | None = None
-        if isinstance(self.per_image, BucketedState):
-            per_image = {"buckets": self.per_image.save(folder, len(self.metrics))}
-        elif self.per_image:
-            per_image = self.per_image.state_dict()
+        epoch = len(self.metrics)
+        per_image = None if self.per_image is None else self.per_image.save(folder, epoch)
         distributed.on_main(lambda: self._write(folder, per_image))
-        if isinstance(self.per_image, BucketedState) and per_image:
-            files = per_image["buckets"]
-            distributed.on_main(lambda: remove_superseded(folder, files))
 
     def _write(self, folder: Path, per_image: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +84,7 @@ class TrainingState(Generic[Network]):
             "finished": self.finished,
         }
         digests.replace(partial, folder / "state.pt", digests.save(state, partial))
+        remove_superseded(folder, len(self.metrics))
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
@@ -138,10 +133,8 @@ class TrainingState(Generic[Network]):
         self.scaler.load_state_dict(state["scaler"])
         if self.ema:
             self.ema.load_state_dict(state["ema"])
-        if isinstance(self.per_image, BucketedState):
-            self.per_image.load(folder, state["rows"]["buckets"])
-        elif self.per_image:
-            self.per_image.load_state_dict(state["rows"])
+        if self.per_image is not None:
+            self.per_image.load(folder, state["rows"])
         self.metrics, self.finished = state["metrics"], state["finished"]
 
 

@@ -110,7 +110,7 @@ def run(
         asked = run.settled(settings)
         run.check_free(asked, resume)
         images = data or load_data(asked.data)
-        check_buckets(len(images.train), asked.data.buckets or 1, asked.data.batch_size)
+        check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
         teacher = build_teacher(asked, images)
