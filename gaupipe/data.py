@@ -301,6 +301,17 @@ class ImageData:
     sha256: str
     """Names the training images, their order and labels: what stored maps belong to."""
 
+    @property
+    def data_config(self) -> dict[str, Any]:
+        """How images become what a model trained on these sees, as timm names it."""
+        return {
+            "mean": self.mean,
+            "std": self.std,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+            "crop_mode": "center",
+        }
+
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split."""
         splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})

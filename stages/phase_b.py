@@ -261,7 +261,7 @@ def train_student(
 
     def finish() -> None:
         geometry.draw(state.metrics, folder)
-        save_student(state.kept, folder / "student", mean=job.data.mean, std=job.data.std)
+        save_student(state.kept, folder / "student", **job.data.data_config)
 
     with locked(folder, "student"):
         distributed.main_first(lambda: state.load(checkpoint))

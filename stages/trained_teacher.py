@@ -104,7 +104,7 @@ def keep(
     try:
         return build(settings, data, folder)
     except UserError:
-        save_student(vit, folder, mean=data.mean, std=data.std)
+        save_student(vit, folder, **data.data_config)
         return build(settings, data, folder)
 
 
