@@ -1,7 +1,9 @@
-"""Ends a process with SIGKILL at a moment that is counted in file operations, not in seconds, so
-that a fast machine and a slow one meet the same kills."""
+"""Processes of their own for tests: forked from one that has imported torch, and killed at a moment
+that is counted in file operations, not in seconds, so that a fast machine and a slow one meet the
+same kills."""
 
 import itertools
+import multiprocessing
 import os
 import random
 import signal
@@ -9,7 +11,28 @@ import sys
 import threading
 from pathlib import Path
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    [
+        "stages.run",
+        "stages.evaluate",
+        "sklearn.datasets",
+        "sklearn.model_selection",
+        "torch.nn.parallel",
+        "torch._dynamo",
+    ]
+)
+
 EVENTS = ("open", "os.rename", "os.remove", "os.mkdir")
+
+
+def exit_code(work, *arguments) -> int:
+    """Of a process that calls ``work``, a function of a module; minus its signal if it is
+    killed."""
+    process = FORKS.Process(target=work, args=arguments)
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def kill_this_process(folder: Path, operations: int, pause: float) -> None:
@@ -29,4 +52,4 @@ def kill_this_process(folder: Path, operations: int, pause: float) -> None:
 def moment(generator: random.Random, kills: int) -> tuple[int, float]:
     """When to kill a run that was killed ``kills`` times before: later and later, so that it gets
     somewhere; in every second case not at the operation itself but a little after."""
-    return generator.randint(1, 20 + 10 * kills), generator.choice([0.0, generator.uniform(0, 0.1)])
+    return generator.randint(1, 20 + 20 * kills), generator.choice([0.0, generator.uniform(0, 0.1)])
