@@ -11,6 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+from store.files import Files
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
@@ -47,6 +49,19 @@ def kill_this_process(folder: Path, operations: int, pause: float) -> None:
             kill.start() if pause else kill.function(*kill.args)
 
     sys.addaudithook(hook)
+
+
+def kill_in_write(number: int) -> None:
+    """Kills this process in the midst of that write to a store, 0 being the first."""
+    write_all, begun = Files.write_all, itertools.count()
+
+    def write_or_die(files: Files, contents: dict[str, bytes]) -> None:
+        if next(begun) == number:
+            _under_way = [files._kvstore.write(key, data) for key, data in contents.items()]
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_all(files, contents)
+
+    Files.write_all = write_or_die
 
 
 def moment(generator: random.Random, kills: int) -> tuple[int, float]:

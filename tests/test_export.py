@@ -1,7 +1,6 @@
 """Export, verify and repair as a user meets them: interrupted, damaged, and compared with the
 teacher."""
 
-import itertools
 import json
 import os
 import shutil
@@ -14,10 +13,9 @@ import torch
 
 import store
 from gaupipe.stored_maps import KINDS
-from processes import exit_code
+from processes import exit_code, kill_in_write
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
-from store.files import Files
 
 SETTINGS = [
     "data.train_images=200",
@@ -80,15 +78,8 @@ def shard_files(folder: Path) -> list[str]:
 def export(run: Path, fatal: int | None = None) -> None:
     """An export. With ``fatal`` its process is killed in the midst of this write, 0 being the
     first, or at the end where there are no more writes than that."""
-    write_all, begun = Files.write_all, itertools.count()
-
-    def write_or_die(files: Files, contents: dict[str, bytes]) -> None:
-        if next(begun) == fatal:
-            _under_way = [files._kvstore.write(key, data) for key, data in contents.items()]
-            os.kill(os.getpid(), signal.SIGKILL)
-        write_all(files, contents)
-
-    Files.write_all = write_or_die
+    if fatal is not None:
+        kill_in_write(fatal)
     export_maps.run(run, shard_mb=SHARD_MB)
     if fatal is not None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -24,7 +23,7 @@ from gaupipe.errors import UserError
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.stored_maps import KINDS
 from gaupipe.training import TrainingState
-from processes import exit_code, kill_this_process, moment
+from processes import exit_code, kill_in_write
 from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b, resources
 from stages.run import run as run_all
 from stages.run_directory import RunDirectory
@@ -476,8 +475,8 @@ def test_without_predictions_soft_labels_are_refused(run, tmp_path):
         phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
 
 
-def export(run: Path, kill: tuple[int, float]) -> None:
-    kill_this_process(run / "maps.zarr", *kill)
+def export(run: Path, fatal: int) -> None:
+    kill_in_write(fatal)
     export_maps.run(run, "topk", k=4, shard_mb=0.01, force=True)
 
 
@@ -486,9 +485,9 @@ def test_a_killed_export_goes_on_byte_for_byte(run, tmp_path):
     export_maps.run(whole, "topk", k=4, shard_mb=0.01)
     finished = set((whole / "maps.zarr" / "shard_sha256").rglob("[0-9]*"))
     assert len(finished) > 5
-    generator = random.Random(0)
-    for killed in range(3):
-        assert exit_code(export, run, moment(generator, killed)) == -signal.SIGKILL
+    draw = np.random.default_rng()
+    for fatal in (0, *draw.integers(3, 6, 2)):  # three writes a shard
+        assert exit_code(export, run, int(fatal)) == -signal.SIGKILL
     export_maps.ensure(run, export=ExportSettings(kind="topk", k=4, encoding="uint8"))
     files = [path for path in (whole / "maps.zarr").rglob("*") if path.is_file()]
     for path in files:
