@@ -3,7 +3,6 @@ same bytes in the store, one message for a mistake, and a run that survives the 
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -18,12 +17,7 @@ import torch
 
 from gaupipe import config, distributed
 from gaupipe.errors import UserError
-from killing import kill_this_process, moment
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["stages.run", "stages.evaluate", "torch.nn.parallel", "sklearn.datasets", "torch._dynamo"]
-)
+from processes import FORKS, kill_this_process, moment
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 

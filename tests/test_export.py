@@ -1,9 +1,7 @@
 """Export, verify and repair as a user meets them: interrupted, damaged, and compared with the
 teacher."""
 
-import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -15,9 +13,9 @@ import torch
 
 import store
 from gaupipe.stored_maps import KINDS
+from processes import exit_code, kill_in_write
 from stages import export_maps, phase_a
 from stages.run_directory import RunDirectory
-from store.files import Files
 
 SETTINGS = [
     "data.train_images=200",
@@ -77,33 +75,14 @@ def shard_files(folder: Path) -> list[str]:
     )
 
 
-def export(run: str, fatal: int | None = None) -> None:
+def export(run: Path, fatal: int | None = None) -> None:
     """An export. With ``fatal`` its process is killed in the midst of this write, 0 being the
     first, or at the end where there are no more writes than that."""
-    write_all, begun = Files.write_all, itertools.count()
-
-    def write_or_die(files: Files, contents: dict[str, bytes]) -> None:
-        if next(begun) == fatal:
-            _under_way = [files._kvstore.write(key, data) for key, data in contents.items()]
-            os.kill(os.getpid(), signal.SIGKILL)
-        write_all(files, contents)
-
-    Files.write_all = write_or_die
-    export_maps.run(Path(run), shard_mb=SHARD_MB)
+    if fatal is not None:
+        kill_in_write(fatal)
+    export_maps.run(run, shard_mb=SHARD_MB)
     if fatal is not None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exit_code(run: Path, fatal: int | None = None) -> int:
-    """Of a process that runs :func:`export`."""
-    processes = multiprocessing.get_context("forkserver")  # it imports torch once and is forked
-    processes.set_forkserver_preload(
-        ["stages.export_maps", "sklearn.datasets", "sklearn.model_selection"]
-    )
-    process = processes.Process(target=export, args=(str(run), fatal))
-    process.start()
-    process.join()
-    return process.exitcode
 
 
 @pytest.fixture
@@ -121,7 +100,7 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
     # two writes make the store and three each of its 19 shards, of which at most four are under
     # way: the third process finishes a shard, and all of them together leave some
     for fatal in (0, 1, draw.integers(15, 19), *draw.integers(0, 6, 3)):
-        assert exit_code(unexported, int(fatal)) == -signal.SIGKILL
+        assert exit_code(export, unexported, int(fatal)) == -signal.SIGKILL
         now = changes(maps)
         assert all(now[name] == written for name, written in kept.items())
         with pytest.raises(store.StoreError):
@@ -134,7 +113,7 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
                 if int(name.split("/")[2]) not in pending
             }
     assert pending and kept
-    assert exit_code(unexported) == 0
+    assert exit_code(export, unexported) == 0
     now = changes(maps)
     assert all(now[name] == written for name, written in kept.items())
     assert contents(maps) == whole
@@ -144,13 +123,13 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
 def test_an_export_killed_in_or_after_its_last_write(trained, unexported, after):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
     last = 2 + 3 * 19
-    assert exit_code(unexported, last + after) == -signal.SIGKILL
+    assert exit_code(export, unexported, last + after) == -signal.SIGKILL
     assert store.join(maps).pending() == []
     if contents(maps) != whole:  # killed before the last byte
         assert not after
         with pytest.raises(store.StoreError):
             store.open(maps)
-        assert exit_code(unexported) == 0
+        assert exit_code(export, unexported) == 0
     assert contents(maps) == whole and store.open(maps).complete
 
 

@@ -3,15 +3,14 @@ continued."""
 
 import os
 import signal
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState, record_words
+from processes import exit_code, kill_this_process
 
 PLACES = ["memory", "files"]
 
@@ -275,63 +274,31 @@ def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
     assert (states[0].parameters().abs() / lr).mean() > 10
 
 
-TRAIN_AND_SAVE = """
-import sys; sys.path[:0] = {path!r}
-import torch
-from pathlib import Path
-from gaupipe.image_state import ImageState
-from tests.test_image_state import train
-
-folder = Path(sys.argv[1])
-state = ImageState(64, torch.zeros(2000), lr=0.1, folder=folder / "rows")
-checkpoint, epoch = folder / "checkpoint.pt", 0
-if checkpoint.exists():
-    epoch, saved = torch.load(checkpoint, weights_only=True).values()
-    state.load_state_dict(saved)
-while epoch < {epochs}:
-    train(state, 1, epoch, batch_size=4)
-    epoch += 1
-    torch.save({{"epoch": epoch, "state": state.state_dict()}}, folder / "partial.pt")
-    (folder / "partial.pt").replace(checkpoint)
-torch.save(state.parameters(), folder / "parameters.pt")
-print("finished", flush=True)
-"""
+EPOCHS = 40
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs kill -9")
-def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path):
-    epochs, root = 40, os.path.dirname(os.path.dirname(__file__))
+def train_and_save(folder: Path, kill: tuple[int, float] | None = None) -> None:
+    if kill is not None:
+        kill_this_process(folder, *kill)
+    state = ImageState(64, torch.zeros(2000), lr=0.1, folder=folder / "rows")
+    checkpoint, epoch = folder / "checkpoint.pt", 0
+    if checkpoint.exists():
+        epoch, saved = torch.load(checkpoint, weights_only=True).values()
+        state.load_state_dict(saved)
+    while epoch < EPOCHS:
+        train(state, 1, epoch, batch_size=4)
+        epoch += 1
+        torch.save({"epoch": epoch, "state": state.state_dict()}, folder / "partial.pt")
+        (folder / "partial.pt").replace(checkpoint)
+    torch.save(state.parameters(), folder / "parameters.pt")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.002, 0.01, 0.03])
+def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path, pause):
     unbroken = ImageState(64, torch.zeros(2000), lr=0.1)
-    train(unbroken, epochs, batch_size=4)
-    command = [
-        sys.executable,
-        "-c",
-        TRAIN_AND_SAVE.format(path=[root], epochs=epochs),
-        str(tmp_path),
-    ]
-    delays = iter(torch.rand(2, generator=torch.Generator().manual_seed(0)).tolist())
-    kills = 0
-    for _ in range(10):
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        delay = next(delays, None)
-        if delay is not None:
-            start = epoch_of(tmp_path)
-            while epoch_of(tmp_path) == start and process.poll() is None:  # it has begun to train
-                time.sleep(0.002)
-            time.sleep(0.2 * delay)
-            process.kill()
-        kills += process.wait() == -signal.SIGKILL
-        if (tmp_path / "parameters.pt").exists():
-            break
-    assert kills >= 1
-    assert torch.equal(
-        torch.load(tmp_path / "parameters.pt", weights_only=True), unbroken.parameters()
-    )
-
-
-def epoch_of(folder):
-    """Changes whenever there is a new checkpoint."""
-    path = folder / "checkpoint.pt"
-    return path.stat().st_mtime_ns if path.exists() else None
+    train(unbroken, EPOCHS, batch_size=4)
+    for operations in (7, 19):
+        assert exit_code(train_and_save, tmp_path, (operations, pause)) == -signal.SIGKILL
+    assert exit_code(train_and_save, tmp_path) == 0
+    parameters = torch.load(tmp_path / "parameters.pt", weights_only=True)
+    assert torch.equal(parameters, unbroken.parameters())

@@ -2,7 +2,6 @@
 one."""
 
 import json
-import multiprocessing
 import random
 import signal
 from pathlib import Path
@@ -12,13 +11,7 @@ import torch
 
 from gaupipe import config
 from gaupipe.errors import UserError
-from killing import kill_this_process, moment
-
-# a process that has imported torch once and is forked for every attempt
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["stages.run", "sklearn.datasets", "sklearn.model_selection", "torch._dynamo"]
-)
+from processes import exit_code, kill_this_process, moment
 
 TINY = [
     "data.train_images=300",
@@ -40,21 +33,13 @@ CASES = {
 }
 
 
-def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None) -> None:
+def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None = None) -> None:
+    """Runs, or continues; is killed at the given file operation and pause."""
     from stages import run
 
     if kill is not None:
         kill_this_process(run_dir, *kill)
     run.run(settings, run_dir)
-
-
-def attempt(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | None) -> int:
-    """Runs, or continues, in a process that is killed at the given file operation and pause; the
-    exit code."""
-    process = FORKS.Process(target=work, args=(run_dir, settings, kill))
-    process.start()
-    process.join()
-    return process.exitcode
 
 
 def results(run_dir: Path) -> dict[str, list[dict]]:
@@ -71,10 +56,10 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     settings = config.load("digits", [*TINY, *CASES[case]])
-    assert attempt(tmp_path / "unbroken", settings, None) == 0
+    assert exit_code(work, tmp_path / "unbroken", settings) == 0
     killed = 0
     generator = random.Random(case)
-    while code := attempt(tmp_path / "killed", settings, moment(generator, killed)):
+    while code := exit_code(work, tmp_path / "killed", settings, moment(generator, killed)):
         assert code == -signal.SIGKILL
         killed += 1
         assert killed < 40, "no progress between kills"
@@ -96,7 +81,7 @@ def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
         settings = config.load(
             "digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.enabled=false"]
         )
-        assert attempt(tmp_path / name, settings, None) == 0
+        assert exit_code(work, tmp_path / name, settings) == 0
     assert (
         list((tmp_path / "files" / "phase_a" / "rows").iterdir())
         and not (tmp_path / "memory/phase_a/rows").exists()

@@ -1,16 +1,17 @@
 """A run directory: found again without being named, several students of one teacher, one process
 at a time."""
 
+import contextlib
 import json
 import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from gaupipe import config
 from gaupipe.errors import UserError
+from processes import FORKS
 from stages import evaluate, export_maps, phase_a, phase_b
 from stages.run_directory import RunDirectory, last_used, locked
 
@@ -135,26 +136,25 @@ def test_a_student_that_is_not_there_is_named_with_those_that_are(made):
         evaluate.load_student(made, "nobody")
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from stages.run_directory import locked
-with locked(Path(sys.argv[1]), "run", shared=len(sys.argv) > 2):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
+def lock_until(end, folder: Path, shared: bool) -> None:
+    """Locks a folder until something comes through the connection."""
+    with locked(folder, "run", shared=shared):
+        end.send("held")
+        end.recv()
 
 
-def hold(folder, *shared) -> subprocess.Popen:
-    """A process that holds the lock of a folder until its standard input ends."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), *shared],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert process.stdout.readline() == "held\n"
-    return process
+@contextlib.contextmanager
+def hold(folder: Path, shared: bool = False):
+    """A process that holds the lock of a folder, killed at the end."""
+    here, there = FORKS.Pipe()
+    process = FORKS.Process(target=lock_until, args=(there, folder, shared))
+    process.start()
+    assert here.recv() == "held"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_run_that_another_process_uses_is_left_alone(made, in_process):
@@ -169,7 +169,6 @@ def test_a_run_that_another_process_uses_is_left_alone(made, in_process):
             assert code == 2 and re.fullmatch(
                 rf"gaupipe: .*another process \(pid {other.pid}\) is using this run.*\n", err
             )
-        other.kill()
     assert not (made / "phase_b" / "late").exists()
     with locked(made, "run"):  # the killed process has let go
         pass
@@ -177,7 +176,7 @@ def test_a_run_that_another_process_uses_is_left_alone(made, in_process):
 
 def test_students_may_be_trained_at_once_but_not_the_same_one(made, in_process):
     phase_b.run(made, "belief", resume=True)
-    with hold(made, "shared") as run, hold(made / "phase_b" / "belief") as student:
+    with hold(made, shared=True), hold(made / "phase_b" / "belief") as student:
         assert (
             in_process("phase-b", "--run-dir", made, "--student", "standard", "--name", "beside")[0]
             == 0
@@ -185,8 +184,6 @@ def test_students_may_be_trained_at_once_but_not_the_same_one(made, in_process):
         code, _, err = in_process("phase-b", "--run-dir", made, "--student", "belief", "--resume")
         assert code == 2 and f"(pid {student.pid}) is using this student" in err
         assert in_process("export-maps", "--run-dir", made, "--overwrite")[0] == 2
-        run.kill()
-        student.kill()
 
 
 @pytest.mark.parametrize(

@@ -1,47 +1,34 @@
 """Writers that are killed and continued, and several that write one store at once."""
 
-import json
+import os
 import random
-import subprocess
-import sys
-import time
+import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 import store
+from processes import FORKS, exit_code
 from test_store import make_arrays, make_schema, write_store
-
-SCRIPT = """
-import json
-import sys
-import store
-from test_store import make_arrays, make_schema
-
-url, rank, world = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-schema = make_schema(num_images=60, **json.loads(sys.argv[4]))
-arrays = make_arrays(schema)
-writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
-print("started", flush=True)
-for shard in writer.shards[rank::world]:
-    if shard in writer.pending():
-        part = slice(shard.start, shard.stop)
-        writer.write(shard, {name: values[part] for name, values in arrays.items()})
-if not writer.pending():
-    writer.finish()
-"""
-
 
 KINDS = {"gaussian": {}, "topk": dict(kind="topk", k=3, encoding="uint8")}
 
 
-def start(url: Path, kind: str, rank: int = 0, world: int = 1) -> subprocess.Popen:
-    arguments = [str(url), str(rank), str(world), json.dumps(KINDS[kind])]
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        cwd=Path(__file__).parent,
-        stdout=subprocess.PIPE,
-    )
+def write(url: Path, kind: str, rank: int = 0, world: int = 1, kill: tuple | None = None) -> None:
+    """Writes the shards of a rank. ``kill`` is (a number of shards, how many seconds after them
+    this process is killed)."""
+    schema = make_schema(num_images=60, **KINDS[kind])
+    arrays = make_arrays(schema)
+    writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
+    pending = [shard for shard in writer.shards[rank::world] if shard in writer.pending()]
+    for number, shard in enumerate(pending):
+        if kill is not None and number == kill[0]:
+            threading.Timer(kill[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
+        part = slice(shard.start, shard.stop)
+        writer.write(shard, {name: values[part] for name, values in arrays.items()})
+    if not writer.pending():
+        writer.finish()
 
 
 def contents(url: Path) -> dict[str, bytes]:
@@ -65,29 +52,19 @@ def whole(tmp_path_factory, kind):
 
 
 def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, kind, whole):
-    url, kills, draw = tmp_path / "s", 0, random.Random()
-    while kills < 5:
-        process = start(url, kind)
-        process.stdout.readline()
-        time.sleep(
-            draw.uniform(0, 0.02 * (kills + 1))
-        )  # the first kill comes early, on a fast machine too
-        process.kill()
-        kills += process.wait() < 0
+    url, draw = tmp_path / "s", random.Random()
+    for shards in (0, 1, 3, 7):  # of 30
+        kill = shards, draw.uniform(0, 0.005)
+        assert exit_code(write, url, kind, 0, 1, kill) == -signal.SIGKILL
         finished = {path: path.stat().st_mtime_ns for path in url.glob("shard_sha256/c/*/0/0")}
-        if (
-            process.returncode == 0 or contents(url) == whole
-        ):  # it was done, or the kill came after its last byte
-            break
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(url)
         assert {p.what for p in store.verify(url)} <= {
             f"{url}: the store is incomplete",
             "not written yet, or the record of it is damaged",
         }
-    assert kills >= 1
-    process = start(url, kind)
-    assert process.wait() == 0
+    assert finished
+    assert exit_code(write, url, kind) == 0
     assert all(
         path.stat().st_mtime_ns == written for path, written in finished.items()
     )  # kept, not written again
@@ -96,7 +73,11 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, kind, whole):
 
 def test_four_processes_write_one_store(tmp_path, kind, whole):
     url = tmp_path / "s"
-    processes = [start(url, kind, rank, 4) for rank in range(4)]
-    assert [process.wait() for process in processes] == [0, 0, 0, 0]
+    processes = [FORKS.Process(target=write, args=(url, kind, rank, 4)) for rank in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert contents(url) == whole and store.verify(url) == []
     assert store.open(url).complete

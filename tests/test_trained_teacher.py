@@ -5,9 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +22,8 @@ from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.stored_maps import KINDS
+from gaupipe.training import TrainingState
+from processes import exit_code, kill_in_write
 from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b, resources
 from stages.run import run as run_all
 from stages.run_directory import RunDirectory
@@ -476,12 +475,9 @@ def test_without_predictions_soft_labels_are_refused(run, tmp_path):
         phase_b.run(tmp_path / "next", overrides=["phase_b.alpha=0.1"], name="soft")
 
 
-EXPORT = """
-import sys
-from pathlib import Path
-from stages import export_maps
-export_maps.run(Path(sys.argv[1]), "topk", k=4, shard_mb=0.01, force=True)
-"""
+def export(run: Path, fatal: int) -> None:
+    kill_in_write(fatal)
+    export_maps.run(run, "topk", k=4, shard_mb=0.01, force=True)
 
 
 def test_a_killed_export_goes_on_byte_for_byte(run, tmp_path):
@@ -490,14 +486,8 @@ def test_a_killed_export_goes_on_byte_for_byte(run, tmp_path):
     finished = set((whole / "maps.zarr" / "shard_sha256").rglob("[0-9]*"))
     assert len(finished) > 5
     draw = np.random.default_rng()
-    records = run / "maps.zarr" / "shard_sha256" / "c"
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", EXPORT, run], stderr=subprocess.DEVNULL)
-        wanted = len(list(records.glob("*"))) + int(draw.integers(1, 4))
-        while process.poll() is None and len(list(records.glob("*"))) < wanted:
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    for fatal in (0, *draw.integers(3, 6, 2)):  # three writes a shard
+        assert exit_code(export, run, int(fatal)) == -signal.SIGKILL
     export_maps.ensure(run, export=ExportSettings(kind="topk", k=4, encoding="uint8"))
     files = [path for path in (whole / "maps.zarr").rglob("*") if path.is_file()]
     for path in files:
@@ -506,20 +496,22 @@ def test_a_killed_export_goes_on_byte_for_byte(run, tmp_path):
     assert len(files) == sum(path.is_file() for path in (run / "maps.zarr").rglob("*"))
 
 
+def train_one_epoch(settings: config.Settings, run: Path) -> None:
+    save = TrainingState.save
+
+    def save_and_stop(state: TrainingState, folder: Path) -> None:
+        save(state, folder)
+        os._exit(9)
+
+    TrainingState.save = save_and_stop
+    phase_a.run(settings, run, resume=True)
+
+
 def test_phase_a_killed_is_continued(tmp_path):
     """A teacher that is stopped after an epoch and continued is the one of an unbroken run."""
     settings = settings_with("phase_a.max_epochs=3")
     phase_a.run(settings, tmp_path / "whole")
-    script = (
-        "import sys, os\nfrom pathlib import Path\nfrom gaupipe import config, training\n"
-        "from stages import phase_a\nsave = training.TrainingState.save\n"
-        "def stop(self, folder):\n    save(self, folder)\n    os._exit(9)\n"
-        "training.TrainingState.save = stop\n"
-        "phase_a.run(config.load(sys.argv[1]), Path(sys.argv[2]), resume=True)\n"
-    )
-    (tmp_path / "c.yaml").write_text(config.dump(settings))
-    arguments = [sys.executable, "-c", script, tmp_path / "c.yaml", tmp_path / "cut"]
-    assert subprocess.run(arguments, stderr=subprocess.DEVNULL, env=os.environ).returncode == 9
+    assert exit_code(train_one_epoch, settings, tmp_path / "cut") == 9
     with pytest.raises(UserError, match="phase A has not finished"):
         export_maps.run(tmp_path / "cut")
     phase_a.run(settings, tmp_path / "cut", resume=True)
