@@ -23,7 +23,7 @@ from gaupipe.errors import UserError, mistake_of
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
 
-IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "evaluate")
+IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun or srun, share."""
 
 app = typer.Typer(
@@ -75,6 +75,14 @@ StudentName = Annotated[
         metavar="NAME",
         help="The student: its attention, or the --name it was trained under.",
         show_default="the one trained last",
+    ),
+]
+Attention = Annotated[
+    Student | None,
+    typer.Option(
+        "--student",
+        help="Attention of the student.",
+        show_default="phase_b.student of the settings",
     ),
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
@@ -138,12 +146,7 @@ def run(
     config: ConfigArgument = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    student: Annotated[
-        Student | None,
-        typer.Option(
-            help="Attention of the student.", show_default="phase_b.student of the settings"
-        ),
-    ] = None,
+    student: Attention = None,
     teacher: Teacher = None,
     download: Download = False,
 ) -> None:
@@ -280,12 +283,7 @@ def export_maps(
 @app.command("phase-b")
 def phase_b(
     run_dir: RunDir = None,
-    student: Annotated[
-        Student | None,
-        typer.Option(
-            help="Attention of the student.", show_default="phase_b.student of the settings"
-        ),
-    ] = None,
+    student: Attention = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -335,6 +333,27 @@ def phase_b(
 
 
 @app.command()
+def train(
+    config: ConfigArgument = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    student: Attention = None,
+    resume: Resume = False,
+) -> None:
+    """Train a ViT with one of the attentions on the labels alone: no teacher, no store.
+
+    The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
+    """
+    settings, folder = _settings(config, overrides, run_dir)
+    from stages import train as stage
+    from stages.run_directory import RunDirectory
+
+    attention = student.value if student else settings.phase_b.student
+    stage.run(settings, folder, attention, resume=resume)
+    print(RunDirectory(folder).student(attention, distilled=False) / "student")
+
+
+@app.command()
 def evaluate(
     run_dir: RunDir = None,
     student: StudentName = None,
@@ -349,7 +368,7 @@ def evaluate(
     from stages import evaluate as stage
 
     split = "test" if test else "val"
-    _report(stage.run(run_dir, student, split=split, distilled=not plain), as_json)
+    _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
 
 
 @app.command("export-student")
@@ -371,7 +390,7 @@ def export_student(
     run_dir = _run(run_dir)
     from stages import export_student as stage
 
-    path, difference = stage.run(run_dir, student, out=out, distilled=not plain)
+    path, difference = stage.run(run_dir, student, out=out, distilled=False if plain else None)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
@@ -747,7 +766,7 @@ def main() -> None:
         if code == 130 and here.rank == 0:
             print(
                 "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
-                "or a phase with --resume, continues",
+                "or a phase or 'train' with --resume, continues",
                 file=sys.stderr,
             )
         sys.exit(code)
