@@ -724,11 +724,22 @@ def plan(
             show_default="the exchange takes no time",
         ),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plan 'gaupipe train' alone: no teacher, no store.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
     steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
+    if plain:
+        if world_size is not None or bandwidth is not None:
+            raise UserError("--plain plans for one process: leave --world-size and --bandwidth out")
+        from stages import plan_training
+
+        planned = plan_training.run(settings, folder, steps=steps, images=images, classes=classes)
+        print(json.dumps(planned)) if as_json else Console().print(plan_training.table(planned))
+        return
     from stages import plan as stage
 
     planned = stage.run(

@@ -76,8 +76,8 @@ def test_the_parameters_of_belief2s_tables():
     """*Belief2, tables 2 and 3*, in millions."""
     millions = {cell: count / 1e6 for cell, count in counts("belief2_cifar100", PLAIN[2]).items()}
     for cell in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
-        assert millions[cell] == pytest.approx(3.38, abs=0.006), cell
-    assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.005)
+        assert millions[cell] == pytest.approx(3.38, abs=0.005), cell
+    assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.01)
     assert millions["belief2, no FFN"] == pytest.approx(2.04, abs=0.005)
 
 

@@ -90,7 +90,8 @@ def test_view_shows_a_student_once_its_maps_are_exported(trained, tmp_path, in_p
     )
     assert (code, err.count("\n")) == (2, 1)
     export = err.split("'gaupipe ")[1].split("'")[0].split()
-    assert in_process(*export)[0] == 0
+    code, _, err = in_process(*export)
+    assert code == 0 and " as topk," in err  # the kind for a trained ViT
     page = tmp_path / "page.html"
     store = trained / "student.zarr"
     code, _, err = in_process("view", store, "--image", 3, "--html", page, "--student", "standard")
