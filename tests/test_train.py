@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from safetensors.numpy import load_file
 
 import gaupipe.models  # noqa: F401  (timm learns the attentions)
 from gaupipe import config
@@ -17,6 +18,7 @@ from killing import kill_this_process, moment
 from stages import compare, run, train
 from stages.run_directory import RunDirectory
 from test_cli import metrics, sets
+from test_distributed import command, in_world
 
 TINY = [
     "data.train_images=100",
@@ -153,6 +155,40 @@ def test_a_finished_student_is_not_trained_again(trained):
     assert len(rows) == 3 and path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="is an attention|other settings"):
         train.run(config.load("digits", [*TINY, "phase_b.epochs=4"]), trained, resume=True)
+
+
+def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
+    code, out, err = in_process(
+        "plan", trained / "config.yaml", "--plain", "--json", "--steps", 1, cwd=tmp_path
+    )
+    assert code == 0, err
+    plan = json.loads(out)
+    weights = load_file(trained / "plain" / "standard" / "student" / "model.safetensors")
+    assert plan["network_parameters"] == sum(array.size for array in weights.values())
+    checkpoint = trained / "plain" / "standard" / "checkpoint" / "state.pt"
+    assert plan["checkpoint_bytes"] == pytest.approx(checkpoint.stat().st_size, rel=0.5)
+    assert (plan["images"], plan["epochs"]) == (100, 3)
+    assert plan["seconds"]["training"] == pytest.approx(3 * plan["seconds"]["epoch"])
+    assert list(tmp_path.iterdir()) == []
+    settings = ["--steps", 0, "--set", "model.args={class_token: true, global_pool: token}"]
+    code, out, _ = in_process("plan", "--plain", "--images", 60000, "--classes", 7, *settings)
+    assert code == 0 and "60,000" in out  # a class token, which no Gaussian teacher has
+    code, _, err = in_process("plan", "--plain", "--world-size", 2)
+    assert (code, err.count("\n")) == (2, 1) and "--world-size" in err
+
+
+def test_two_processes_train_like_one(tmp_path):
+    settings = sets(*TINY, "data.buckets=2")
+    for size in (1, 2):
+        arguments = ["train", "digits", "--run-dir", str(tmp_path / str(size)), *settings]
+        codes = in_world(size, tmp_path / "words", command, *arguments)
+        assert codes == [0] * size, (tmp_path / "words" / "rank0.txt").read_text()
+    assert (tmp_path / "words" / "rank1.txt").read_text() == ""
+    one, two = [metrics(tmp_path / size / "plain/standard/metrics.jsonl") for size in ("1", "2")]
+    assert len(one) == len(two) == 3
+    for alone, shared in zip(one, two, strict=True):
+        assert shared["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
+        assert shared["val_acc"] == pytest.approx(alone["val_acc"], abs=0.003)
 
 
 def work(run_dir: Path, kill: tuple[int, float]) -> None:
