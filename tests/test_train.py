@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import gaupipe.models  # noqa: F401  (timm learns the attentions)
 from gaupipe import config
 from gaupipe.errors import UserError
 from killing import kill_this_process, moment
-from stages import compare, run, train
+from stages import compare, phase_a, run, train
 from stages.run_directory import RunDirectory
 from test_cli import metrics, sets
 from test_distributed import command, in_world
@@ -114,6 +115,16 @@ def test_a_student_of_phase_b_goes_before_a_plain_one_of_its_name(trained):
         student.rmdir()
         student.parent.rmdir()
         student.parent.parent.rmdir()
+
+
+def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_process):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    other = ["--no-distill", "--name", "other", "--set", "phase_b.epochs=1"]
+    assert in_process("phase-b", "--run-dir", run_dir, *other)[0] == 0
+    _, out, _ = in_process("evaluate", "--run-dir", run_dir, "--json")
+    assert json.loads(out)["student"] == "other"
+    phase_a.run(config.load("digits", TINY), run_dir)
+    assert RunDirectory(run_dir).teacher_digest() is not None
 
 
 @pytest.mark.parametrize(
