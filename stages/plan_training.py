@@ -76,8 +76,9 @@ def measure(settings: Settings, data: ImageData, steps: int) -> tuple[float, flo
 def table(plan: dict[str, Any]) -> Table:
     """The plan that :func:`run` returned, for people."""
     shown = Table(show_header=False, box=None, pad_edge=False)
-    for justify in ("left", "right", "left"):
-        shown.add_column(justify=justify)  # type: ignore[arg-type]
+    shown.add_column()
+    shown.add_column(justify="right")
+    shown.add_column()
     shown.add_row("training images", f"{plan['images']:,}")
     shown.add_row("network", f"{plan['network_parameters']:,}", f"parameters, {plan['attention']}")
     free = f"two at a time; {gigabytes(plan['free_disk_bytes'])} free"
