@@ -337,6 +337,12 @@ def test_models_are_timed_in_turns(monkeypatch):
     assert costs.ratios([4.0, 9.0], [2.0, 3.0]) == [2, 3]
 
 
+@pytest.mark.parametrize("text", ["", "[", "[]", "3", '{"here": 3}', '{"here": {"a": {"b": 1}}}'])
+def test_damaged_costs_are_measured_again(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    assert costs.read_costs(tmp_path / "costs.json", "here") == {}
+
+
 def test_a_slow_model_is_timed_a_few_times(monkeypatch):
     monkeypatch.setattr(costs, "LIMIT", -1)
     monkeypatch.setattr(costs, "seconds_of", lambda work, device: 1.0)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,14 +61,8 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     reference = comparison.trainings[BASELINE][0]
     select_device(reference.settings)
     machine, path = machine_name(reference), comparison.run_dir / FILE
-    try:
-        known = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        known = {}
     key = f"{machine}; next to {reference.folder.name}"
-    measured = {
-        name: Costs(**values) for name, values in known.get(key, {}).items() if values is not None
-    }
+    measured = read_costs(path, key)
     results = {}
     for cell in comparison.cells:
         training = comparison.trainings[cell.name][0]
@@ -85,12 +81,31 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     return {"machine": machine, "batch": batch, "cells": results}
 
 
+def read_costs(path: Path, key: str) -> dict[str, Costs]:
+    """What was measured before, by name of a training's folder; nothing where the file is damaged
+    or of another machine."""
+    try:
+        known = json.loads(path.read_bytes())[key]
+        return {name: Costs(**values) for name, values in known.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
 def machine_name(training: Training) -> str:
     """What is measured on, and how."""
     device = select_device(training.settings)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, processor time of one thread"
+    return f"{processor_name()}, processor time of one thread"
+
+
+def processor_name() -> str:
+    """The model of the processor where Linux says it, else its architecture."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found.group(1)
+    return platform.machine()
 
 
 def _costs(training: Training, reference: Training, comparison: Comparison) -> Costs | None:
