@@ -344,6 +344,7 @@ def test_damaged_costs_are_measured_again(tmp_path, text):
 
 
 def test_a_slow_model_is_timed_a_few_times(monkeypatch):
+    monkeypatch.setattr(costs, "ROUNDS", 10)
     monkeypatch.setattr(costs, "LIMIT", -1)
     monkeypatch.setattr(costs, "seconds_of", lambda work, device: 1.0)
     assert costs.in_turns([lambda: None], torch.device("cpu")) == [[1.0] * costs.FEWEST_ROUNDS]
