@@ -345,6 +345,7 @@ def train(
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
     settings, folder = _settings(config, overrides, run_dir)
+    distributed.main_first(lambda: _check_used(overrides or [], settings))
     from stages import train as stage
     from stages.run_directory import RunDirectory
 
@@ -847,6 +848,18 @@ def _settings(
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))
     return settings, run_dir or Path("runs") / Path(config).stem
+
+
+def _check_used(overrides: Sequence[str], settings: Any) -> None:
+    """Raises UserError for a --set that plain training does not read, as another setting takes its
+    place."""
+    for part in ("optim", "epochs"):
+        for name in (override.partition("=")[0] for override in overrides):
+            if f"{name}.".startswith(f"phase_b.{part}.") and getattr(settings.baseline, part):
+                raise UserError(
+                    f"--set {name}: baseline.{part} of the configuration takes its place in plain "
+                    f"training: --set {name.replace('phase_b', 'baseline')}"
+                )
 
 
 def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:

@@ -94,7 +94,7 @@ def test_view_shows_a_student_once_its_maps_are_exported(trained, tmp_path, in_p
     assert (code, err.count("\n")) == (2, 1)
     export = err.split("'gaupipe ")[1].split("'")[0].split()
     code, _, err = in_process(*export)
-    assert code == 0 and " as topk," in err  # the kind for a trained ViT
+    assert code == 0 and " as topk " in err  # the kind for a trained ViT
     page = tmp_path / "page.html"
     store = trained / "student.zarr"
     code, _, err = in_process("view", store, "--image", 3, "--html", page, "--student", "standard")
@@ -147,7 +147,8 @@ def test_mistakes_are_refused_in_one_line(trained, in_process, arguments, messag
     "override,message",
     [
         ("device=nosuch", "device"),
-        ("phase_b.optim.name=adamv", "adamv"),
+        ("baseline.optim.name=adamv", "adamv"),
+        ("phase_b.optim.lr=0.1", "--set baseline.optim.lr"),
         ("phase_b.attention_options={zz: true}", "unknown option 'zz'"),
         ("data.buckets=200", "bucket"),
     ],
