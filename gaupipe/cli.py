@@ -23,7 +23,7 @@ from gaupipe.errors import UserError, mistake_of
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
 
-IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "evaluate")
+IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun or srun, share."""
 
 app = typer.Typer(
@@ -75,6 +75,14 @@ StudentName = Annotated[
         metavar="NAME",
         help="The student: its attention, or the --name it was trained under.",
         show_default="the one trained last",
+    ),
+]
+Attention = Annotated[
+    Student | None,
+    typer.Option(
+        "--student",
+        help="Attention of the student.",
+        show_default="phase_b.student of the settings",
     ),
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
@@ -138,12 +146,7 @@ def run(
     config: ConfigArgument = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    student: Annotated[
-        Student | None,
-        typer.Option(
-            help="Attention of the student.", show_default="phase_b.student of the settings"
-        ),
-    ] = None,
+    student: Attention = None,
     teacher: Teacher = None,
     download: Download = False,
 ) -> None:
@@ -280,12 +283,7 @@ def export_maps(
 @app.command("phase-b")
 def phase_b(
     run_dir: RunDir = None,
-    student: Annotated[
-        Student | None,
-        typer.Option(
-            help="Attention of the student.", show_default="phase_b.student of the settings"
-        ),
-    ] = None,
+    student: Attention = None,
     name: Annotated[
         str | None,
         typer.Option(
@@ -335,6 +333,28 @@ def phase_b(
 
 
 @app.command()
+def train(
+    config: ConfigArgument = None,
+    run_dir: NewRunDir = None,
+    overrides: Overrides = None,
+    student: Attention = None,
+    resume: Resume = False,
+) -> None:
+    """Train a ViT with one of the attentions on the labels alone: no teacher, no store.
+
+    The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
+    """
+    settings, folder = _settings(config, overrides, run_dir)
+    distributed.main_first(lambda: _check_used(overrides or [], settings))
+    from stages import train as stage
+    from stages.run_directory import RunDirectory
+
+    attention = student.value if student else settings.phase_b.student
+    stage.run(settings, folder, attention, resume=resume)
+    print(RunDirectory(folder).student(attention, distilled=False) / "student")
+
+
+@app.command()
 def evaluate(
     run_dir: RunDir = None,
     student: StudentName = None,
@@ -349,7 +369,7 @@ def evaluate(
     from stages import evaluate as stage
 
     split = "test" if test else "val"
-    _report(stage.run(run_dir, student, split=split, distilled=not plain), as_json)
+    _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
 
 
 @app.command("export-student")
@@ -371,7 +391,7 @@ def export_student(
     run_dir = _run(run_dir)
     from stages import export_student as stage
 
-    path, difference = stage.run(run_dir, student, out=out, distilled=not plain)
+    path, difference = stage.run(run_dir, student, out=out, distilled=False if plain else None)
     print(f"{path}: logits agree with torch's to {difference:.1e}")
 
 
@@ -705,11 +725,22 @@ def plan(
             show_default="the exchange takes no time",
         ),
     ] = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Plan 'gaupipe train' alone: no teacher, no store.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
     steps, time."""
     settings, folder = _settings(config, overrides, run_dir)
+    if plain:
+        if world_size is not None or bandwidth is not None:
+            raise UserError("--plain plans for one process: leave --world-size and --bandwidth out")
+        from stages import plan_training
+
+        planned = plan_training.run(settings, folder, steps=steps, images=images, classes=classes)
+        print(json.dumps(planned)) if as_json else Console().print(plan_training.table(planned))
+        return
     from stages import plan as stage
 
     planned = stage.run(
@@ -747,7 +778,7 @@ def main() -> None:
         if code == 130 and here.rank == 0:
             print(
                 "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
-                "or a phase with --resume, continues",
+                "or a phase or 'train' with --resume, continues",
                 file=sys.stderr,
             )
         sys.exit(code)
@@ -817,6 +848,18 @@ def _settings(
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))
     return settings, run_dir or Path("runs") / Path(config).stem
+
+
+def _check_used(overrides: Sequence[str], settings: Any) -> None:
+    """Raises UserError for a --set that plain training does not read, as another setting takes its
+    place."""
+    for part in ("optim", "epochs"):
+        for name in (override.partition("=")[0] for override in overrides):
+            if f"{name}.".startswith(f"phase_b.{part}.") and getattr(settings.baseline, part):
+                raise UserError(
+                    f"--set {name}: baseline.{part} of the configuration takes its place in plain "
+                    f"training: --set {name.replace('phase_b', 'baseline')}"
+                )
 
 
 def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:

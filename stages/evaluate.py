@@ -70,21 +70,22 @@ def run(
     name: str | None = None,
     *,
     split: str = "val",
-    distilled: bool = True,
+    distilled: bool | None = None,
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's
     store is complete and fits the student, also how far student and teacher agree on training
-    images. Raises StoreError for the store of another teacher or data set, and for a damaged
-    one."""
+    images. ``distilled`` None is what :meth:`RunDirectory.is_distilled` says. Raises StoreError
+    for the store of another teacher or data set, and for a damaged one."""
     run = RunDirectory(run_dir)
 
     def load() -> tuple[Settings, VisionTransformer, str, ImageData, store.Store | None]:
-        settings, student, named = load_student(run_dir, name, distilled)
+        learned = run.is_distilled(name) if distilled is None else distilled
+        settings, student, named = load_student(run_dir, name, learned)
         data = load_data(settings.data)
         if getattr(data, split) is None:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data, run_dir)
-        maps = open_maps(run, data, student, settings, run.student(named, distilled))
+        maps = open_maps(run, data, student, settings, run.student(named, learned))
         return settings, student.to(select_device(settings)), named, data, maps
 
     settings, student, named, data, maps = distributed.main_first(load)

@@ -93,7 +93,7 @@ def run(
         else:
             job = other_teacher(settings, teacher, download, data)
         tokens = job.shape.grid[0] * job.shape.grid[1]
-        return job, chosen(settings, None if overwrite else stored_export(url), given, tokens)
+        return job, chosen(job.settings, None if overwrite else stored_export(url), given, tokens)
 
     def create(schema: store.Schema) -> store.Writer:
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)

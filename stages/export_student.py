@@ -21,7 +21,7 @@ def run(
     name: str | None = None,
     *,
     out: Path | None = None,
-    distilled: bool = True,
+    distilled: bool | None = None,
 ) -> tuple[Path, float]:
     """Writes a student as ONNX, for any number of images, and returns the file and the largest
     difference between its logits and torch's on random images. A model that differs by more than
@@ -35,9 +35,11 @@ def run(
         import onnxscript  # noqa: F401  (torch's exporter needs it)
     except ImportError as error:
         raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
+    run = RunDirectory(run_dir)
+    distilled = run.is_distilled(name) if distilled is None else distilled
     settings, student, name = load_student(run_dir, name, distilled)
     assert isinstance(student, VisionTransformer)  # load_student refuses others
-    out = Path(out or RunDirectory(run_dir).student(name, distilled) / "student.onnx")
+    out = Path(out or run.student(name, distilled) / "student.onnx")
     target = check_place(out)
     generator = torch.Generator().manual_seed(settings.seed)
     images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)

@@ -71,10 +71,11 @@ def summary(
 def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
     """What a student is, in what its settings differ from the run's, and the metrics of its last
     epoch."""
-    settings, model, name = load_student(run.path, name)
+    distilled = run.is_distilled(name)
+    settings, model, name = load_student(run.path, name, distilled)
     assert isinstance(model, VisionTransformer)  # load_student refuses others
     block: Any = model.blocks[0]
-    metrics = last_metrics(run.student(name) / "metrics.jsonl")
+    metrics = last_metrics(run.student(name, distilled) / "metrics.jsonl")
     return {
         "student": name,
         "attention": settings.phase_b.student,
@@ -82,7 +83,7 @@ def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
         "heads": block.attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "overrides": run.overrides(name),
+        "overrides": run.overrides(name, distilled),
         **metrics,
     }
 

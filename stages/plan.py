@@ -76,13 +76,8 @@ def run(
         raise UserError(
             f"--bandwidth {bandwidth}: should be a positive number of Gbit/s beside --world-size"
         )
-    if (images is None) != (classes is None):
-        raise UserError("--images and --classes describe a data set together: give both or neither")
     device = select_device(settings)
-    if images is None or classes is None:
-        data = load_or_say_how(settings)
-    else:
-        data = random_data(settings, images, classes)
+    data, held_out = data_of(settings, images, classes)
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
@@ -90,7 +85,6 @@ def run(
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
     plan = make_plan(settings, sizes)
-    held_out = len(data.val) if images is None else round(images * settings.data.val_fraction)
     seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
     counts = {JSON_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
     if world_size is not None:
@@ -125,6 +119,18 @@ def find_problem(plan: Plan, run_dir: Path, store_kind: str) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def data_of(settings: Settings, images: int | None, classes: int | None) -> tuple[ImageData, int]:
+    """The data set, or what stands in for one of so many images and classes; and how many images
+    are held out for validation. Raises UserError where one of the two numbers is missing."""
+    if (images is None) != (classes is None):
+        raise UserError("--images and --classes describe a data set together: give both or neither")
+    if images is None or classes is None:
+        data = load_or_say_how(settings)
+        return data, len(data.val)
+    held_out = round(images * settings.data.val_fraction)
+    return random_data(settings, images, classes), held_out
 
 
 def load_or_say_how(settings: Settings) -> ImageData:

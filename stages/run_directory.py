@@ -71,6 +71,15 @@ class RunDirectory:
             for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)
         ]
 
+    def is_distilled(self, name: str | None = None) -> bool:
+        """Whether the student of this name, or with None the one trained last, is one of phase B:
+        all are, but for one of :mod:`stages.train` that no student of phase B stands beside.
+        Raises UserError for what is no name."""
+        if name is None:
+            return bool(self.students()) or not self.students(distilled=False)
+        check_name(name)
+        return self.student(name).exists() or not self.student(name, distilled=False).exists()
+
     def settings(self) -> Settings:
         """The settings that the run was started with. Raises UserError where there is no run."""
         if not self.config.is_file():

@@ -41,7 +41,8 @@ class StudentMaps:
     """A student of a run, loaded once. Raises UserError where it is not there or damaged."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
-        settings, model, self.name = load_student(run.path, name)
+        distilled = run.is_distilled(name)
+        settings, model, self.name = load_student(run.path, name, distilled)
         assert isinstance(model, VisionTransformer)  # load_student refuses others
         self.model, self.data = model, load_data(settings.data)
         self.attention = settings.phase_b.student
@@ -50,7 +51,7 @@ class StudentMaps:
         device = torch.device("cpu")
         self._batches = Batches(self.data.train, self.data, device, batch_size=1)
         self._job = None
-        maps = open_maps(run, self.data, model, settings, run.student(self.name))
+        maps = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
         if maps is not None and maps.schema.extra.get("views") is None:  # maps of the images
             self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, maps)
 

@@ -242,6 +242,17 @@ COMMAND_LINE = [
         ("--force=3", "--force"),
     ),
     *options(
+        "train tiny.yaml",
+        ("--nonsense", "--nonsense"),
+        ("", "already exists"),
+        ("--resume --set seed=1", "seed is 0, asked 1"),
+        ("--student beleif", "belief"),
+        ("--run-dir pictures", "not a run directory"),
+        ("--run-dir tiny.yaml", "not a run directory"),
+        ("--run-dir new --set 'phase_b.model_args={num_heads: 3}'", "cannot be built"),
+        ("--run-dir new --set data.train_images=99999", "data.train_images"),
+    ),
+    *options(
         "export-maps",
         ("--nonsense", "--nonsense"),
         ("--kind gauss", "--kind"),

@@ -13,11 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.numpy import load_file
 
 from gaupipe import config
 from gaupipe.cli import main
 from gaupipe.config import ExportSettings
 from gaupipe.errors import UserError
+from stages.compare import costs
 from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
 from stages.compare.figures import curves, save
 from stages.compare.run import best_trial, check_folder, run_cells, run_trials
@@ -271,6 +274,11 @@ def swept(entries):
         ([{"like": "b"}], "no such cell"),
         ([{"seed": 4}], "--seeds"),
         ([{"name": "distilled"}], "two cells are called"),
+        ({"cells": [{"phase_b.epochs": 3}]}, "'plain: true'"),
+        ({"plain": "yes", "cells": [{"phase_b.epochs": 3}]}, "'plain: true'"),
+        ({"plain": True, "cells": []}, "'plain: true'"),
+        ({"plain": True, "cells": [{"name": "a", "plain": False}]}, "no cell has a teacher"),
+        ({"plain": True, "cells": [{"like": "distilled"}]}, "no such cell"),
     ],
 )
 def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
@@ -304,6 +312,42 @@ def test_an_entry_inherits_plain_from_the_cell_named_in_like():
     assert resolve(cells["gamma 2"], cells, best, base).phase_b.optim == base.phase_b.optim
     assert resolve(cells["encoding uint8"], cells, best, base).phase_b.optim.lr == 9
     assert resolve(cells["lr 0.1"], cells, best, base).model.init == "mimetic"
+
+
+def test_a_sweep_without_teachers_has_plain_cells_alone():
+    entries = [{"phase_b.student": "xsa"}, {"name": "b", "like": "student xsa"}]
+    content = {"plain": True, "cells": [*entries, {"name": "c", "like": None}]}
+    base = config.load("digits", ["phase_b.rezero=true"])
+    cells = sweep_cells(content, "mine.yaml", default_cells(base, ["standard"]))
+    assert [cell.name for cell in cells] == [BASELINE, "student xsa", "b", "c"]
+    assert all(cell.plain for cell in cells)
+    by_name = {cell.name: cell for cell in cells}
+    settings = {name: resolve(cell, by_name, {}, base).phase_b for name, cell in by_name.items()}
+    assert settings["b"].student == "xsa" and not settings["b"].rezero and settings["c"].rezero
+
+
+def test_models_are_timed_in_turns(monkeypatch):
+    calls = []
+    monkeypatch.setattr(costs, "ROUNDS", 4)
+    monkeypatch.setattr(costs, "seconds_of", lambda work, device: work() or len(calls))
+    works = [lambda: calls.append("a"), lambda: calls.append("b")]
+    times = costs.in_turns(works, torch.device("cpu"))
+    assert "".join(calls) == "ab" + "baab" * 2  # each once to warm up
+    assert times == [[4, 5, 8, 9], [3, 6, 7, 10]]
+    assert costs.ratios([4.0, 9.0], [2.0, 3.0]) == [2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "[", "[]", "3", '{"here": 3}', '{"here": {"a": {"b": 1}}}'])
+def test_damaged_costs_are_measured_again(tmp_path, text):
+    (tmp_path / "costs.json").write_text(text)
+    assert costs.read_costs(tmp_path / "costs.json", "here") == {}
+
+
+def test_a_slow_model_is_timed_a_few_times(monkeypatch):
+    monkeypatch.setattr(costs, "ROUNDS", 10)
+    monkeypatch.setattr(costs, "LIMIT", -1)
+    monkeypatch.setattr(costs, "seconds_of", lambda work, device: 1.0)
+    assert costs.in_turns([lambda: None], torch.device("cpu")) == [[1.0] * costs.FEWEST_ROUNDS]
 
 
 class MadeUpWorkers:
@@ -384,13 +428,21 @@ def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
 
 
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
-    run = {"folder": "a", "val_loss": [2.0, 1.0], "val_acc": [0.1, 0.4]}
+    run = {"folder": "a", "val_loss": [2.0, 1.0], "val_acc": [0.1, 0.4], "loss_hard": [1.9, 0.8]}
+    run |= {"seconds": [3.0, 2.0], "phase_a_seconds": 4.0}
     cells = [{"cell": "plain ViT", "plain": True, "runs": [run]}]
     results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "cells": cells}
     for name in ("a", "b"):
         save(curves(results), tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_turns():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(costs, "ROUNDS", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -467,12 +519,49 @@ def test_a_tiny_comparison(compared):
     with (folder / "mine.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 3 * len(names)
+    for cell in results["cells"]:
+        found = cell["costs"]
+        assert found["parameters"] == parameters(folder / cell["runs"][0]["folder"]), cell["cell"]
+        assert found["step_seconds"] > 0 and found["images_per_s"] > 0, cell["cell"]
+    assert by_name[BASELINE]["costs"]["step_ratio"] == 1 and "images / s" in printed
+    assert int(rows[0]["parameters"]) == by_name[BASELINE]["costs"]["parameters"]
     final = by_name[BASELINE]["final"]
     assert float(rows[0]["final_val_acc_mean"]) == pytest.approx(final["val_acc"]["mean"])
     for name in ("mine", "key_selection"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (
             folder / f"{name}.svg"
         ).read_text()
+
+
+def parameters(folder: Path) -> int:
+    """How many numbers the weights of a student have."""
+    weights = load_file(folder / "student" / "model.safetensors")
+    return sum(array.size for array in weights.values())
+
+
+def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
+    folder, sweep = tmp_path / "c", tmp_path / "plain.yaml"
+    sweep.write_text(
+        "plain: true\ncells:\n- {name: no FFN, phase_b.student: belief2, "
+        "phase_b.model_args: {mlp_ratio: 0}}\n- {name: diverges, phase_b.optim.lr: 1.0e+30, "
+        "phase_b.optim.clip_grad: null}\n"
+    )
+    code, out, err = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
+    assert code == 0, err
+    assert {path.name for path in folder.iterdir()} == {
+        *("lock", "students", "costs.json"),
+        *(f"plain.{kind}" for kind in ("json", "csv", "png", "svg")),
+    }
+    assert "with A" not in out and "phase A" not in out
+    results = json.loads((folder / "plain.json").read_text())
+    cells = {cell["cell"]: cell for cell in results["cells"]}
+    assert list(cells) == [BASELINE, "no FFN", "diverges"]
+    assert cells["no FFN"]["costs"]["parameters"] < cells[BASELINE]["costs"]["parameters"]
+    assert cells["diverges"]["costs"]["parameters"] == cells[BASELINE]["costs"]["parameters"]
+    assert cells["diverges"]["failed"] and cells["diverges"]["costs"]["step_seconds"] is None
+    # what was measured once is printed again
+    again = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
+    assert again[1] == out and json.loads((folder / "plain.json").read_text()) == results
 
 
 def test_finished_cells_are_not_run_again(compared, in_process):

@@ -18,9 +18,10 @@ INSIDE_COMPARE = {
     "speed": set(),
     "trainings": {"cells", "speed"},
     "workers": {"speed", "trainings"},
+    "costs": {"cells", "trainings"},
     "report": {"cells", "speed", "trainings"},
     "figures": {"cells", "trainings"},
-    "run": {"cells", "trainings", "workers", "report", "figures"},
+    "run": {"cells", "trainings", "workers", "costs", "report", "figures"},
 }
 """For each file of stages/compare the others that it may import."""
 

@@ -1,6 +1,6 @@
 """Compare: a plain ViT, distilled students and controls over several seeds, side by side.
 
-run -> {workers, report, figures} -> trainings -> {cells, speed}
+run -> {workers, costs, report, figures} -> trainings -> {cells, speed}
 """
 
 from stages.compare.report import tables

@@ -157,25 +157,41 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
     ]
 
 
-def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
-    """``cells`` and those of a sweep file, whose content is ``entries``.
+def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
+    """``cells`` and those of a sweep file with this ``content``, a list of entries.
 
     An entry holds settings by dotted name and the other keys of :class:`Cell`. Without ``like``
     it starts with the settings of the first distilled cell, or with those of the plain ViT if it
     is ``plain``. With ``like: null`` it starts with the configuration. An entry that says nothing
     else inherits ``plain`` from the cell named in ``like``.
 
+    A file that holds ``plain: true`` and the list under ``cells`` is a sweep without teachers: its
+    entries are plain, and of ``cells`` only the plain ones stay, without ReZero.
+
     Raises UserError, naming ``where``, for an entry that is no cell. Whether its settings exist
     shows when they are resolved.
     """
+    entries, alone = content, False
+    if isinstance(content, dict) and content.keys() == {"plain", "cells"}:
+        entries, alone = content["cells"], content["plain"]
     is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not is_list or not entries:
-        example = "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}'"
-        raise UserError(f"{where}: a sweep is a list of settings, such as {example}")
+    if not is_list or not entries or not isinstance(alone, bool):
+        raise UserError(
+            f"{where}: a sweep is a list of settings, such as "
+            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}', or has 'plain: true' and such a list "
+            "under 'cells'"
+        )
+    if alone:
+        cells = [cell for cell in cells if cell.plain and cell.name != REZERO]
     by_name = {cell.name: cell for cell in cells}
-    distilled = next(cell.name for cell in cells if not cell.plain)
+    distilled = next((cell.name for cell in cells if not cell.plain), BASELINE)
     for entry in entries:
-        cell = _parse_cell(entry, where, by_name, distilled)
+        plain = {"plain": True} if alone else {}
+        cell = _parse_cell({**plain, **entry}, where, by_name, distilled)
+        if alone and not cell.plain:
+            raise UserError(
+                f"{where}: {cell.name}: plain: the sweep has 'plain: true': no cell has a teacher"
+            )
         by_name[cell.name] = cell
     return list(by_name.values())
 

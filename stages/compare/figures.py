@@ -44,25 +44,33 @@ def new_figure(height: float) -> Figure:
 
 
 def curves(results: dict[str, Any]) -> Figure:
-    """Validation loss and accuracy per epoch.
+    """Validation loss, validation accuracy and training loss per epoch, and validation accuracy
+    over the seconds of training.
 
-    A line is the mean over seeds, its band goes from the lowest seed to the highest. Baselines
-    are dashed, the reference is black.
+    The training loss is that of the labels (L_hard), which all cells have. A line is the mean over
+    seeds, its band goes from the lowest seed to the highest. Beside distilled students
+    baselines are dashed. The reference is black.
     """
     cells = distinct(results["cells"])
-    figure = new_figure(max(4, 1.6 + 0.22 * len(cells)))
-    loss, accuracy = figure.subplots(1, 2)
-    draw_curves(loss, cells, "val_loss", reference=results["reference"])
-    draw_curves(accuracy, cells, "val_acc", reference=results["reference"])
-    loss.set_ylabel("validation loss")
-    accuracy.set_ylabel("validation accuracy")
-
-    values = np.concatenate([run["val_loss"] for cell in cells for run in cell["runs"]])
-    loss.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
-    values = np.concatenate([run["val_acc"] for cell in cells for run in cell["runs"]])
-    low = max(np.quantile(values, 0.03), 0)
-    high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])
-    accuracy.set_ylim(low, min(high + 0.1 * (high - low), 1.0))
+    figure = new_figure(max(7, 1.6 + 0.22 * len(cells)))
+    (loss, accuracy), (training, over_time) = figure.subplots(2, 2)
+    for panel, name, label in (
+        (loss, "val_loss", "validation loss"),
+        (accuracy, "val_acc", "validation accuracy"),
+        (training, "loss_hard", "training loss (labels)"),
+        (over_time, "val_acc", "validation accuracy"),
+    ):
+        draw_curves(
+            panel, cells, name, reference=results["reference"], over_time=panel is over_time
+        )
+        panel.set_ylabel(label)
+        values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
+        if name == "val_acc":
+            low = max(np.quantile(values, 0.03), 0)
+            high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])
+            panel.set_ylim(low, min(high + 0.1 * (high - low), 1.0) if high > low else None)
+        else:
+            panel.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
 
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -72,34 +80,49 @@ def curves(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, *, reference: str) -> None:
-    """The metric ``name`` of every cell, epoch by epoch."""
+def draw_curves(
+    panel: Axes,
+    cells: list[dict[str, Any]],
+    name: str,
+    *,
+    reference: str,
+    over_time: bool = False,
+) -> None:
+    """The metric ``name`` of every cell after each epoch, over the number of epochs or over the
+    seconds of training, those of phase A counted too."""
     from matplotlib import color_sequences
 
     colours = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
+    distilled = not all(cell["plain"] for cell in cells)
     for number, cell in enumerate(cells):
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
-        epochs = np.arange(1, length + 1)
+        places = np.arange(1, length + 1)  # [epochs]
+        if over_time:
+            seconds = [
+                run["phase_a_seconds"] + np.cumsum(run["seconds"][:length]) for run in cell["runs"]
+            ]
+            places = np.mean(seconds, axis=0)
         is_reference = reference in cell["cell"].split(" = ")
         colour = "black" if is_reference else colours[number % len(colours)]
         panel.plot(
-            epochs,
+            places,
             values.mean(0),
             color=colour,
-            linestyle="--" if cell["plain"] else "-",
+            linestyle="--" if cell["plain"] and distilled else "-",
             linewidth=1.4,
             label=cell["cell"],
         )
         panel.fill_between(
-            epochs,
+            places,
             values.min(0),
             values.max(0),
             color=colour,
             alpha=0.12,
             linewidth=0,
         )
-    panel.set_xlabel("epoch (phase A not counted)")
+    phase_a = f" (phase A {'' if over_time else 'not '}counted)" if distilled else ""
+    panel.set_xlabel(("seconds of training" if over_time else "epoch") + phase_a)
     panel.grid(alpha=0.3)
 
 

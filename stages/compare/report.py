@@ -22,18 +22,25 @@ SHARES = (0.95, 0.98, 1.0)
 default."""
 
 
-def report(comparison: Comparison, targets: Sequence[float] = ()) -> dict[str, Any]:
+def report(
+    comparison: Comparison, costs: dict[str, Any], targets: Sequence[float] = ()
+) -> dict[str, Any]:
     """All results of a comparison, as JSON values.
 
-    The reference is the plain ViT. ``targets`` are accuracies to compare at, by default the
-    :data:`SHARES`. Scripts read the keys: a cell's trials are under ``tries``.
+    The reference is the plain ViT. ``costs`` are those of :func:`stages.compare.costs.measure`.
+    ``targets`` are accuracies to compare at, by default the :data:`SHARES`. Scripts read the keys:
+    a cell's trials are under ``tries``.
     """
     goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
     return {
         "data": comparison.settings.data.name,
         "seeds": comparison.seeds,
         "reference": BASELINE,
-        "cells": [_cell_results(comparison, cell, goals) for cell in comparison.cells],
+        "costs_measured": {name: costs[name] for name in ("machine", "batch")},
+        "cells": [
+            _cell_results(comparison, cell, goals) | {"costs": costs["cells"][cell.name]}
+            for cell in comparison.cells
+        ],
     }
 
 
@@ -104,6 +111,7 @@ def _run_results(run: Run, training: Training) -> dict[str, Any]:
         "test_acc": run.test_acc,
         "val_acc": run.curve,
         "val_loss": [entry["val_loss"] for entry in run.metrics],
+        "loss_hard": [entry["loss_hard"] for entry in run.metrics],
         "seconds": [entry["seconds"] for entry in run.metrics],
         "phase_a_seconds": total_seconds(run.phase_a),
     }
@@ -113,12 +121,14 @@ def tables(results: dict[str, Any]) -> list[Table]:
     """What the papers print.
 
     For each accuracy the epochs and the time to it, with and without phase A, and the speed-up;
-    then how the runs ended, and the trials of the tuned cells.
+    then how the runs ended, how large and how fast the models are, and the trials of the tuned
+    cells.
     """
     goals = next(cell["at"] for cell in results["cells"] if cell["at"])
     return [
         *(_speed_table(results, number, goal) for number, goal in enumerate(goals)),
         _final_table(results),
+        _costs_table(results),
         *(_trials_table(cell) for cell in results["cells"] if cell["tries"]),
     ]
 
@@ -131,15 +141,17 @@ def _speed_table(results: dict[str, Any], number: int, goal: dict[str, Any]) -> 
         share = f"{100 * goal['share']:.0f} %"
         accuracy = f"{share} of the final accuracy of the {results['reference']}"
     seeds = len(results["seeds"])
+    distilled = not all(cell["plain"] for cell in results["cells"])
     table = Table(
         title=f"To {accuracy}, {_seeds(seeds)}",
-        caption="with A: phase A counted too",
+        caption="with A: phase A counted too" if distilled else None,
         title_justify="left",
         caption_justify="left",
     )
-    _add_columns(table, ["epochs", "with A", "speed-up", "with A", "s", "with A"])
+    every = slice(None, None, 1 if distilled else 2)
+    _add_columns(table, ["epochs", "with A", "speed-up", "with A", "s", "with A"][every])
     for cell in results["cells"]:
-        table.add_row(cell["cell"], *_speed_values(cell, number, seeds))
+        table.add_row(cell["cell"], *_speed_values(cell, number, seeds)[every])
     return table
 
 
@@ -166,7 +178,10 @@ def _speed_values(cell: dict[str, Any], number: int, seeds: int) -> list[str]:
 def _final_table(results: dict[str, Any]) -> Table:
     """How the runs of every cell ended."""
     tested = any(cell["final"]["test_acc"]["mean"] is not None for cell in results["cells"])
-    columns = ["validation acc.", "loss", "epochs", "phase A", "s"]
+    distilled = not all(cell["plain"] for cell in results["cells"])
+    columns = ["validation acc.", "loss", "epochs", "s"]
+    if distilled:
+        columns.insert(3, "phase A")
     if tested:
         columns.insert(2, "test acc.")
     table = Table(title=f"At the end, {_seeds(len(results['seeds']))}", title_justify="left")
@@ -177,14 +192,42 @@ def _final_table(results: dict[str, Any]) -> Table:
             _with_std(final["val_acc"], "{:.2f}", scale=100),
             _mean(final["val_loss"], "{:.3f}"),
             _mean(final["epochs"], "{:.0f}"),
-            _mean(final["phase_a_epochs"], "{:.1f}"),
             _mean(final["seconds"], "{:.0f}"),
         ]
+        if distilled:
+            values.insert(3, _mean(final["phase_a_epochs"], "{:.1f}"))
         if tested:
             values.insert(2, _with_std(final["test_acc"], "{:.2f}", scale=100))
         if cell["failed"]:
             values = ["failed", *["-"] * (len(columns) - 1)]
         table.add_row(cell["cell"], *values)
+    return table
+
+
+def _costs_table(results: dict[str, Any]) -> Table:
+    """How large the models are, and how fast on this machine."""
+    measured = results["costs_measured"]
+    table = Table(
+        title=f"Size and speed, on {measured['machine']}",
+        caption=f"step: of {measured['batch']} images, in turns with the {results['reference']}; "
+        "ratio: of the times",
+        title_justify="left",
+        caption_justify="left",
+    )
+    _add_columns(table, ["parameters", "s / step", "ratio", "images / s", "ratio"])
+    for cell in results["cells"]:
+        costs = cell["costs"]
+        forms = {
+            "step_seconds": ".4f",
+            "step_ratio": ".2f",
+            "images_per_s": ",.0f",
+            "inference_ratio": ".2f",
+        }
+        values = [
+            "-" if costs[name] is None else format(costs[name], form)
+            for name, form in forms.items()
+        ]
+        table.add_row(cell["cell"], f"{costs['parameters']:,}", *values)
     return table
 
 
@@ -257,7 +300,7 @@ def csv_lines(results: dict[str, Any]) -> list[dict[str, Any]]:
                 line |= _columns(name, at.get(name))
             for name, spread in cell["final"].items():
                 line |= _columns(f"final_{name}", spread)
-            lines.append(line)
+            lines.append(line | cell["costs"])
     return lines
 
 

@@ -24,6 +24,7 @@ from stages.compare.cells import (
     select_cells,
     sweep_cells,
 )
+from stages.compare.costs import measure
 from stages.compare.figures import draw
 from stages.compare.report import report, write
 from stages.compare.trainings import Comparison, as_run, export_of
@@ -86,7 +87,7 @@ def run(
         with Workers(jobs) as workers:
             run_trials(comparison, workers)
             run_cells(comparison, workers)
-        results = report(comparison, targets)
+        results = report(comparison, measure(comparison), targets)
         name = Path(sweep).stem if sweep else "compare"
         write(results, run_dir, name)
         draw(comparison, results, name)

@@ -66,11 +66,12 @@ def open_viewer(
     if url is None:
         if run is None:
             raise UserError("view: name a store or a run directory")
+        check_store(run)
         url = str(run.maps)
     elif run is None and "://" not in url and RunDirectory(Path(url).parent).config.is_file():
         run = RunDirectory(Path(url).parent)
     maps = store.open(url)
-    trained = [] if run is None else run.students()
+    trained = [] if run is None else students_of(run)
     for name in students or []:
         if run is None:
             raise UserError(f"--student {name}: name the student's run with --run-dir")
@@ -78,6 +79,25 @@ def open_viewer(
             there = f"there are {', '.join(trained)}" if trained else "there is none"
             raise UserError(f"--student {name}: {run.path} has no such finished student; {there}")
     return Viewer(maps, run, students or (trained[::-1] if all_students else []))
+
+
+def students_of(run: RunDirectory) -> list[str]:
+    """Names of the finished students: those that learned from the labels alone, unless one of
+    phase B has the same name, then those of phase B, the last one last."""
+    plain = [name for name in run.students(distilled=False) if not run.is_distilled(name)]
+    return [*plain, *run.students()]
+
+
+def check_store(run: RunDirectory) -> None:
+    """Raises UserError, saying how a store is made, for a run of ``gaupipe train``."""
+    plain = run.students(distilled=False)
+    if plain and not run.maps.exists() and not run.phase_a.exists():
+        folder, out = run.student(plain[-1], distilled=False) / "student", run.path / "student.zarr"
+        raise UserError(
+            f"{run.path} has no store: 'gaupipe export-maps --run-dir {run.path} "
+            f"--teacher local-dir:{folder} --out {out}' writes the maps of its student, and "
+            f"'gaupipe view {out}' shows them"
+        )
 
 
 def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:

@@ -203,7 +203,9 @@ class Viewer:
         if self.run is None:
             return {}
         folders = {TEACHER: self.run.phase_a}
-        folders |= {name: self.run.student(name) for name in self.students}
+        folders |= {
+            name: self.run.student(name, self.run.is_distilled(name)) for name in self.students
+        }
         found = {}
         for who, folder in folders.items():
             epochs = sorted(int(path.stem) for path in (folder / SNAPSHOTS).glob("[0-9]*.npy"))

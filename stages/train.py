@@ -1,0 +1,70 @@
+"""Train: a ViT with any of the student attentions learns from the labels alone, without a first
+phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gaupipe import distributed
+from gaupipe.buckets import check_buckets
+from gaupipe.building import select_device
+from gaupipe.config import Settings
+from gaupipe.data import ImageData, load_data
+from gaupipe.errors import UserError
+from gaupipe.student import check_baseline
+from stages import phase_a, phase_b
+from stages.run_directory import RunDirectory, lock_of_process
+
+
+def run(
+    settings: Settings,
+    run_dir: Path,
+    attention: str | None = None,
+    *,
+    resume: bool = False,
+    data: ImageData | None = None,
+) -> list[dict[str, Any]]:
+    """Trains a ViT into ``run_dir``/plain/ATTENTION and returns its metrics, one dict per epoch.
+
+    The training is the baseline's of the other stages: the same loop, and with the same settings
+    the same numbers. Several attentions may be trained in one run, at the same time too.
+
+    attention   None is the settings' ``phase_b.student``
+    resume      continues from the last checkpoint, or starts where there is none; without it a
+                student that is there is refused
+    data        the data set of the settings, where it has been read already
+
+    Raises UserError before anything is written.
+    """
+    attention = attention or settings.phase_b.student
+    of_student = settings.phase_b.model_copy(update={"student": attention})
+    settings = settings.model_copy(update={"phase_b": of_student})
+    run = RunDirectory(run_dir)
+    folder = run.student(attention, distilled=False)
+
+    def prepare() -> tuple[Settings, ImageData]:
+        asked = run.settled(settings)
+        run.check(asked)
+        if not resume and folder.exists():
+            raise UserError(
+                f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
+            )
+        images = data or load_data(asked.data)
+        check_buckets(len(images.train), asked.data.buckets or 1, asked.data.batch_size)
+        select_device(asked)
+        check_baseline(asked, images)
+        return asked, images
+
+    def start() -> None:
+        if not (run.path / "split.json").is_file():  # which is written last
+            with lock_of_process(run.path, "run"):
+                phase_a.start(run, settings, images, resume=True)
+
+    settings, images = distributed.main_first(prepare)
+    distributed.on_main(start)
+    with run.locked(shared=True):
+        overrides = [f"phase_b.student={attention}"]
+        return phase_b.train_student(
+            settings, folder, teacher=None, overrides=overrides, data=images
+        )

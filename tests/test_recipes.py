@@ -1,0 +1,127 @@
+"""The shipped configurations and sweeps: each can be built and trained, with as many parameters as
+its paper says."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from gaupipe import config
+from gaupipe.attention.options import count_parameters
+from gaupipe.config import ExportSettings, Settings
+from gaupipe.data import ImageData
+from gaupipe.student import build_student
+from stages.compare.cells import default_cells, resolve, sweep_cells
+from stages.compare.costs import Contender
+from stages.compare.trainings import Training, as_run, digest
+from stages.plan import random_data
+
+PLAIN = ("attentionx_gamma", "belief2_signals", "belief2_tables", "beliefformer_concat")
+"""Sweeps that train no teacher."""
+
+
+def data_of(name: str, settings: Settings) -> ImageData:
+    """Random images of the size and the classes that a configuration is for."""
+    size = 8 if name == "digits" else 28 if "fashion" in name else 224 if "imagenet" in name else 32
+    channels = 1 if size in (8, 28) else 3
+    classes = 1000 if size == 224 else 100 if "cifar100" in name else 10
+    sized = settings.data.model_copy(update={"image_size": size, "batch_size": 2})
+    data = random_data(settings.model_copy(update={"data": sized}), 4, classes)
+    data.train.source.images = data.train.source.images[:, :channels]
+    statistics = (0.5,) * channels
+    return dataclasses.replace(data, channels=channels, mean=statistics, std=statistics)
+
+
+@pytest.mark.parametrize("name", config.shipped())
+def test_a_step_of_every_shipped_configuration(name):
+    """Trained on the labels alone, on two images."""
+    settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
+    training = Training(
+        label=name,
+        settings=as_run(settings, 0, baseline=True),
+        baseline=True,
+        export=ExportSettings(),
+        root=Path("."),
+        data_sha256="",
+    )
+    contender = Contender(training, data_of(name, settings))
+    student = contender.job.student
+    before = {key: value.clone() for key, value in student.state_dict().items()}
+    for _ in range(2):  # a warm-up may start at rate 0
+        contender.step()
+    after = student.state_dict()
+    assert all(value.isfinite().all() for value in after.values())
+    changed = [key for key in before if not torch.equal(before[key], after[key])]
+    assert "head.weight" in changed and "blocks.0.attn.qkv.weight" in changed
+
+
+def counts(name: str, sweep: str) -> dict[str, int]:
+    """Parameters of every cell of a sweep over a configuration."""
+    base = config.load(name)
+    data, cells = data_of(name, base), swept(base, sweep)
+    by_name = {cell.name: cell for cell in cells}
+    return {
+        cell.name: count_parameters(build_student(resolve(cell, by_name, {}, base), data, "meta"))
+        for cell in cells
+    }
+
+
+def swept(base: Settings, sweep: str):
+    defaults = default_cells(base, ["standard"], tune=False)
+    return sweep_cells(config.read_yaml(sweep, "sweeps"), sweep, defaults)
+
+
+def test_the_parameters_of_belief2s_tables():
+    """*Belief2, tables 2 and 3*, in millions."""
+    millions = {cell: count / 1e6 for cell, count in counts("belief2_cifar100", PLAIN[2]).items()}
+    for cell in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
+        assert millions[cell] == pytest.approx(3.38, abs=0.005), cell
+    assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.01)
+    assert millions["belief2, no FFN"] == pytest.approx(2.04, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["fashion_mnist_plain", "cifar10_plain"])
+def test_small_recipes_have_equal_parameters_too(name):
+    sizes = counts(name, "belief2_tables")
+    for cell in ("belief_star", "belief2", "belief2, SiLU", "belief2, no ZZ', equal parameters"):
+        assert sizes[cell] == pytest.approx(sizes["plain ViT"], rel=0.005), cell
+    assert sizes["belief2, no ZZ'"] == sizes["belief2"] - 4 * 64 * 64  # the FFN stays
+
+
+def test_belief2s_experiment_is_the_papers():
+    """*Belief2, section 4.3*."""
+    settings = config.load("belief2_cifar100")
+    args, phase = settings.model.args, settings.phase_b
+    assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
+    assert args["class_token"] and args["mlp_ratio"] == 3 and phase.match_params
+    assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
+
+
+def test_attentionxs_experiment_is_the_papers():
+    """*AttentionX, section 4.1*; gamma 1 and a masked diagonal are the defaults of its class."""
+    settings = config.load("attentionx_vit_small")
+    optim = settings.phase_b.optim
+    assert (optim.lr, optim.betas) == (1e-4, (0.9, 0.999))
+    model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
+    assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
+
+
+@pytest.mark.parametrize("sweep", PLAIN)
+def test_a_sweep_of_plain_runs_is_as_many_runs_as_cells(sweep):
+    base = config.load("fashion_mnist_plain")
+    cells = swept(base, sweep)
+    assert all(cell.plain for cell in cells) and cells[0].name == "plain ViT"
+    by_name = {cell.name: cell for cell in cells}
+    runs = [as_run(resolve(cell, by_name, {}, base), 0, baseline=True) for cell in cells]
+    assert len({digest(run) for run in runs}) == len(cells) > 3
+
+
+@pytest.mark.parametrize("sweep", config.shipped("sweeps"))
+def test_every_shipped_sweep_is_one(sweep):
+    base = config.load("fashion_mnist")
+    cells = swept(base, sweep)
+    by_name = {cell.name: cell for cell in cells}
+    for cell in cells:
+        resolve(cell, by_name, {}, base)
+    assert (sweep in PLAIN) == all(cell.plain for cell in cells)

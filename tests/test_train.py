@@ -1,0 +1,233 @@
+"""gaupipe train: a ViT on the labels alone, in a run without a first phase."""
+
+import json
+import multiprocessing
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.numpy import load_file
+
+import gaupipe.models  # noqa: F401  (timm learns the attentions)
+from gaupipe import config
+from gaupipe.errors import UserError
+from killing import kill_this_process, moment
+from stages import compare, phase_a, run, train
+from stages.run_directory import RunDirectory
+from test_cli import metrics, sets
+from test_distributed import command, in_world
+
+TINY = [
+    "data.train_images=100",
+    "data.batch_size=50",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=3",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
+SETS = sets(*TINY)
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["stages.train", "sklearn.datasets", "torch._dynamo"])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A run with two students."""
+    folder = tmp_path_factory.mktemp("train") / "run"
+    for attention in ("standard", "belief2"):
+        train.run(config.load("digits", TINY), folder, attention)
+    return folder
+
+
+def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
+    code, out, err = in_process("train", *SETS, "--student", "xsa", cwd=tmp_path)
+    assert (code, out) == (0, "runs/digits/plain/xsa/student\n"), err
+    assert err.splitlines()[-1].startswith("xsa (plain) epoch 3/3: loss")
+    folder = tmp_path / "runs" / "digits"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.yaml", "split.json", "lock", "plain"}
+    assert timm.create_model(f"local-dir:{folder / 'plain/xsa/student'}", pretrained=True)
+    rows = metrics(folder / "plain" / "xsa" / "metrics.jsonl")
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[0]["gamma"] == 0
+
+
+def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
+    settings = config.load("digits", TINY)
+    run.run(settings, tmp_path / "run")
+    result = compare.run(
+        settings, tmp_path / "compare", students=["standard"], seeds=[0], only=["plain ViT"],
+        tune=False,
+    )  # fmt: skip
+    (cell,) = result["cells"]
+    folders = [
+        trained / "plain" / "standard",
+        tmp_path / "run" / "plain" / "standard",
+        tmp_path / "compare" / cell["runs"][0]["folder"],
+    ]
+    first, *others = [metrics(folder / "metrics.jsonl") for folder in folders]
+    assert len(first) == 3 and others == [first, first]
+
+
+def test_what_the_other_commands_make_of_the_students(trained, in_process):
+    code, out, err = in_process("evaluate", "--run-dir", trained, "--student", "standard", "--json")
+    assert code == 0, err
+    last = metrics(trained / "plain" / "standard" / "metrics.jsonl")[-1]
+    assert json.loads(out)["top1"] == pytest.approx(last["val_acc"])
+    assert "belief2" in in_process("evaluate", "--run-dir", trained)[1]  # the one trained last
+    code, out, _ = in_process("inspect", "--run-dir", trained, "--student", "belief2", "--json")
+    assert code == 0 and json.loads(out)["attention"] == "belief2"
+    code, out, _ = in_process(
+        "inspect", "--run-dir", trained, "--student", "belief2", "--image", 3, "--json"
+    )
+    assert code == 0 and sum(map(sum, json.loads(out)["map"])) == pytest.approx(1, abs=1e-5)
+
+
+def test_view_shows_a_student_once_its_maps_are_exported(trained, tmp_path, in_process):
+    code, _, err = in_process(
+        "view", "--run-dir", trained, "--image", 3, "--html", tmp_path / "a.html"
+    )
+    assert (code, err.count("\n")) == (2, 1)
+    export = err.split("'gaupipe ")[1].split("'")[0].split()
+    code, _, err = in_process(*export)
+    assert code == 0 and " as topk " in err  # the kind for a trained ViT
+    page = tmp_path / "page.html"
+    store = trained / "student.zarr"
+    code, _, err = in_process("view", store, "--image", 3, "--html", page, "--student", "standard")
+    assert code == 0, err
+    assert '"standard"' in page.read_text()
+
+
+def test_a_student_of_phase_b_goes_before_a_plain_one_of_its_name(trained):
+    directory = RunDirectory(trained)
+    assert not directory.is_distilled() and not directory.is_distilled("belief2")
+    assert directory.is_distilled("nobody")
+    student = trained / "phase_b" / "belief2" / "student"
+    student.mkdir(parents=True)
+    try:
+        assert directory.is_distilled() and directory.is_distilled("belief2")
+        assert not directory.is_distilled("standard")
+    finally:
+        student.rmdir()
+        student.parent.rmdir()
+        student.parent.parent.rmdir()
+
+
+def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_process):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    other = ["--no-distill", "--name", "other", "--set", "phase_b.epochs=1"]
+    assert in_process("phase-b", "--run-dir", run_dir, *other)[0] == 0
+    _, out, _ = in_process("evaluate", "--run-dir", run_dir, "--json")
+    assert json.loads(out)["student"] == "other"
+    phase_a.run(config.load("digits", TINY), run_dir)
+    assert RunDirectory(run_dir).teacher_digest() is not None
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ((), "plain/standard already exists: --resume continues it"),
+        (("--set", "seed=3", "--resume"), "holds a run with other settings (seed is 0, asked 3)"),
+        (("--student", "belif"), "belief"),
+        (("--student", "xsa", "--set", "phase_b.attention_options={zz: true}"), "other settings"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(trained, in_process, arguments, message):
+    before = sorted(trained.rglob("*"))
+    code, _, err = in_process("train", "--run-dir", trained, *SETS, *arguments)
+    assert (code, err.count("\n")) == (2, 1) and message in err, err
+    assert sorted(trained.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "override,message",
+    [
+        ("device=nosuch", "device"),
+        ("baseline.optim.name=adamv", "adamv"),
+        ("phase_b.optim.lr=0.1", "--set baseline.optim.lr"),
+        ("phase_b.attention_options={zz: true}", "unknown option 'zz'"),
+        ("data.buckets=200", "bucket"),
+    ],
+)
+def test_nothing_is_left_of_what_cannot_be_trained(tmp_path, in_process, override, message):
+    code, _, err = in_process("train", *SETS, "--set", override, cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1) and message in err, err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_student_is_not_trained_again(trained):
+    settings = config.load("digits", TINY)
+    path = trained / "plain" / "standard" / "checkpoint" / "state.pt"
+    before = path.stat().st_mtime_ns
+    rows = train.run(settings, trained, "standard", resume=True)
+    assert len(rows) == 3 and path.stat().st_mtime_ns == before
+    with pytest.raises(UserError, match="is an attention|other settings"):
+        train.run(config.load("digits", [*TINY, "phase_b.epochs=4"]), trained, resume=True)
+
+
+def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
+    code, out, err = in_process(
+        "plan", trained / "config.yaml", "--plain", "--json", "--steps", 1, cwd=tmp_path
+    )
+    assert code == 0, err
+    plan = json.loads(out)
+    weights = load_file(trained / "plain" / "standard" / "student" / "model.safetensors")
+    assert plan["network_parameters"] == sum(array.size for array in weights.values())
+    checkpoint = trained / "plain" / "standard" / "checkpoint" / "state.pt"
+    assert plan["checkpoint_bytes"] == pytest.approx(checkpoint.stat().st_size, rel=0.5)
+    assert (plan["images"], plan["epochs"]) == (100, 3)
+    assert plan["seconds"]["training"] == pytest.approx(3 * plan["seconds"]["epoch"])
+    assert list(tmp_path.iterdir()) == []
+    settings = ["--steps", 0, "--set", "model.args={class_token: true, global_pool: token}"]
+    code, out, _ = in_process("plan", "--plain", "--images", 60000, "--classes", 7, *settings)
+    assert code == 0 and "60,000" in out  # a class token, which no Gaussian teacher has
+    code, _, err = in_process("plan", "--plain", "--world-size", 2)
+    assert (code, err.count("\n")) == (2, 1) and "--world-size" in err
+
+
+def test_two_processes_train_like_one(tmp_path):
+    settings = sets(*TINY, "data.buckets=2")
+    for size in (1, 2):
+        arguments = ["train", "digits", "--run-dir", str(tmp_path / str(size)), *settings]
+        codes = in_world(size, tmp_path / "words", command, *arguments)
+        assert codes == [0] * size, (tmp_path / "words" / "rank0.txt").read_text()
+    assert (tmp_path / "words" / "rank1.txt").read_text() == ""
+    one, two = [metrics(tmp_path / size / "plain/standard/metrics.jsonl") for size in ("1", "2")]
+    assert len(one) == len(two) == 3
+    for alone, shared in zip(one, two, strict=True):
+        assert shared["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
+        assert shared["val_acc"] == pytest.approx(alone["val_acc"], abs=0.003)
+
+
+def work(run_dir: Path, kill: tuple[int, float]) -> None:
+    from stages import train
+
+    kill_this_process(run_dir, *kill)
+    train.run(config.load("digits", TINY), run_dir, resume=True)
+
+
+def test_a_killed_training_ends_like_an_unbroken_one(trained, tmp_path):
+    killed, generator, code = 0, random.Random(0), -signal.SIGKILL
+    while code:
+        moment_ = moment(generator, killed)
+        process = FORKS.Process(target=work, args=(tmp_path / "run", moment_))
+        process.start()
+        process.join()
+        code = process.exitcode
+        assert code in (0, -signal.SIGKILL)
+        killed += code != 0
+        assert killed < 40, "no progress between kills"
+    assert killed >= 2
+    folders = [folder / "plain" / "standard" for folder in (trained, tmp_path / "run")]
+    first, second = [metrics(folder / "metrics.jsonl") for folder in folders]
+    assert first == second
+    first, second = [
+        torch.load(folder / "checkpoint" / "state.pt", weights_only=True)["modules"]
+        for folder in folders
+    ]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert (tmp_path / "run" / "split.json").read_text() == (trained / "split.json").read_text()
