@@ -203,8 +203,7 @@ class Normalise(nn.Module):
 
 def load_encoder(args):
     """A timm ViT without a head, for images of the size of the crops."""
-    given = dict(img_size=tuple(args.crop), dynamic_img_size=True, num_classes=0)
-    given["drop_path_rate"] = args.drop_path
+    given = dict(dynamic_img_size=True, num_classes=0, drop_path_rate=args.drop_path)
     folder = Path(args.model.removeprefix("local-dir:")).expanduser()
     if folder.is_dir():
         model = load_folder(folder, f"{' and '.join(STUDENT_FILES)} make a student", given)
@@ -223,7 +222,9 @@ def load_encoder(args):
             raise UserError(
                 f"--model: timm cannot build {args.model} with {given}: {error}"
             ) from None
-    check_sizes(convert(model, "standard"), args)  # convert refuses what is not a ViT
+    convert(model, "standard")  # which refuses what is not a ViT
+    check_sizes(model, args)
+    model.set_input_size(tuple(args.crop))
     return model
 
 
