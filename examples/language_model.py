@@ -9,7 +9,6 @@ not repeated. Needs gaupipe[transformers].
 """
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -20,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.utils import logging
 
+from cells import in_one_line, kept, mean_and_spread
 from gaupipe.transformers import GauGPT2Config, GauLlamaConfig
 
 ATTENTIONS = {
@@ -235,29 +235,6 @@ def speeds(names, args, texts):
     }
 
 
-def kept(path, settings, work):
-    """What ``path`` holds, else the result of ``work``, which is then kept there."""
-    if path.exists():
-        known = json.loads(path.read_text())
-        if known["settings"] != settings:
-            raise SystemExit(f"{path} is from other settings: choose another --out")
-        return known["result"]
-    result = work()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(dict(settings=settings, result=result)))
-    unfinished.replace(path)
-    return result
-
-
-def mean_and_spread(values):
-    """Mean ± standard deviation over seeds; empty where there are no values."""
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
-
-
 def table(results, speed):
     """Markdown. The training loss is that of the last 200 steps. The difference is to standard
     attention with the same seed; a ratio of times has its quartiles in brackets."""
@@ -280,6 +257,7 @@ def table(results, speed):
         )
 
 
+@in_one_line()
 def main():
     args = arguments()
     logging.set_verbosity_error()

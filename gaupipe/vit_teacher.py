@@ -296,13 +296,26 @@ def load_vit(
             raise UserError(f"{SETTING}: there is no folder {folder}: {remedy}")
         model = load_folder(folder, remedy, arguments)
     else:
-        model = pretrained(teacher, arguments, download)
+        try:
+            model = pretrained(teacher, arguments, download)
+        except UserError as error:
+            raise UserError(f"{SETTING}: {error}") from None
     return VitTeacher(model, data, teacher)
 
 
-def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Module:
+def pretrained(
+    name: str,
+    arguments: dict[str, Any],
+    download: bool,
+    right: str = "gaussian, vit, local-dir:FOLDER or a timm name with weights",
+    consent: str = "phase_a.download=true",
+) -> nn.Module:
     """A timm model with its weights from this machine, or from the hub where ``download`` allows
-    it. Raises UserError."""
+    it.
+
+    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which says what
+    name would be ``right`` and how to give the ``consent`` to a download.
+    """
     try:
         config = get_pretrained_cfg(name)
     except RuntimeError:  # a tag that the model has not
@@ -310,26 +323,21 @@ def pretrained(name: str, arguments: dict[str, Any], download: bool) -> nn.Modul
     if config is None:
         near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
         hint = f"; there are {', '.join(near)}" if near else ""
-        raise UserError(
-            f"{SETTING}: timm has no weights {name!r}{hint}; gaussian, vit, local-dir:FOLDER or a "
-            "timm name with weights is right"
-        )
+        raise UserError(f"timm has no weights {name!r}{hint}; {right} is right")
     if not config.has_weights:
-        raise UserError(f"{SETTING}: timm has no trained weights for {name}: train one first")
+        raise UserError(f"timm has no trained weights for {name}: train one first")
     overlay = None
     if config.hf_hub_id and config.custom_load != "hf":
-        overlay = {"file": _weights_file(name, config, download), "custom_load": False}
+        overlay = {"file": _weights_file(name, config, download, consent), "custom_load": False}
     elif not download and not _is_cached(config):
-        raise _not_here(name, str(config.url or config.hf_hub_id))
+        raise _not_here(name, str(config.url or config.hf_hub_id), consent)
     try:
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except Exception as error:  # whatever timm makes of keywords or of a broken download
-        raise UserError(
-            f"{SETTING}: timm cannot build {name} with {arguments}: {_one_line(error)}"
-        ) from None
+        raise UserError(f"timm cannot build {name} with {arguments}: {_one_line(error)}") from None
 
 
-def _weights_file(name: str, config: Any, download: bool) -> str:
+def _weights_file(name: str, config: Any, download: bool, consent: str) -> str:
     """The weights of a model on the hub, as a file of this machine."""
     repository, _, revision = config.hf_hub_id.partition("@")
     names = [config.hf_hub_filename or "model.safetensors", "pytorch_model.bin"]
@@ -338,7 +346,7 @@ def _weights_file(name: str, config: Any, download: bool) -> str:
         if isinstance(cached, str):
             return cached
     if not download:
-        raise _not_here(name, repository)
+        raise _not_here(name, repository, consent)
     problem: Exception | None = None
     for file in names:
         try:
@@ -346,8 +354,7 @@ def _weights_file(name: str, config: Any, download: bool) -> str:
         except Exception as error:  # no network, no such file, no leave to read it
             problem = problem or error
     raise UserError(
-        f"{SETTING}: the weights of {name} could not be fetched from {repository}: "
-        f"{_one_line(problem)}"
+        f"the weights of {name} could not be fetched from {repository}: {_one_line(problem)}"
     )
 
 
@@ -358,10 +365,9 @@ def _is_cached(config: Any) -> bool:
     return (Path(torch.hub.get_dir()) / "checkpoints" / name).is_file()
 
 
-def _not_here(name: str, source: str) -> UserError:
+def _not_here(name: str, source: str, consent: str) -> UserError:
     return UserError(
-        f"{SETTING}: the weights of {name} ({source}) are not on this machine: "
-        "phase_a.download=true fetches them"
+        f"the weights of {name} ({source}) are not on this machine: {consent} fetches them"
     )
 
 

@@ -3,6 +3,7 @@ than they bring."""
 
 import functools
 import gzip
+import importlib
 import sys
 from pathlib import Path
 
@@ -62,3 +63,20 @@ def in_process(capfd, monkeypatch):
         return (exit_.value.code or 0, *capfd.readouterr())
 
     return call
+
+
+@pytest.fixture
+def example(monkeypatch):
+    """Imports a script of examples/ by name; its ``main`` then runs with given arguments."""
+
+    def load(name):
+        monkeypatch.syspath_prepend(Path(__file__).parent.parent / "examples")
+        module = importlib.import_module(name)
+
+        def run(*arguments):
+            monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+            module.main()
+
+        return module, run
+
+    return load
