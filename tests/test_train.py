@@ -1,7 +1,6 @@
 """gaupipe train: a ViT on the labels alone, in a run without a first phase."""
 
 import json
-import multiprocessing
 import random
 import shutil
 import signal
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file
 import gaupipe.models  # noqa: F401  (timm learns the attentions)
 from gaupipe import config
 from gaupipe.errors import UserError
-from killing import kill_this_process, moment
+from processes import exit_code, kill_this_process, moment
 from stages import compare, phase_a, run, train
 from stages.run_directory import RunDirectory
 from test_cli import metrics, sets
@@ -30,9 +29,6 @@ TINY = [
     "threads=1",
 ]
 SETS = sets(*TINY)
-
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["stages.train", "sklearn.datasets", "torch._dynamo"])
 
 
 @pytest.fixture(scope="module")
@@ -211,15 +207,10 @@ def work(run_dir: Path, kill: tuple[int, float]) -> None:
 
 
 def test_a_killed_training_ends_like_an_unbroken_one(trained, tmp_path):
-    killed, generator, code = 0, random.Random(0), -signal.SIGKILL
-    while code:
-        moment_ = moment(generator, killed)
-        process = FORKS.Process(target=work, args=(tmp_path / "run", moment_))
-        process.start()
-        process.join()
-        code = process.exitcode
-        assert code in (0, -signal.SIGKILL)
-        killed += code != 0
+    killed, generator = 0, random.Random(0)
+    while code := exit_code(work, tmp_path / "run", moment(generator, killed)):
+        assert code == -signal.SIGKILL
+        killed += 1
         assert killed < 40, "no progress between kills"
     assert killed >= 2
     folders = [folder / "plain" / "standard" for folder in (trained, tmp_path / "run")]
