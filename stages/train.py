@@ -13,7 +13,7 @@ from gaupipe.config import Settings
 from gaupipe.data import ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.student import check_baseline
-from stages import phase_a, phase_b
+from stages import phase_b
 from stages.run_directory import RunDirectory, lock_of_process
 
 
@@ -51,7 +51,7 @@ def run(
                 f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
             )
         images = data or load_data(asked.data)
-        check_buckets(len(images.train), asked.data.buckets or 1, asked.data.batch_size)
+        check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         select_device(asked)
         check_baseline(asked, images)
         return asked, images
@@ -59,7 +59,7 @@ def run(
     def start() -> None:
         if not (run.path / "split.json").is_file():  # which is written last
             with lock_of_process(run.path, "run"):
-                phase_a.start(run, settings, images, resume=True)
+                run.start(settings, images, resume=True)
 
     settings, images = distributed.main_first(prepare)
     distributed.on_main(start)
