@@ -59,10 +59,10 @@ class BucketedState:
         for where, state, ids in self._parts(image_ids):
             state.update(ids, gradient[where])
 
-    def end_epoch(self) -> None:
-        """As :meth:`ImageState.end_epoch`."""
+    def commit(self) -> None:
+        """As :meth:`ImageState.commit`."""
         for state in self.states.values():
-            state.end_epoch()
+            state.commit()
 
     def sha256s(self) -> list[str]:
         """A digest of the parameters of each bucket, in the order of buckets. Every rank digests
@@ -81,13 +81,14 @@ class BucketedState:
         for state in self.states.values():
             state.release()
 
-    def save(self, folder: Path, epoch: int) -> dict[str, str]:
+    def save(self, folder: Path, moment: str) -> dict[str, str]:
         """Writes a file of each bucket to ``folder`` and returns the sha256 of every file of the
-        world, by name. They lie safely on the disk, beside those of earlier epochs."""
+        world, by name. They lie safely on the disk, beside those of earlier moments. The name of a
+        later ``moment`` sorts after that of an earlier one."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():
-            path = folder / f"rows.{epoch:04d}.{number:04d}.pt"
+            path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         digests.flush(folder)
         return distributed.united(written)
@@ -120,7 +121,7 @@ class BucketedState:
 
 
 def remove_superseded(folder: Path, files: dict[str, str]) -> None:
-    """Deletes the files of buckets in ``folder`` from epochs before that of ``files``."""
+    """Deletes the files of buckets in ``folder`` from before the moment of ``files``."""
     current = min(files)
     for path in folder.glob("rows.*.pt"):
         if path.name < current:

@@ -120,7 +120,7 @@ def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
             gradient = torch.randn(len(ids), 3)
             whole.update(ids, gradient)
             parts.update(ids, gradient)
-        parts.end_epoch()
+        parts.commit()
     assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
     with pytest.raises(KeyError):
         make([1]).read(torch.tensor([0]))
@@ -134,7 +134,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
     for rank, state in enumerate(ranks):
         ids = torch.from_numpy(state.buckets.members(rank))
         state.update(ids, torch.randn(len(ids), 3))
-        state.end_epoch()
+        state.commit()
         files |= state.save(tmp_path / "checkpoint", 1)
     alone = make([0, 1], folder)
     alone.load(tmp_path / "checkpoint", files)
