@@ -6,6 +6,7 @@ source with the held-out images left out. Splits do not depend on the seed of a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -266,7 +267,7 @@ class Batches:
     def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(images uint8, labels, ids) in the order that was set. Raises the UserError of an
         image that cannot be read."""
-        with spared():  # where workers start
+        with spared() if self.loader.num_workers else contextlib.nullcontext():
             batches = iter(self.loader)
         for batch in batches:
             if isinstance(batch, UserError):

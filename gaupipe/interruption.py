@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -111,6 +112,7 @@ class Pauses:
 def spared() -> Iterator[None]:
     """Processes that are started here do not get SIGTERM until they unblock it: SLURM sends it to
     all processes, and a training needs those that read its images for one more step."""
+    resource_tracker.ensure_running()  # it ignores SIGTERM itself; its start would unblock it here
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield

@@ -135,7 +135,7 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
         ids = torch.from_numpy(state.buckets.members(rank))
         state.update(ids, torch.randn(len(ids), 3))
         state.commit()
-        files |= state.save(tmp_path / "checkpoint", 1)
+        files |= state.save(tmp_path / "checkpoint", "0001")
     alone = make([0, 1], folder)
     alone.load(tmp_path / "checkpoint", files)
     for rank, state in enumerate(ranks):
@@ -147,9 +147,13 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
         make([0, 1], folder).load(tmp_path / "checkpoint", files)
 
 
-def test_only_files_of_earlier_epochs_are_removed(tmp_path):
-    for epoch in (1, 2, 3):
-        for bucket in (0, 1):
-            (tmp_path / f"rows.{epoch:04d}.{bucket:04d}.pt").touch()
-    remove_superseded(tmp_path, {"rows.0002.0000.pt": "", "rows.0002.0001.pt": ""})
-    assert sorted({path.name[:9] for path in tmp_path.iterdir()}) == ["rows.0002", "rows.0003"]
+@pytest.mark.parametrize("current", range(5))
+def test_only_files_of_earlier_moments_are_removed(tmp_path, current):
+    """Of epochs, and of batches within an epoch."""
+    moments = ["0001", "0002", "0002_0000090", "0002_0000120", "0003"]
+    names = [f"rows.{moment}.{bucket:04d}.pt" for moment in moments for bucket in (0, 1)]
+    for name in names:
+        (tmp_path / name).touch()
+    files = dict.fromkeys(names[2 * current : 2 * current + 2], "")
+    remove_superseded(tmp_path, files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2 * current :])
