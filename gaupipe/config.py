@@ -150,6 +150,11 @@ class DataSettings(Section):
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
 
+    @property
+    def num_buckets(self) -> int:
+        """``buckets`` of a run that has started: null is then a single process."""
+        return self.buckets or 1
+
 
 class ModelSettings(Section):
     """The ViT of the student and of a teacher that phase A trains. The student's size can be

@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -179,6 +180,11 @@ class Batches:
         """Batches in an epoch."""
         return self.buckets.steps(self.batch_size)
 
+    @cached_property
+    def batch_sizes(self) -> list[int]:
+        """Images in each whole batch of an epoch of training, over all ranks."""
+        return self.buckets.batch_sizes(self.batch_size)
+
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
         chosen = np.arange(len(self.split)) if image_ids is None else image_ids
@@ -218,7 +224,7 @@ class Batches:
         self.order.batches = [np.concatenate([*parts.values()]) for parts in order]
         nothing: Iterator[Any] = itertools.repeat(None)
         stored = nothing if maps is None else maps.prefetch(self.order.batches)
-        of_world = self.buckets.batch_sizes(self.batch_size)[first:]
+        of_world = self.batch_sizes[first:]
         images_of, stored = self._timed(self._fetched(), "data"), self._timed(stored, "maps")
         fetched = zip(images_of, stored, order, of_world)  # noqa: B905
         for (images, labels, ids), found, parts, whole in fetched:
@@ -300,7 +306,7 @@ def train_and_val(
 ) -> tuple[Batches, Batches]:
     """What a ViT is trained on and scored on: batches of the training and of the validation
     images, of the sizes that the settings say."""
-    sizes = {"workers": settings.workers, "buckets": settings.buckets or 1}
+    sizes = {"workers": settings.workers, "buckets": settings.num_buckets}
     return (
         Batches(data.train, data, device, settings.batch_size, **sizes),
         Batches(data.val, data, device, settings.eval_batch_size, **sizes),
@@ -322,6 +328,17 @@ class ImageData:
     std: tuple[float, ...]
     sha256: str
     """Names the training images, their order and labels: what stored maps belong to."""
+
+    @property
+    def data_config(self) -> dict[str, Any]:
+        """How images become what a model trained on these sees, as timm names it."""
+        return {
+            "mean": self.mean,
+            "std": self.std,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+            "crop_mode": "center",
+        }
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split."""

@@ -81,21 +81,21 @@ class BucketedState:
         for state in self.states.values():
             state.release()
 
-    def save(self, folder: Path, moment: str) -> dict[str, str]:
-        """Writes a file of each bucket to ``folder`` and returns the sha256 of every file of the
-        world, by name. They lie safely on the disk, beside those of earlier moments. The name of a
-        later ``moment`` sorts after that of an earlier one."""
+    def save(self, folder: Path, moment: str) -> dict[str, Any]:
+        """As :meth:`ImageState.save`: the sha256 of every bucket's file, of all ranks, by name.
+        Writes the files to ``folder``, where they lie safely beside those of earlier moments. The
+        name of a later ``moment`` sorts after that of an earlier one."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         digests.flush(folder)
-        return distributed.united(written)
+        return {"buckets": distributed.united(written)}
 
-    def load(self, folder: Path, files: dict[str, str]) -> None:
-        """Goes back to what :meth:`save` wrote and said. Raises UserError for a file that is
-        missing or damaged."""
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """As :meth:`ImageState.load`. Raises UserError for a file that is missing or damaged."""
+        files: dict[str, str] = saved["buckets"]
         by_bucket = {int(name.split(".")[2]): name for name in files}
         for number, state in self.states.items():
             path = folder / by_bucket[number]
@@ -104,8 +104,7 @@ class BucketedState:
                     f"{path} is missing or damaged: restore it from a copy, or start afresh in "
                     "another --run-dir"
                 )
-            saved: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
-            state.load_state_dict(saved)
+            state.load_state_dict(torch.load(path, weights_only=True, mmap=True))
 
     def _parts(self, image_ids: Tensor) -> Iterator[tuple[Tensor, ImageState, Tensor]]:
         """(where in the batch, the state of a bucket, the images' places in it) of every bucket."""
@@ -120,9 +119,8 @@ class BucketedState:
             )
 
 
-def remove_superseded(folder: Path, files: dict[str, str]) -> None:
-    """Deletes the files of buckets in ``folder`` from before the moment of ``files``."""
-    current = min(files)
+def remove_superseded(folder: Path, moment: str) -> None:
+    """Deletes the files of buckets in ``folder`` from before this moment."""
     for path in folder.glob("rows.*.pt"):
-        if path.name < current:
+        if path.name < f"rows.{moment}.":
             path.unlink()

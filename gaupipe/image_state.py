@@ -182,6 +182,15 @@ class ImageState:
         self.initial.copy_(state["start"]["row"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
 
+    def save(self, folder: Path, moment: str) -> dict[str, Any]:
+        """What a checkpoint in ``folder`` holds of the parameters, which are committed:
+        :meth:`state_dict`, beside which nothing is written."""
+        return self.state_dict()
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Goes back to what :meth:`save` returned, as :meth:`load_state_dict` does."""
+        self.load_state_dict(saved)
+
     def release(self) -> None:
         """Deletes superseded records once training is over: half of what the files take."""
         self._records.release(self.steps > 0)

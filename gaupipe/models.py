@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,8 @@ def save_student(
             model_args=model_args,
             safe_serialization=True,
         )
+        # safetensors makes a file that its owner alone can read
+        shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
         digests.write(fresh)
 
 

@@ -80,17 +80,11 @@ class TrainingState(Generic[Network]):
         """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
         the old one or the new one, never a part. Rank 0 writes it once the per-image parameters of
         all ranks are on the disk."""
-        per_image: dict[str, Any] | None = None
-        if self.per_image:
+        per_image = None
+        if self.per_image is not None:
             self.per_image.commit()
-        if isinstance(self.per_image, BucketedState):
-            per_image = {"buckets": self.per_image.save(folder, self._moment())}
-        elif self.per_image:
-            per_image = self.per_image.state_dict()
+            per_image = self.per_image.save(folder, self._moment())
         distributed.on_main(lambda: self._write(folder, per_image))
-        if isinstance(self.per_image, BucketedState) and per_image:
-            files = per_image["buckets"]
-            distributed.on_main(lambda: remove_superseded(folder, files))
 
     def _moment(self) -> str:
         """Names what is trained so far, such that later names sort after earlier ones."""
@@ -119,6 +113,7 @@ class TrainingState(Generic[Network]):
             "best": self.best,
         }
         digests.replace(partial, folder / "state.pt", digests.save(state, partial))
+        remove_superseded(folder, self._moment())
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
@@ -169,10 +164,8 @@ class TrainingState(Generic[Network]):
         self.scaler.load_state_dict(state["scaler"])
         if self.ema:
             self.ema.load_state_dict(state["ema"])
-        if isinstance(self.per_image, BucketedState):
-            self.per_image.load(folder, state["rows"]["buckets"])
-        elif self.per_image:
-            self.per_image.load_state_dict(state["rows"])
+        if self.per_image is not None:
+            self.per_image.load(folder, state["rows"])
         self.metrics, self.finished, self.epoch = state["metrics"], finished, epoch
         self.best = state.get("best")
 

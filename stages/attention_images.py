@@ -18,16 +18,14 @@ LEAST_PIXELS = 96
 
 
 @torch.no_grad()
-def show(
-    steps: StepLog, data: ImageData, buckets: int | None, attention: Attention, grid: tuple
-) -> None:
+def show(steps: StepLog, data: ImageData, buckets: int, attention: Attention, grid: tuple) -> None:
     """Shows the attention of a model to a few training images, if a logger is there to see it: a
     line for each image, first the image, then for each block the attention that each key of the
     ``grid`` (h, w) gets, mean over heads and queries. Of several ranks the first shows images of
     its own."""
     if not steps.wants_images:
         return
-    places = Buckets(len(data.train), buckets or 1)
+    places = Buckets(len(data.train), buckets)
     mine = np.concatenate([places.members(bucket) for bucket in places.of_rank()])
     ids = mine[np.linspace(0, len(mine) - 1, min(IMAGES, len(mine))).astype(np.int64)]
     lines = []

@@ -42,13 +42,13 @@ def save(
     chosen = phase.keep if phase.keep in students else "last"  # the last is the best
     for name in ("last", "best"):
         if name in students and name != chosen:
-            save_student(students[name], folder / name, mean=data.mean, std=data.std)
+            save_student(students[name], folder / name, **data.data_config)
         elif (folder / name).is_dir():
             shutil.rmtree(folder / name)
     epoch = best if phase.keep == "best" else last
     said = {"epoch": epoch, "keep": phase.keep, "best": best, "best_by": phase.best_by}
     write_whole(folder / FILE, json.dumps({**said, "last": last}) + "\n")
-    save_student(students[chosen], folder / "student", mean=data.mean, std=data.std)
+    save_student(students[chosen], folder / "student", **data.data_config)
 
 
 def of_student(folder: Path) -> int | None:

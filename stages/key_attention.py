@@ -43,7 +43,7 @@ def save_snapshot(
         return
     batches = Batches(data.train, data, torch.device("cpu"), settings.data.batch_size)
     ids = data.train.evenly_spaced(settings.key_snapshots)
-    buckets = Buckets(len(data.train), settings.data.buckets or 1)
+    buckets = Buckets(len(data.train), settings.data.num_buckets)
     mine = ids[np.isin(buckets.of(ids), buckets.of_rank())]  # a rank knows its own images
     snapshots: dict[int, np.ndarray] = {}
     for batch in batches.in_order(mine):

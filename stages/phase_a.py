@@ -114,7 +114,7 @@ def run(
         run.check_free(asked, resume)
         loggers.check(asked.log.to)
         images = data or load_data(asked.data)
-        check_buckets(len(images.train), asked.data.buckets or 1, asked.data.batch_size)
+        check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
         teacher = build_teacher(asked, images)
@@ -202,7 +202,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
             state.finished = train_acc >= phase.stop_accuracy or epoch.number + 1 == total
             save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
             if state.finished:
-                buckets = settings.data.buckets
+                buckets = settings.data.num_buckets
                 attention_images.show(steps, data, buckets, maps_of(trained), job.teacher.grid)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             progress.line(

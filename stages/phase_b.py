@@ -246,7 +246,7 @@ def train_student(
     def prepare() -> tuple[PhaseB, TrainingState[VisionTransformer]]:
         images = data or load_data(settings.data)
         loggers.check(settings.log.to)
-        check_buckets(len(images.train), settings.data.buckets or 1, settings.data.batch_size)
+        check_buckets(len(images.train), settings.data.num_buckets, settings.data.batch_size)
         job = build(settings, images, teacher, maps_url)
         if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
             start_from_teacher(job, phase_a.load(teacher, job.data, with_images=False).teacher)

@@ -338,7 +338,7 @@ def _times(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         return
     remarks = {
         "phase_a_epoch": "",
-        "phase_a": "all epochs, if it is not accurate enough sooner",
+        "phase_a": "all epochs; phase_a.stop_accuracy may end phase A",
         "export": "of the kind that the settings say",
         "phase_b_epoch": "",
         "phase_b": "all epochs",

@@ -39,8 +39,7 @@ class TeacherJob:
         """Batches of a split, by default of the size for evaluation."""
         data = self.settings.data
         size = batch_size or data.eval_batch_size
-        buckets = data.buckets or 1
-        return Batches(split, self.data, self.device, size, data.workers, buckets)
+        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
 
     def show(self, batch: Batch, generator: torch.Generator) -> tuple[Attention, Tensor]:
         """The attention of a batch and its log-probabilities [B, C]. ``generator`` is for draws."""

@@ -107,7 +107,7 @@ def keep(
     try:
         return build(settings, data, folder)
     except UserError:
-        save_student(vit, folder, mean=data.mean, std=data.std)
+        save_student(vit, folder, **data.data_config)
         return build(settings, data, folder)
 
 
@@ -198,7 +198,7 @@ def train(
             state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
             if state.finished:
                 grid = state.kept.patch_embed.grid_size
-                attention_images.show(steps, data, settings.data.buckets, attention, grid)
+                attention_images.show(steps, data, settings.data.num_buckets, attention, grid)
             progress.line(
                 f"phase A epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, train acc "
                 f"{means['acc']:.4f}, validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"

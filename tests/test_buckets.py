@@ -135,16 +135,16 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
         ids = torch.from_numpy(state.buckets.members(rank))
         state.update(ids, torch.randn(len(ids), 3))
         state.commit()
-        files |= state.save(tmp_path / "checkpoint", "0001")
+        files |= state.save(tmp_path / "checkpoint", "0001")["buckets"]
     alone = make([0, 1], folder)
-    alone.load(tmp_path / "checkpoint", files)
+    alone.load(tmp_path / "checkpoint", {"buckets": files})
     for rank, state in enumerate(ranks):
         ids = torch.from_numpy(state.buckets.members(rank))
         assert torch.equal(alone.read(ids), state.read(ids))
     damaged = tmp_path / "checkpoint" / "rows.0001.0001.pt"
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
-        make([0, 1], folder).load(tmp_path / "checkpoint", files)
+        make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
 
 
 @pytest.mark.parametrize("current", range(5))
@@ -154,6 +154,5 @@ def test_only_files_of_earlier_moments_are_removed(tmp_path, current):
     names = [f"rows.{moment}.{bucket:04d}.pt" for moment in moments for bucket in (0, 1)]
     for name in names:
         (tmp_path / name).touch()
-    files = dict.fromkeys(names[2 * current : 2 * current + 2], "")
-    remove_superseded(tmp_path, files)
+    remove_superseded(tmp_path, moments[current])
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2 * current :])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -336,6 +337,16 @@ def test_a_saved_student_comes_back_through_timm(kwargs, tmp_path):
     x = images(model)
     torch.testing.assert_close(again(x), model(x), rtol=0, atol=0)
     assert sorted(path.name for path in (tmp_path / "student").iterdir()) == FILES
+
+
+def test_the_files_of_a_saved_student_have_the_mode_of_any_new_file(tmp_path):
+    before = os.umask(0o027)
+    try:
+        save_student(timm.create_model(PICO), tmp_path / "student")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "student").iterdir()}
+    assert modes == dict.fromkeys(FILES, 0o640)
 
 
 def test_a_standard_student_needs_timm_only(tmp_path):

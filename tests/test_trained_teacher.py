@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
 
 import store
 from gaupipe import config
@@ -299,6 +301,35 @@ def test_a_student_becomes_the_teacher_of_the_next(run, tmp_path, in_process):
         "inspect", "--run-dir", tmp_path / "next", "--student", "standard", "--image", 2
     )
     assert code == 0 and "KL of standard from the teacher" in out
+
+
+def test_saved_models_say_how_their_images_were_prepared(tmp_path):
+    """timm prepares an image file by a student's or a teacher's config.json as training did."""
+    draw = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        folder = tmp_path / "images" / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(4):
+            pixels = draw.integers(256, size=(24, 17, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png")
+    settings = settings_with(
+        "data.name=folder",
+        f"data.root={tmp_path / 'images'}",
+        "data.image_size=8",
+        "data.train_images=null",
+        "data.val_fraction=0.25",
+        "phase_b.epochs=1",
+    )
+    phase_a.run(settings, tmp_path / "run")
+    phase_b.run(tmp_path / "run", distilled=False)
+    data = load_data(settings.data)
+    batch = next(Batches(data.train, data, torch.device("cpu"), len(data.train)).in_order())
+    paths = sorted((tmp_path / "images" / "train").rglob("*.png"))
+    for saved in ("phase_a/teacher", "plain/standard/student"):
+        model = timm.create_model(f"local-dir:{tmp_path / 'run' / saved}", pretrained=True)
+        prepare = create_transform(**resolve_data_config(model=model))
+        prepared = torch.stack([prepare(Image.open(paths[i])) for i in data.train.positions])
+        torch.testing.assert_close(prepared, batch.images, rtol=0, atol=1.5 / 255 / 0.22)
 
 
 def test_a_warm_start_takes_queries_and_keys_too(run):

@@ -337,6 +337,22 @@ def test_keyboard(page):
     page.page.wait_for_selector("h2:has-text('Image 6:')")
 
 
+def test_a_theme_that_is_chosen_goes_before_the_systems(page, browser):
+    ground = {}
+    for system in ("light", "dark"):
+        one = Page(browser, page.address, color_scheme=system)
+        for theme in ("auto", "light", "dark"):
+            one.open(f"theme={theme}")
+            ground[system, theme] = one.page.evaluate(
+                "getComputedStyle(document.body).backgroundColor"
+            )
+        one.page.close()
+    light, dark = ground["light", "auto"], ground["dark", "auto"]
+    assert (light, dark) == ("rgb(243, 244, 246)", "rgb(14, 17, 21)")
+    assert ground["light", "light"] == ground["dark", "light"] == light
+    assert ground["light", "dark"] == ground["dark", "dark"] == dark
+
+
 def test_a_link_shows_the_same(page, browser):
     page.open(
         "image=29&layer=1&head=1&query=9&direction=to&student=standard&show=teacher&opacity=0.3"
