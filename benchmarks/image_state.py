@@ -135,7 +135,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             state.update(image_ids, gradient[: len(image_ids)])
         fill = images / (time.perf_counter() - started)
         started = time.perf_counter()
-        state.end_epoch()
+        state.commit()
         end_epoch = time.perf_counter() - started
         for image_ids in torch.randperm(images).split(BATCH)[:100]:
             state.gather(image_ids)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from enum import Enum, StrEnum
@@ -18,13 +19,16 @@ from rich.table import Table
 
 from gaupipe import __version__, distributed
 from gaupipe.attention import STUDENTS
-from gaupipe.errors import UserError, mistake_of
+from gaupipe.errors import Stopped, UserError, mistake_of
 
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
 
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun or srun, share."""
+
+WITH_RESUME = ("phase-a", "phase-b")
+"""Commands that continue only with --resume; the others do so by themselves."""
 
 app = typer.Typer(
     name="gaupipe",
@@ -761,8 +765,8 @@ def plan(
 
 
 def main() -> None:
-    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 1 anything
-    else."""
+    """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
+    ended by Ctrl-C and SIGTERM, 1 anything else."""
     for stream in (
         sys.stdout,
         sys.stderr,
@@ -788,6 +792,10 @@ def main() -> None:
             f"({error.ctx.command_path if error.ctx else 'gaupipe'} -h shows how)",
             all_ranks=True,
         )
+    except Stopped as stopped:
+        if here.rank == 0:
+            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
@@ -802,6 +810,18 @@ def main() -> None:
         if (mistake := mistake_of(error)) is None:
             raise
         _fail(f"rank {here.rank}: {mistake}" if here.size > 1 else mistake)
+
+
+def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
+    """What is said when a training was stopped: how far it is, and the command that continues."""
+    arguments = sys.argv[1:]
+    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
+        arguments = [*arguments, "--resume"]
+    launched = " (with torchrun or srun, as before)" if in_a_world else ""
+    return (
+        f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
+        f"to go on{launched}: {shlex.join(['gaupipe', *arguments])}"
+    )
 
 
 def _fail(mistake: str, all_ranks: bool = False) -> None:

@@ -28,8 +28,13 @@ StoreKind = Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"
 IRRELEVANT = (
     "device",
     "threads",
+    "checkpoint_minutes",
+    "checkpoint_steps",
     "key_snapshots",
     "geometry_every",
+    "log.to",
+    "log.every",
+    "log.project",
     "data.workers",
     "data.eval_batch_size",
     "data.root",
@@ -361,6 +366,14 @@ class PhaseBSettings(Section):
     value is 0."""
     epochs: Positive = 12
     """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
+    keep: Literal["last", "best"] = "last"
+    """Which epoch the folder ``student`` is of: the last, or the best one by ``best_by``. The
+    other one lies beside it. May be changed when a student is continued, also a finished one."""
+    best_by: Literal["val_acc", "val_loss"] = "val_acc"
+    """What the best epoch is the best in: accuracy or cross-entropy on the validation images."""
+    patience: Positive | None = None
+    """Early stopping: training ends when this many epochs in a row were no better, by ``best_by``,
+    than the best before them. Null trains all epochs."""
     alpha: Weight = 0.2
     """Weight of L_soft, the cross-entropy with the teacher's predictions."""
     beta: Weight = 0.1
@@ -443,6 +456,19 @@ class BaselineSettings(Section):
     counts, give the epochs of both phases together."""
 
 
+class LogSettings(Section):
+    """What can be watched of a training while it runs, beside the metrics of its epochs."""
+
+    to: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    """Where losses and metrics are shown: any of ``tensorboard``, ``wandb`` (Weights & Biases) and
+    ``trackio``, each of which is an extra of the same name."""
+    every: Count = 50
+    """Steps (batches) between two lines of steps.jsonl, which the loggers of ``to`` get too; 0
+    writes none."""
+    project: str = "gaupipe"
+    """Name of the project in Weights & Biases and trackio."""
+
+
 class Settings(Section):
     """Everything that determines a run."""
 
@@ -458,6 +484,12 @@ class Settings(Section):
     coordinates and losses stay float32."""
     compile: bool = False
     """Compile the forward pass with torch.compile."""
+    checkpoint_minutes: Weight | None = 10.0
+    """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
+    after every step of the optimizer. Null writes checkpoints between epochs alone."""
+    checkpoint_steps: Positive | None = None
+    """Steps of the optimizer after which a training writes a checkpoint in the middle of an epoch,
+    also before ``checkpoint_minutes`` have passed; null counts no steps."""
     key_snapshots: Count = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
@@ -468,6 +500,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
     export: ExportSettings = ExportSettings()
+    log: LogSettings = LogSettings()
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
 

@@ -6,14 +6,16 @@ source with the held-out images left out. Splits do not depend on the seed of a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +29,9 @@ from gaupipe.config import DataSettings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
 from gaupipe.image_sources import ArrayImages, Source, open_sources
+from gaupipe.interruption import spare_worker, spared
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -161,9 +166,12 @@ class Batches:
             batch_sampler=self.order,
             collate_fn=_as_is,
             num_workers=workers,
+            worker_init_fn=spare_worker,
             generator=torch.Generator(),
             **(context if workers else {}),
         )
+        self.waited = {"data": 0.0, "maps": 0.0}
+        """Seconds that :meth:`epoch` has waited for images, and for stored maps."""
         self.mean = torch.tensor(data.mean, device=device).view(-1, 1, 1) * 255
         self.std = torch.tensor(data.std, device=device).view(-1, 1, 1) * 255
 
@@ -203,17 +211,22 @@ class Batches:
         augment: Augment,
         maps: StoredMaps | None = None,
         view: int | None = None,
+        first: int = 0,
     ) -> Iterator[Batch]:
         """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
+        It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the
         store is read by the very ids of each batch. With a ``view`` the images are drawn as
         :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
         """
-        order = self.buckets.epoch(augment.seed, number, self.batch_size)
+        order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
         self.order.batches = [np.concatenate([*parts.values()]) for parts in order]
-        stored = itertools.repeat(None) if maps is None else maps.prefetch(self.order.batches)
-        fetched = zip(self._fetched(), stored, order, self.batch_sizes)  # noqa: B905
+        nothing: Iterator[Any] = itertools.repeat(None)
+        stored = nothing if maps is None else maps.prefetch(self.order.batches)
+        of_world = self.batch_sizes[first:]
+        images_of, stored = self._timed(self._fetched(), "data"), self._timed(stored, "maps")
+        fetched = zip(images_of, stored, order, of_world)  # noqa: B905
         for (images, labels, ids), found, parts, whole in fetched:
             drawn = number if view is None else view
             views, geometry = augment(images.to(self.device), ids, drawn)
@@ -260,10 +273,25 @@ class Batches:
     def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(images uint8, labels, ids) in the order that was set. Raises the UserError of an
         image that cannot be read."""
-        for batch in self.loader:
+        with spared() if self.loader.num_workers else contextlib.nullcontext():
+            batches = iter(self.loader)
+        for batch in batches:
             if isinstance(batch, UserError):
                 raise batch
             yield batch
+
+    def _timed(self, items: Iterable[T], what: str) -> Iterator[T]:
+        """The same items; the time until each is there goes into :attr:`waited`."""
+        iterator = iter(items)
+        while True:
+            began = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.waited[what] += time.perf_counter() - began
+            yield item
 
     def _normalised(self, images: Tensor) -> Tensor:
         return (images.float() - self.mean) / self.std

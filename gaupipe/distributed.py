@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gaupipe.errors import UserError, mistake_of
+from gaupipe.errors import Stopped, UserError, mistake_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -101,7 +101,11 @@ def world() -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
     group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
-    yield
+    try:
+        yield
+    except Stopped:  # all ranks have
+        group.destroy_process_group()
+        raise
     group.destroy_process_group()  # not after an error: other ranks may be gone
 
 

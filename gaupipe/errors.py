@@ -1,10 +1,21 @@
 """What the command line shows without a traceback."""
 
+import signal
 import sys
 
 
 class UserError(ValueError):
     """The user's mistake: one line saying what is wrong, where, and what would be right."""
+
+
+class Stopped(BaseException):
+    """A signal has ended a training, whose checkpoint is written. No error: nothing that handles
+    errors should catch it."""
+
+    def __init__(self, number: int, where: str) -> None:
+        """``number`` is the signal's; ``where`` says how far the training has come."""
+        super().__init__(number, where)
+        self.number, self.where = signal.Signals(number), where
 
 
 def mistake_of(error: BaseException) -> str | None:

@@ -59,10 +59,10 @@ class BucketedState:
         for where, state, ids in self._parts(image_ids):
             state.update(ids, gradient[where])
 
-    def end_epoch(self) -> None:
-        """As :meth:`ImageState.end_epoch`."""
+    def commit(self) -> None:
+        """As :meth:`ImageState.commit`."""
         for state in self.states.values():
-            state.end_epoch()
+            state.commit()
 
     def sha256s(self) -> list[str]:
         """A digest of the parameters of each bucket, in the order of buckets. Every rank digests
@@ -81,13 +81,14 @@ class BucketedState:
         for state in self.states.values():
             state.release()
 
-    def save(self, folder: Path, epoch: int) -> dict[str, Any]:
+    def save(self, folder: Path, moment: str) -> dict[str, Any]:
         """As :meth:`ImageState.save`: the sha256 of every bucket's file, of all ranks, by name.
-        Writes the files to ``folder``, where they lie safely beside those of earlier epochs."""
+        Writes the files to ``folder``, where they lie safely beside those of earlier moments. The
+        name of a later ``moment`` sorts after that of an earlier one."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():
-            path = folder / f"rows.{epoch:04d}.{number:04d}.pt"
+            path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         digests.flush(folder)
         return {"buckets": distributed.united(written)}
@@ -118,8 +119,8 @@ class BucketedState:
             )
 
 
-def remove_superseded(folder: Path, epoch: int) -> None:
-    """Deletes the files of buckets in ``folder`` from epochs before this one."""
+def remove_superseded(folder: Path, moment: str) -> None:
+    """Deletes the files of buckets in ``folder`` from before this moment."""
     for path in folder.glob("rows.*.pt"):
-        if path.name < f"rows.{epoch:04d}.":
+        if path.name < f"rows.{moment}.":
             path.unlink()

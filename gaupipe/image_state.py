@@ -8,11 +8,12 @@ images (*GauTransformer, section 3.3.1*).
 
 An image's parameters and their two Adam moments lie side by side in one *record*, in memory or in a
 file. Records in files are kept twice: an epoch reads each image's committed record and writes the
-updated one to the other place, and :meth:`ImageState.end_epoch` commits them all. A process killed
-in the middle of an epoch has therefore destroyed nothing that the last checkpoint needs, and a
-checkpoint says only which of its two records each image has, the record's checksum and the image's
-step count: nine bytes an image. A record is compared with its checksum the first time it is read
-after a checkpoint was loaded.
+updated one to the other place. :meth:`ImageState.commit`, at the end of the epoch or in the middle
+of a long one, makes what was updated since the last commit the committed record; the others keep
+theirs. A process killed at any moment has therefore destroyed nothing that the last checkpoint
+needs, and a checkpoint says only which of its two records each image has, the record's checksum and
+the image's step count: nine bytes an image. A record is compared with its checksum the first time
+it is read after a checkpoint was loaded.
 
 Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
 Checkpoints, files on disk and the section ``phase_a.rows`` of the settings call an image's
@@ -125,12 +126,13 @@ class ImageState:
         self._records.write(image_ids, records)
         self.steps[image_ids] = steps
 
-    def end_epoch(self) -> None:
-        """Commits the epoch's updates. In files they are safely stored when this returns.
+    def commit(self) -> None:
+        """Commits all updates so far. In files they are safely stored when this returns.
 
-        A checkpoint belongs after this and before the next update.
+        A checkpoint belongs after this and before the next update. Between two commits the record
+        of the first stays whole.
         """
-        self._records.end_epoch()
+        self._records.commit()
 
     def chunks(self) -> Iterator[Tensor]:
         """The parameters of all images in the order of their ids, a few at a time: tensors
@@ -148,8 +150,7 @@ class ImageState:
         """What a checkpoint needs: where images start and nine bytes an image for records in files,
         else all of them.
 
-        Raises RuntimeError in the middle of an epoch in files: a file keeps what :meth:`end_epoch`
-        has committed.
+        Raises RuntimeError for updates in files that :meth:`commit` has not committed.
         """
         start = {"row": self.initial, "std": self.initial_std, "seed": self.seed}
         return {"start": start, "steps": self.steps, **self._records.state_dict()}
@@ -181,8 +182,8 @@ class ImageState:
         self.initial.copy_(state["start"]["row"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
 
-    def save(self, folder: Path, epoch: int) -> dict[str, Any]:
-        """What a checkpoint in ``folder`` after an epoch holds of the parameters:
+    def save(self, folder: Path, moment: str) -> dict[str, Any]:
+        """What a checkpoint in ``folder`` holds of the parameters, which are committed:
         :meth:`state_dict`, beside which nothing is written."""
         return self.state_dict()
 
@@ -252,7 +253,7 @@ class MemoryRecords:
     def write(self, image_ids: Tensor, records: Tensor) -> None:
         self.records.index_copy_(0, image_ids, records)
 
-    def end_epoch(self) -> None:
+    def commit(self) -> None:
         pass
 
     def release(self, used: Tensor) -> None:
@@ -277,7 +278,8 @@ class FileRecords:
     page fault, and a write reads the page from disk before it overwrites it
     (``benchmarks/image_state.py`` has both).
 
-    ``files.json`` names the epoch whose records are intact: writes have begun on top of it, never
+    ``files.json`` has the number of commits whose records are intact ("epoch", as they were only
+    at the ends of epochs in earlier versions): writes have begun on top of the last of them, never
     of a later one. It is how a checkpoint that the files have left behind is noticed.
     """
 
@@ -293,7 +295,7 @@ class FileRecords:
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
         """Images whose committed record was written by another process and has not been compared
         yet."""
-        self.epoch = 0
+        self.commits = 0
         self._descriptors: list[int] = []
 
     def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
@@ -369,14 +371,14 @@ class FileRecords:
                 "the checkpoint of the epoch before is kept"
             ) from None
 
-    def end_epoch(self) -> None:
+    def commit(self) -> None:
         if not self.written.any():
             return
         for descriptor in self._descriptors:
             os.fsync(descriptor)
         self.place ^= self.written
         self.written.zero_()
-        self.epoch += 1
+        self.commits += 1
 
     def release(self, used: Tensor) -> None:
         """Empties a file that holds the committed record of no image that is ``used`` [N]."""
@@ -387,30 +389,31 @@ class FileRecords:
     def state_dict(self) -> dict[str, Any]:
         if self.written.any():
             raise RuntimeError(
-                "records in files have a checkpoint only between epochs: call end_epoch() first"
+                "a checkpoint has committed records in files only: call commit() first"
             )
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
         return {
             "place": self.place,
-            "epoch": self.epoch,
+            "epoch": self.commits,
             "checksums": torch.from_numpy(committed.view(np.int32)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        epoch = state["epoch"]
-        if epoch:
-            self._check_files(epoch)
+        commits = state["epoch"]
+        if commits:
+            self._check_files(commits)
         self.place.copy_(state["place"])
         self.written.zero_()
-        self.epoch = epoch
+        self.commits = commits
         self.checksums[:] = 0
         if "checksums" in state:
             images = np.arange(len(self.place))
             self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
         self.doubtful = torch.from_numpy(self.checksums.any(0))
 
-    def _check_files(self, epoch: int) -> None:
-        """Raises UserError if the files are not there or do not hold the records of ``epoch``."""
+    def _check_files(self, commits: int) -> None:
+        """Raises UserError if the files are not there or do not hold the records as of this
+        commit."""
         try:
             files = json.loads((self.folder / "files.json").read_bytes())
             there = files["num_images"], files["words"], files["epoch"]
@@ -423,10 +426,10 @@ class FileRecords:
                 f"{self.folder} holds {there[0]} images of {there[1]} words, the settings ask for "
                 f"{len(self.place)} of {self.words}"
             )
-        if there[2] not in (epoch - 1, epoch):
+        if there[2] not in (commits - 1, commits):
             raise UserError(
-                f"{self.folder} holds the per-image parameters of epoch {there[2]}, the checkpoint "
-                f"needs those of epoch {epoch}: they do not belong together"
+                f"{self.folder} holds the per-image parameters of checkpoint {there[2]}, state.pt "
+                f"needs those of checkpoint {commits}: they do not belong together"
             )
 
     def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
@@ -446,12 +449,12 @@ class FileRecords:
                 weakref.finalize(self, os.close, descriptor)
 
     def _mark(self) -> None:
-        """Notes, before the first write of an epoch, which epoch's records stay intact
+        """Notes, before the first write after a commit, which commit's records stay intact
         meanwhile."""
         partial = self.folder / "files.json.partial"
         with partial.open("w") as file:
             json.dump(
-                {"epoch": self.epoch, "num_images": len(self.place), "words": self.words}, file
+                {"epoch": self.commits, "num_images": len(self.place), "words": self.words}, file
             )
             file.flush()
             os.fsync(file.fileno())

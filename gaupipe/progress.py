@@ -24,7 +24,7 @@ class EpochProgress:
         self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._done = done * images_per_epoch
+        self._done = self._first = done * images_per_epoch
 
     def __enter__(self) -> EpochProgress:
         if self.console.is_terminal:
@@ -39,12 +39,17 @@ class EpochProgress:
             )
             self._task = bar.add_task(self.label, total=self.total, completed=self._done, speed="")
             bar.start()
-            self._started, self._first = time.monotonic(), self._done
+            self._started = time.monotonic()
         return self
 
     def __exit__(self, *_exception: Any) -> None:
         if self._bar:
             self._bar.stop()
+
+    def skip(self, images: int) -> None:
+        """Counts images that an earlier process has done."""
+        self._done += images
+        self._first = self._done
 
     def advance(self, images: int) -> None:
         """Counts images that are done."""

@@ -1,10 +1,9 @@
-"""What the loops of both phases share: the epochs, with their log and checkpoints, the update of
-the network, scores."""
+"""What the loops of both phases share beside their epochs (:mod:`gaupipe.epochs`): what a
+checkpoint holds, the update of the network, scores."""
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,14 +22,7 @@ from gaupipe.data import Batches
 from gaupipe.errors import UserError
 from gaupipe.image_buckets import BucketedState, remove_superseded
 from gaupipe.image_state import ImageState
-from gaupipe.progress import EpochProgress, MetricsLog
-
-
-def seed_epoch(seed: int, epoch: int) -> None:
-    """Starts torch's generators from (seed, epoch) and the rank alone, so that a resumed run draws
-    what an unbroken one draws."""
-    torch.manual_seed((seed * 1_000_003 + epoch) * 7 + (distributed.rank() << 40))
-
+from gaupipe.interruption import Pauses
 
 Network = TypeVar("Network", bound=nn.Module)
 """What is trained: a ViT, or the teacher with Gaussians."""
@@ -39,7 +31,8 @@ Network = TypeVar("Network", bound=nn.Module)
 @dataclass
 class TrainingState(Generic[Network]):
     """What a checkpoint holds. Nothing else is needed to go on: every epoch draws its random
-    numbers from (seed, epoch) and the schedule from the update number."""
+    numbers from (seed, epoch), and the schedule is a function of the update number. ``epoch`` has
+    what the middle of an epoch needs beside."""
 
     modules: Network
     optimizer: torch.optim.Optimizer
@@ -51,6 +44,12 @@ class TrainingState(Generic[Network]):
     """What the state belongs to; a checkpoint of something else is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
+    epoch: dict[str, Any] | None = None
+    """How far the epoch after those of ``metrics`` has come: what :class:`gaupipe.epochs.Epoch`
+    wrote down; None between two epochs."""
+    best: dict[str, Any] | None = None
+    """{"epoch": its number from 1, "modules": the state of :attr:`kept` after it} of the epoch
+    that :meth:`keep_best` found best; None where it was not asked."""
 
     def __post_init__(self) -> None:
         device = next(self.modules.parameters()).device
@@ -62,13 +61,40 @@ class TrainingState(Generic[Network]):
         """The modules that are evaluated and kept: their moving average where there is one."""
         return self.ema.module if self.ema else self.modules
 
+    def keep_best(self, metrics: dict[str, Any], by: str) -> int:
+        """Remembers the weights of the epoch that has just been trained if no epoch before was as
+        good, and returns how many epochs the best one is back.
+
+        ``metrics`` are what metrics.jsonl is to say of the epoch, ``by`` is one of them: a loss
+        (the smallest is best) or an accuracy.
+        """
+        sign = -1 if by.endswith("loss") else 1
+        best = self.best and self.metrics[self.best["epoch"] - 1]
+        if best is None or sign * metrics[by] > sign * best[by]:
+            weights = {name: one.cpu().clone() for name, one in self.kept.state_dict().items()}
+            self.best = {"epoch": metrics["epoch"], "modules": weights}
+        assert self.best
+        return metrics["epoch"] - self.best["epoch"]
+
     def save(self, folder: Path) -> None:
         """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
         the old one or the new one, never a part. Rank 0 writes it once the per-image parameters of
         all ranks are on the disk."""
-        epoch = len(self.metrics)
-        per_image = None if self.per_image is None else self.per_image.save(folder, epoch)
+        per_image = None
+        if self.per_image is not None:
+            self.per_image.commit()
+            per_image = self.per_image.save(folder, self._moment())
         distributed.on_main(lambda: self._write(folder, per_image))
+
+    def _moment(self) -> str:
+        """Names what is trained so far, such that later names sort after earlier ones."""
+        within = f"_{self.batches:07d}" if self.epoch else ""
+        return f"{len(self.metrics):04d}{within}"
+
+    @property
+    def batches(self) -> int:
+        """Batches of the epoch that has begun."""
+        return self.epoch["batches"] if self.epoch else 0
 
     def _write(self, folder: Path, per_image: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,10 +107,13 @@ class TrainingState(Generic[Network]):
             "rows": per_image,
             "metrics": self.metrics,
             "identity": self.identity,
-            "finished": self.finished,
+            # versions that know no "epoch" refuse one that says neither True nor False
+            "finished": None if self.epoch else self.finished,
+            "epoch": self.epoch,
+            "best": self.best,
         }
         digests.replace(partial, folder / "state.pt", digests.save(state, partial))
-        remove_superseded(folder, len(self.metrics))
+        remove_superseded(folder, self._moment())
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
@@ -126,7 +155,9 @@ class TrainingState(Generic[Network]):
                     "start afresh in another --run-dir"
                 )
         numbers = [entry["epoch"] for entry in state["metrics"]]
-        if not isinstance(state["finished"], bool) or (state["finished"] and not numbers):
+        epoch = state.get("epoch")  # none in earlier versions
+        finished = False if epoch else state["finished"]
+        if not isinstance(finished, bool) or (finished and not numbers):
             raise ValueError("it does not say which epochs are done")
         self.modules.load_state_dict(state["modules"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -135,7 +166,8 @@ class TrainingState(Generic[Network]):
             self.ema.load_state_dict(state["ema"])
         if self.per_image is not None:
             self.per_image.load(folder, state["rows"])
-        self.metrics, self.finished = state["metrics"], state["finished"]
+        self.metrics, self.finished, self.epoch = state["metrics"], finished, epoch
+        self.best = state.get("best")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -147,11 +179,16 @@ class Update:
     """What one batch does to the network: its gradients and, every ``accumulate`` batches, a
     step."""
 
-    def __init__(self, state: TrainingState, steps: int) -> None:
-        """``steps`` is the number of batches in an epoch."""
-        self.state, self.steps = state, steps
+    def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
+        """``steps`` is the number of batches in an epoch. ``pauses`` are told of each step, and
+        learn with each batch what the other ranks wish; None wishes nothing."""
+        self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
         self.losses: nn.Module | None = None
-        self.batch = len(state.metrics) * steps
+        self.batch = len(state.metrics) * steps + state.batches
+        self.stepped = False
+        """Whether the network made a step after the last batch."""
+        self.grad_norm: Tensor | None = None
+        """The norm of the gradient in the last step, before it was clipped."""
         self.device = next(state.modules.parameters()).device
         self.parameters = [
             parameter for group in state.optimizer.param_groups for parameter in group["params"]
@@ -162,6 +199,8 @@ class Update:
         anew for every epoch, so that ranks sum gradients in the same order after an
         interruption."""
         self.losses = distributed.replicated(losses)
+        if isinstance(self.losses, DistributedDataParallel) and self.batch % self.steps:
+            return Rehearsed(self.losses, self.parameters)
         return self.losses
 
     @contextlib.contextmanager
@@ -189,16 +228,27 @@ class Update:
         state.schedule.step_update(self.batch)
         if weight != 1.0:
             loss = loss * weight
-        of_world = distributed.total(loss.detach()) / distributed.size()
+        of_world = self._shared(loss.detach())
         if not torch.isfinite(of_world):
             raise distributed.Agreed(self._diverged(of_world, epoch, step))
         # the last steps of an epoch may be fewer than the others accumulate
         self.group = min(accumulate, self.steps - step // accumulate * accumulate)
         self.scale, self.weight = state.scaler.get_scale(), weight
         state.scaler.scale(loss / self.group).backward()
-        if self._steps_now():
+        self.stepped = self._steps_now()
+        if self.stepped:
             self._step()
         self.batch += 1
+
+    def _shared(self, loss: Tensor) -> Tensor:
+        """The mean of a loss over ranks. Their wishes for a pause travel along."""
+        wishes = self.pauses.wishes()
+        if distributed.size() > 1:
+            mine = torch.cat([loss.view(1), loss.new_tensor(wishes)])
+            loss, *shared = distributed.total(mine).unbind()
+            loss, wishes = loss / distributed.size(), torch.stack(shared).tolist()
+        self.pauses.agreed(wishes)
+        return loss
 
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
         """The gradient of per-image parameters [B, ...], for each image that of its own loss,
@@ -211,12 +261,16 @@ class Update:
         state = self.state
         if state.optim.clip_grad is not None:
             state.scaler.unscale_(state.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
+        else:
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
+            self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
         if state.ema:
             state.ema.update(state.modules)
+        self.pauses.stepped()
 
     def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
         optim, rate = self.state.optim, self.state.optimizer.param_groups[0]["lr"]
@@ -227,61 +281,37 @@ class Update:
         )
 
 
-class Epoch:
-    """One epoch while it is trained: its number, from 0, and the means of its losses."""
+class Rehearsed(nn.Module):
+    """DistributedDataParallel ``losses`` for an epoch that goes on in its middle.
 
-    def __init__(self, number: int, progress: EpochProgress) -> None:
-        self.number = number
-        self.progress = progress
-        self.started = time.monotonic()
-        self.images = 0
-        self.sums: dict[str, Tensor] = {}
-        self.metrics: dict[str, Any] = {}
-
-    def add(self, images: int, **values: Tensor) -> None:
-        """Counts a batch of this many images, with the means of its losses over them."""
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach() * images
-        self.images += images
-        self.progress.advance(images * distributed.size())
-
-    def means(self) -> dict[str, float]:
-        """The mean of each loss over the images of the epoch, those of all ranks. The time of
-        training ends here."""
-        if distributed.size() > 1:
-            self.images = int(distributed.total(torch.tensor(self.images)))
-            sums = torch.stack([*self.sums.values()])
-            self.sums = dict(zip(self.sums, distributed.total(sums), strict=True))
-        self.seconds = time.monotonic() - self.started
-        return {name: (total / self.images).item() for name, total in self.sums.items()}
-
-    def finish(self, **metrics: Any) -> None:
-        """What metrics.jsonl is to say of the epoch, beside its number, time and speed."""
-        self.metrics = {
-            "epoch": self.number + 1,
-            **metrics,
-            "seconds": round(self.seconds, 3),
-            "images_per_s": round(self.images / self.seconds, 1),
-        }
-
-
-def epochs(
-    state: TrainingState, folder: Path, progress: EpochProgress, seed: int
-) -> Iterator[Epoch]:
-    """The epochs that are left until the caller sets ``state.finished``.
-
-    Each starts torch's generators from (seed, epoch) and the rank alone. When the caller comes back
-    for the next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
+    DistributedDataParallel sums the gradients of its first backward pass in one order, and in
+    another one from then on, which is that in which they came. Three ranks or more see the
+    difference in the last bits. So the first batch goes forward and back once without effect.
     """
-    log = distributed.on_main(lambda: MetricsLog(folder / "metrics.jsonl", state.metrics))
-    while not state.finished:
-        epoch = Epoch(len(state.metrics), progress)
-        state.modules.train()
-        seed_epoch(seed, epoch.number)
-        yield epoch
-        state.metrics.append(epoch.metrics)
-        distributed.on_main(lambda: log.append(epoch.metrics))  # noqa: B023  (called at once)
-        state.save(folder / "checkpoint")
+
+    def __init__(self, losses: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.losses, self.trained, self.rehearsed = losses, parameters, False
+
+    def forward(self, *arguments: Any) -> Any:
+        if not self.rehearsed:
+            self._rehearse(arguments)
+            self.rehearsed = True
+        return self.losses(*arguments)
+
+    def _rehearse(self, arguments: tuple) -> None:
+        waits, self.losses.require_backward_grad_sync = (
+            self.losses.require_backward_grad_sync,
+            True,
+        )
+        device = self.trained[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            losses = self.losses(*arguments)
+            (losses["loss"] if isinstance(losses, dict) else losses).backward()
+        self.losses.require_backward_grad_sync = waits
+        for tensor in (*self.trained, *arguments):
+            if isinstance(tensor, Tensor):
+                tensor.grad = None
 
 
 @torch.no_grad()

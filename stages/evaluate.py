@@ -27,7 +27,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit, layer_map
 from gaupipe.student_folder import load_folder
 from gaupipe.vit_teacher import VitTeacher
-from stages import phase_a, phase_b
+from stages import kept_epochs, phase_a, phase_b
 from stages.run_directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
@@ -91,7 +91,10 @@ def run(
     settings, student, named, data, maps = distributed.main_first(load)
     images, device = getattr(data, split), next(student.parameters()).device
     logits, labels = predictions(student, images, data, settings, device)
-    scores = {"student": named, "split": split, "images": len(images), **metrics(logits, labels)}
+    scores: dict[str, Any] = {"student": named, "split": split, "images": len(images)}
+    if epoch := kept_epochs.of_student(run.student(named, distilled)):
+        scores["epoch"] = epoch
+    scores |= metrics(logits, labels)
     scores |= beside_teacher(run, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student, maps, data, settings, device)

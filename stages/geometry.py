@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gaupipe.data import Batches, ImageData
 from gaupipe.diagnostics import mean_geometry
+from gaupipe.epochs import Epoch
 
 IMAGES = 64
 """Training images, evenly spaced, on which norms and angles are measured."""
@@ -29,27 +30,22 @@ class Geometry:
     0."""
 
     def __init__(self, data: ImageData, device: torch.device, every: int) -> None:
-        self.every, self.measured = every, list[dict[str, Any]]()
+        self.every = every
         self.images: Tensor | None = None
         if every:
             batches = Batches(data.train, data, device, IMAGES)
             ids = data.train.evenly_spaced(IMAGES)
             self.images = torch.cat([batch.images for batch in batches.in_order(ids)])
 
-    def measure(self, student: VisionTransformer, step: int) -> None:
-        """``step`` counts the batches of the training so far. The student stays in its mode."""
+    def measure(self, student: VisionTransformer, step: int, epoch: Epoch) -> None:
+        """``step`` counts the batches of the training so far. What is measured goes into the
+        metrics of the epoch. The student stays in its mode."""
         if self.images is None or step % self.every:
             return
         training = student.training
         measured = mean_geometry(student.eval(), self.images)
         student.train(training)
-        self.measured.append({"step": step, **measured})
-
-    def of_epoch(self) -> dict[str, Any]:
-        """The entry of metrics.jsonl for what was measured since the last call; empty if
-        nothing was."""
-        measured, self.measured = self.measured, []
-        return {"geometry": measured} if measured else {}
+        epoch.lists.setdefault("geometry", []).append({"step": step, **measured})
 
 
 def draw(metrics: list[dict[str, Any]], folder: Path) -> None:

@@ -17,22 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gaupipe import distributed
+from gaupipe import distributed, loggers
 from gaupipe.augment import Augment
 from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, PhaseASettings, Settings, flatten
 from gaupipe.data import Batch, Batches, ImageData, load_data
+from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map, move
 from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
+from gaupipe.interruption import Pauses
 from gaupipe.progress import EpochProgress
+from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import GaussianAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
-from gaupipe.training import TrainingState, Update, epochs, score
-from stages import trained_teacher
+from gaupipe.training import TrainingState, Update, score
+from stages import attention_images, trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
@@ -109,6 +112,7 @@ def run(
     def prepare() -> tuple[Settings, ImageData, PhaseA | None]:
         asked = run.settled(settings)
         run.check_free(asked, resume)
+        loggers.check(asked.log.to)
         images = data or load_data(asked.data)
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
@@ -165,15 +169,19 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     augment = Augment(phase.augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)
-    update = Update(state, training.steps)
+    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
+    update = Update(state, training.steps, pauses)
+    log = StepLog(settings, folder, update, training)
     parameters = noise = None
 
     done, total = len(state.metrics), phase.max_epochs
-    with EpochProgress("phase A", len(data.train), total, done) as progress:
-        for epoch in epochs(state, folder, progress, settings.seed):
+    with EpochProgress("phase A", len(data.train), total, done) as progress, log as steps:
+        for epoch in epochs(update, folder, progress, settings.seed, steps):
             draws.seed(settings.seed * 1_000_003 + epoch.number)
+            epoch.follow(draws.generators)
             loss_of = update.replicated(loss_module)
-            for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
+            # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
                     parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
                 if phase.mode == "stochastic":
@@ -185,8 +193,6 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
                 if per_image is not None and parameters is not None:
                     per_image.update(batch.ids, update.per_image_gradient(parameters))
                 epoch.add(len(batch), loss=loss)
-            if per_image is not None:
-                per_image.end_epoch()
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)
@@ -195,6 +201,9 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or epoch.number + 1 == total
             save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
+            if state.finished:
+                buckets = settings.data.num_buckets
+                attention_images.show(steps, data, buckets, maps_of(trained), job.teacher.grid)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             progress.line(
                 f"phase A epoch {epoch.number + 1}/{total}: loss {losses['loss']:.4f}, "

@@ -19,19 +19,21 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
-from gaupipe import config, distributed
+from gaupipe import config, distributed, loggers
 from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, mixed_targets
 from gaupipe.buckets import check_buckets
 from gaupipe.building import build_optimizer, select_device
-from gaupipe.config import IRRELEVANT, OptimSettings, Settings, flatten
+from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, flatten
 from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
+from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
+from gaupipe.interruption import Pauses
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
-from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress
+from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import KINDS, Reader, StoredRows
 from gaupipe.student import build_student, check_fit, layer_map
 from gaupipe.teacher import Teacher
@@ -39,14 +41,13 @@ from gaupipe.training import (
     TrainingState,
     Update,
     accuracy,
-    epochs,
     has_checkpoint,
     label_targets,
     score_model,
 )
 from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, geometry, phase_a
+from stages import export_maps, geometry, kept_epochs, phase_a
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
 
@@ -207,7 +208,8 @@ def run(
                 f"{folder} already exists: --resume continues it, --name NAME trains another "
                 "student beside it"
             )
-        return settings, folder, list(dict.fromkeys([*recorded, *asked]))
+        latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
+        return settings, folder, [*reversed(latest)]
 
     settings, folder, all_overrides = distributed.main_first(prepare)
     with run.locked(shared=True):
@@ -243,6 +245,7 @@ def train_student(
 
     def prepare() -> tuple[PhaseB, TrainingState[VisionTransformer]]:
         images = data or load_data(settings.data)
+        loggers.check(settings.log.to)
         check_buckets(len(images.train), settings.data.num_buckets, settings.data.batch_size)
         job = build(settings, images, teacher, maps_url)
         if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
@@ -261,7 +264,7 @@ def train_student(
 
     def finish() -> None:
         geometry.draw(state.metrics, folder)
-        save_student(state.kept, folder / "student", **job.data.data_config)
+        kept_epochs.save(state, folder, settings.phase_b, job.data)
 
     with locked(folder, "student"):
         distributed.main_first(lambda: state.load(checkpoint))
@@ -278,28 +281,30 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = StudentLosses(job)
-    update = Update(state, training.steps)
+    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
+    update = Update(state, training.steps, pauses)
+    log = StepLog(settings, folder, update, training)
     projection = geometry.Geometry(job.data, job.device, settings.geometry_every)
     views = 1 if maps is None else maps.schema.views
     shuffled = settings.seed if phase.shuffle_maps else None
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
     done, total = len(state.metrics), phase.epochs
-    with EpochProgress(label, len(job.data.train), total, done) as progress:
+    with EpochProgress(label, len(job.data.train), total, done) as progress, log as steps:
         if maps is not None and len(student.blocks) != maps.schema.layers:
             layers = layer_map(settings, len(student.blocks), maps.schema.layers)
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
-        for epoch in epochs(state, folder, progress, settings.seed):
+        for epoch in epochs(update, folder, progress, settings.seed, steps):
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             view = epoch.number % views if views > 1 else None
             stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
-            for batch in training.epoch(epoch.number, augment, stored, view):
+            for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
                 with update.forward():
                     losses = losses_of(batch, gamma, copy)
                 update(losses["loss"], batch.weight)
-                projection.measure(student, update.batch)
+                projection.measure(student, update.batch, epoch)
                 epoch.add(len(batch), **losses)
             means = epoch.means()
 
@@ -313,15 +318,28 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
                 loss_hard=means["loss_hard"],
                 loss_feat=means.get("loss_feat"),
                 gamma=gamma,
-                **projection.of_epoch(),
             )
-            state.finished = epoch.number + 1 == total
+            epochs_back = state.keep_best(epoch.metrics, phase.best_by)
+            early = phase.patience is not None and epochs_back >= phase.patience
+            state.finished = early or epoch.number + 1 == total
             attention = student_attention(state.kept, job.device)
             save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
             progress.line(
                 f"{label} epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, "
                 f"validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"
             )
+        if state.best and len(state.metrics) > done:
+            progress.line(f"{label}: {epochs_in_words(state, phase)}")
+
+
+def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
+    """Which epoch was the best of a training that has finished, and why it ended early."""
+    assert state.best
+    number, last = state.best["epoch"], len(state.metrics)
+    value = state.metrics[number - 1][phase.best_by]
+    early = f"; no better one in {last - number}: stopped" if last < phase.epochs else ""
+    kept = number if phase.keep == "best" else last
+    return f"epoch {number} is the best ({phase.best_by} {value:.4f}){early}; kept: epoch {kept}"
 
 
 def build(
@@ -374,7 +392,7 @@ def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
     settings, schema = job.settings, job.maps and job.maps.schema
     steps = -(-len(job.data.train) // settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
-    unread = ("export.", *IRRELEVANT)
+    unread = ("export.", "phase_b.keep", *IRRELEVANT)
     identity = {key: value for key, value in flatten(settings).items() if not allowed(key, unread)}
     identity |= {
         "the data set": job.data.sha256,

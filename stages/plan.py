@@ -21,7 +21,7 @@ from torch import nn
 
 import store
 from gaupipe.building import select_device
-from gaupipe.config import Settings
+from gaupipe.config import LogSettings, Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
 from gaupipe.errors import UserError
 from gaupipe.stored_maps import check_export, chosen
@@ -229,7 +229,7 @@ def first_images(data: ImageData, count: int) -> ImageData:
 
 
 def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
-    """The settings with two epochs a phase, whatever accuracy they reach."""
+    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees."""
     phase_a = settings.phase_a
     budget = 0 if per_image_in_files else math.inf
     rows = phase_a.rows.model_copy(update={"memory_budget_gb": budget})
@@ -238,6 +238,7 @@ def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
         update={
             "phase_a": phase_a.model_copy(update=changes),
             "phase_b": settings.phase_b.model_copy(update={"epochs": 2}),
+            "log": LogSettings(every=0),
         }
     )
 

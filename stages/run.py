@@ -10,7 +10,7 @@ from gaupipe.config import Settings
 from gaupipe.data import ImageData, load_data
 from gaupipe.progress import total_seconds
 from gaupipe.student import check_baseline
-from stages import export_maps, phase_a, phase_b
+from stages import export_maps, kept_epochs, phase_a, phase_b
 from stages.run_directory import RunDirectory
 
 
@@ -51,23 +51,22 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             "val_acc": last["val_acc"],
             "seconds": total_seconds(teacher),
         },
-        {
-            "model": f"{attention}, {made}",
-            "epochs": len(student),
-            "train_acc": student[-1]["train_acc"],
-            "val_acc": student[-1]["val_acc"],
-            "seconds": total_seconds(student),
-        },
+        line(f"{attention}, {made}", student, run_directory.student(attention)),
     ]
     if settings.baseline.enabled:
         plain = phase_b.run(run_dir, attention, resume=True, distilled=False, data=data)
-        lines.append(
-            {
-                "model": f"{attention}, plain",
-                "epochs": len(plain),
-                "train_acc": plain[-1]["train_acc"],
-                "val_acc": plain[-1]["val_acc"],
-                "seconds": total_seconds(plain),
-            }
-        )
+        folder = run_directory.student(attention, distilled=False)
+        lines.append(line(f"{attention}, plain", plain, folder))
     return lines
+
+
+def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """A student's line of the table: the accuracies are those of the epoch that was kept."""
+    kept = kept_epochs.entry_of_student(folder, metrics)
+    return {
+        "model": model if kept is metrics[-1] else f"{model} (epoch {kept['epoch']})",
+        "epochs": len(metrics),
+        "train_acc": kept["train_acc"],
+        "val_acc": kept["val_acc"],
+        "seconds": total_seconds(metrics),
+    }

@@ -20,22 +20,25 @@ from gaupipe.augment import Augment
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, Settings, flatten
 from gaupipe.data import Batch, ImageData, Split, train_and_val
+from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
+from gaupipe.interruption import Pauses
 from gaupipe.losses import hard_loss
 from gaupipe.models import save_student
 from gaupipe.progress import EpochProgress, read_metrics
+from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import MapAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.training import (
     TrainingState,
     Update,
     accuracy,
-    epochs,
     label_targets,
     score,
     score_model,
 )
 from gaupipe.vit_teacher import LOCAL, VitTeacher, load_vit, weights_of_patches
+from stages import attention_images
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, write_whole
 from stages.teacher_job import TeacherJob
@@ -167,13 +170,16 @@ def train(
     training, validation = train_and_val(data, settings.data, device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = LabelLoss(settings, state.modules)
-    update = Update(state, training.steps)
+    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
+    update = Update(state, training.steps, pauses)
+    log = StepLog(settings, folder, update, training)
 
     done, total = len(state.metrics), phase.max_epochs
-    with EpochProgress("phase A", len(data.train), total, done) as progress:
-        for epoch in epochs(state, folder, progress, settings.seed):
+    with EpochProgress("phase A", len(data.train), total, done) as progress, log as steps:
+        for epoch in epochs(update, folder, progress, settings.seed, steps):
             losses_of = update.replicated(loss_module)
-            for batch in training.epoch(epoch.number, augment):  # images [B, channels, h, w]
+            # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 with update.forward():
                     losses = losses_of(batch)
                 update(losses["loss"], batch.weight)
@@ -190,6 +196,9 @@ def train(
             attention = student_attention(state.kept, device)
             save_snapshot(folder, epoch.number + 1, settings, data, attention)
             state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
+            if state.finished:
+                grid = state.kept.patch_embed.grid_size
+                attention_images.show(steps, data, settings.data.num_buckets, attention, grid)
             progress.line(
                 f"phase A epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, train acc "
                 f"{means['acc']:.4f}, validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"

@@ -9,7 +9,9 @@ import random
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from store.files import Files
 
@@ -68,3 +70,16 @@ def moment(generator: random.Random, kills: int) -> tuple[int, float]:
     """When to kill a run that was killed ``kills`` times before: later and later, so that it gets
     somewhere; in every second case not at the operation itself but a little after."""
     return generator.randint(1, 20 + 20 * kills), generator.choice([0.0, generator.uniform(0, 0.1)])
+
+
+def signal_at_call(owner: Any, name: str, calls: Sequence[int], number: int) -> None:
+    """This process gets a signal at the beginning of the given calls, counted from 1, of the
+    function ``owner.name``. For a process that is started for this purpose."""
+    function, count = getattr(owner, name), itertools.count(1)
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        if next(count) in calls:
+            os.kill(os.getpid(), number)
+        return function(*arguments, **keywords)
+
+    setattr(owner, name, counted)

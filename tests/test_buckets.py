@@ -120,7 +120,7 @@ def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
             gradient = torch.randn(len(ids), 3)
             whole.update(ids, gradient)
             parts.update(ids, gradient)
-        parts.end_epoch()
+        parts.commit()
     assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
     with pytest.raises(KeyError):
         make([1]).read(torch.tensor([0]))
@@ -134,8 +134,8 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
     for rank, state in enumerate(ranks):
         ids = torch.from_numpy(state.buckets.members(rank))
         state.update(ids, torch.randn(len(ids), 3))
-        state.end_epoch()
-        files |= state.save(tmp_path / "checkpoint", 1)["buckets"]
+        state.commit()
+        files |= state.save(tmp_path / "checkpoint", "0001")["buckets"]
     alone = make([0, 1], folder)
     alone.load(tmp_path / "checkpoint", {"buckets": files})
     for rank, state in enumerate(ranks):
@@ -147,9 +147,12 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
         make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
 
 
-def test_only_files_of_earlier_epochs_are_removed(tmp_path):
-    for epoch in (1, 2, 3):
-        for bucket in (0, 1):
-            (tmp_path / f"rows.{epoch:04d}.{bucket:04d}.pt").touch()
-    remove_superseded(tmp_path, 2)
-    assert sorted({path.name[:9] for path in tmp_path.iterdir()}) == ["rows.0002", "rows.0003"]
+@pytest.mark.parametrize("current", range(5))
+def test_only_files_of_earlier_moments_are_removed(tmp_path, current):
+    """Of epochs, and of batches within an epoch."""
+    moments = ["0001", "0002", "0002_0000090", "0002_0000120", "0003"]
+    names = [f"rows.{moment}.{bucket:04d}.pt" for moment in moments for bucket in (0, 1)]
+    for name in names:
+        (tmp_path / name).touch()
+    remove_superseded(tmp_path, moments[current])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2 * current :])

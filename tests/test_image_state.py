@@ -33,7 +33,7 @@ def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
             parameters = state.gather(image_ids)
             ((parameters - target[image_ids]) ** 4).sum().backward()
             state.update(image_ids, parameters.grad)
-        state.end_epoch()
+        state.commit()
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -49,7 +49,7 @@ def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(pl
             parameters = state.gather(image_ids)
             ((parameters - target[image_ids]) ** 4).sum().backward()
             state.update(image_ids, parameters.grad)
-        state.end_epoch()
+        state.commit()
         optimizer.zero_grad()
         ((reference - target) ** 4).sum().backward()
         optimizer.step()
@@ -122,7 +122,7 @@ def test_an_epoch_that_misses_images_leaves_them_as_they_were(tmp_path):
             if visited:
                 image_ids = torch.tensor(visited)
                 state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 4))
-            state.end_epoch()
+            state.commit()
         assert torch.equal(states[0].parameters(), states[1].parameters())
         states[1].load_state_dict(states[1].state_dict())
         assert torch.equal(states[0].parameters(), states[1].parameters())
@@ -189,7 +189,7 @@ def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
         return ImageState(num_images, torch.zeros(size), lr=0.1, folder=folder)
 
     with pytest.raises(
-        UserError, match="parameters of epoch 2, the checkpoint needs those of epoch 1"
+        UserError, match="parameters of checkpoint 2, state.pt needs those of checkpoint 1"
     ):
         fresh().load_state_dict(early)
     with pytest.raises(UserError, match="missing or unreadable"):
@@ -216,7 +216,7 @@ def test_a_file_cut_short_is_noticed(tmp_path):
 def test_there_is_no_checkpoint_in_the_middle_of_an_epoch_in_files(tmp_path):
     state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path)
     train(state, 1, stop_after=1)
-    with pytest.raises(RuntimeError, match="end_epoch"):
+    with pytest.raises(RuntimeError, match="commit"):
         state.state_dict()
 
 

@@ -137,7 +137,7 @@ def test_the_planned_bytes_are_what_the_files_take(tmp_path):
     state = ImageState(40, torch.zeros(64), lr=0.1, folder=tmp_path / "phase_a" / "rows")
     for _ in range(2):
         state.update(torch.arange(40), torch.ones(40, 64))
-        state.end_epoch()
+        state.commit()
     files = list((tmp_path / "phase_a" / "rows").glob("records.*"))
     assert sum(file.stat().st_size for file in files) == plan.per_image_disk_bytes
 

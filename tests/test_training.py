@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from gaupipe.config import OptimSettings
+from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress
-from gaupipe.training import TrainingState, Update, epochs
+from gaupipe.training import TrainingState, Update
 
 
 class Constant:
@@ -99,7 +100,7 @@ def walk(state, folder, stop: int, last: int) -> list[int]:
     """Trains with one batch an epoch until ``stop`` epochs are finished, of ``last``."""
     numbers = []
     with EpochProgress("test", 4, last, len(state.metrics)) as progress:
-        for epoch in epochs(state, folder, progress, seed=1):
+        for epoch in epochs(Update(state, 1), folder, progress, seed=1):
             numbers.append(epoch.number)
             epoch.add(4, loss=torch.rand(()))
             epoch.finish(**epoch.means())
@@ -130,7 +131,7 @@ def test_epochs_are_logged_and_continued_with_the_same_random_numbers(tmp_path):
 def test_means_weigh_batches_by_their_images(tmp_path):
     state = make()
     with EpochProgress("test", 3, 1) as progress:
-        for epoch in epochs(state, tmp_path, progress, seed=0):
+        for epoch in epochs(Update(state, 2), tmp_path, progress, seed=0):
             epoch.add(2, loss=torch.tensor(1.0))
             epoch.add(1, loss=torch.tensor(4.0))
             epoch.finish(**epoch.means())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import store
+from gaupipe import loggers
 from gaupipe.building import select_device
 from gaupipe.config import ExportSettings, Settings, read_yaml
 from gaupipe.data import ImageData
@@ -96,6 +97,7 @@ def run(
 
 def check_all(comparison: Comparison) -> None:
     """Raises UserError for a cell, with any of its trials, that cannot be run."""
+    loggers.check(comparison.settings.log.to)
     data = comparison.load(comparison.settings.data)
     if comparison.test and data.test is None:
         raise UserError(f"--test: data set {data.name} has no test split")

@@ -1,0 +1,303 @@
+"""Long epochs: a training that is killed, or stopped by Ctrl-C or SIGTERM, in the middle of an
+epoch goes on from there and ends with the metrics and the student of an unbroken one."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gaupipe import config, distributed
+from gaupipe.config import DataSettings
+from gaupipe.data import Batches, load_data
+from processes import exit_code, signal_at_call
+from test_data import UNCHANGED, NumberedMaps
+from test_distributed import assert_close, in_world
+from test_resume import results
+
+TINY = [
+    "data.train_images=200",
+    "data.batch_size=20",
+    "phase_a.max_epochs=2",
+    "phase_a.stop_accuracy=1.0",
+    "phase_b.epochs=2",
+    "phase_b.gamma=0.2",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}",
+    "threads=1",
+    "checkpoint_steps=3",
+]
+CASES = {
+    "memory": [
+        "phase_a.mode=stochastic",
+        "phase_a.optim.ema=0.9",
+        "phase_a.optim.accumulate=2",
+        "phase_b.optim.ema=0.9",
+        "phase_b.augment.mixup=0.5",
+        "geometry_every=3",
+        "baseline.enabled=false",
+    ],
+    "files": [
+        "phase_a.rows.memory_budget_gb=0",
+        "phase_a.rows.initial_std=0.1",
+        "phase_b.optim.accumulate=4",
+        "baseline.enabled=false",
+    ],
+    "buckets": [
+        "data.buckets=2",
+        "phase_a.rows.memory_budget_gb=0",
+        "phase_a.mode=stochastic",
+        "baseline.enabled=false",
+    ],
+    "vit": ["phase_a.teacher=vit", "phase_b.alpha=0.2", "phase_b.optim.accumulate=2"],
+}
+
+Kill = tuple[str, tuple[int, ...], int]
+"""At which calls of which function a process gets which signal."""
+BATCH, RECORD = "a batch", "a record"
+
+
+def get_ready(kill: Kill) -> None:
+    from gaupipe import training
+
+    what, calls, number = kill
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
+    signal_at_call(owner, name, calls, number)
+
+
+def command(arguments: list[str], words: Path, kill: Kill | None) -> None:
+    from gaupipe.cli import main
+
+    with words.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if kill:
+        get_ready(kill)
+    sys.argv = ["gaupipe", *arguments]
+    main()
+
+
+def attempt(tmp_path: Path, arguments: list[str], kill: Kill | None = None) -> tuple[int, str]:
+    """Exit code and words of a command in a process of its own."""
+    words = tmp_path / "words.txt"
+    return exit_code(command, arguments, words, kill), words.read_text()
+
+
+def with_settings(command: str, run_dir: Path, settings: list[str]) -> list[str]:
+    sets = [word for setting in settings for word in ("--set", setting)]
+    return [command, "digits", "--run-dir", str(run_dir), *sets]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Of the teacher and of the students, as the checkpoints have them."""
+    return {
+        f"{path.relative_to(run_dir)} {part} {name}": tensor
+        for path in sorted(run_dir.glob("**/state.pt"))
+        for part in ("modules", "ema")
+        for name, tensor in (torch.load(path, weights_only=True)[part] or {}).items()
+    }
+
+
+def assert_same(run_dir: Path, expected: Path) -> None:
+    """The same metrics and weights, bit for bit."""
+    assert results(run_dir) == results(expected)
+    found, unbroken = weights(run_dir), weights(expected)
+    assert found.keys() == unbroken.keys() and len(found) > 20
+    assert [name for name in found if not torch.equal(found[name], unbroken[name])] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, case):
+    never = ["checkpoint_steps=null", "checkpoint_minutes=null"]
+    unbroken = with_settings("run", tmp_path / "unbroken", [*TINY, *CASES[case], *never])
+    assert attempt(tmp_path, unbroken)[0] == 0
+    generator = random.Random(case)
+    ends = {signal.SIGKILL: -signal.SIGKILL, signal.SIGINT: 130, signal.SIGTERM: 143}
+    killed, code = 0, None
+    for number in itertools.cycle(ends):
+        kill = (BATCH, (generator.randint(4, 11),), number)
+        if killed % 4 == 3 and case in ("files", "buckets"):
+            kill = (RECORD, (generator.randint(60, 170),), signal.SIGKILL)
+        run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]])
+        code, words = attempt(tmp_path, run, kill)
+        if code == 0:
+            break
+        assert code == ends[kill[2]], words
+        assert (code < 0) == ("to go on: gaupipe run digits" not in words)
+        killed += 1
+        assert killed < 30, "no progress"
+    assert killed >= 5
+    assert_same(tmp_path / "killed", tmp_path / "unbroken")
+
+
+def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
+    settings = [*TINY, "phase_a.max_epochs=1", "checkpoint_steps=null"]
+    phase_a = with_settings("phase-a", tmp_path / "run", settings)
+    code, words = attempt(tmp_path, phase_a, (BATCH, (7,), signal.SIGTERM))
+    said = words.strip().splitlines()[-1]
+    assert code == 143 and "Traceback" not in words
+    assert said.startswith("gaupipe: stopped by SIGTERM in epoch 1, after batch 7 of 10, ")
+    assert said.endswith(" --resume") and "gaupipe phase-a digits --run-dir" in said
+    state = torch.load(tmp_path / "run/phase_a/checkpoint/state.pt", weights_only=True)
+    assert state["epoch"]["batches"] == 7 and state["metrics"] == []
+    assert not isinstance(state["finished"], bool)  # version 0.1 refuses it
+    code, words = attempt(tmp_path, [*phase_a, "--resume"])
+    assert code == 0 and "phase A epoch 1/1" in words
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path):
+    settings = [*TINY, "phase_a.optim.accumulate=8", "checkpoint_steps=null"]
+    phase_a = with_settings("phase-a", tmp_path / "run", settings)
+    code, words = attempt(tmp_path, phase_a, (BATCH, (3, 5), signal.SIGINT))
+    assert code == 130 and words.count("gaupipe: SIGINT: stops when") == 1
+    assert "gaupipe: interrupted; " in words
+    assert not (tmp_path / "run/phase_a/checkpoint").exists()
+
+
+def test_after_the_last_batch_of_an_epoch_the_evaluation_is_left(tmp_path):
+    settings = [*TINY, "checkpoint_steps=null"]
+    phase_a = with_settings("phase-a", tmp_path / "run", settings)
+    code, words = attempt(tmp_path, phase_a, (BATCH, (10,), signal.SIGTERM))
+    assert code == 143 and "after batch 10 of 10" in words
+    assert attempt(tmp_path, [*phase_a, "--resume"])[0] == 0
+    assert attempt(tmp_path, with_settings("phase-a", tmp_path / "unbroken", settings))[0] == 0
+    assert_same(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
+    from gaupipe.training import TrainingState
+    from stages import phase_a
+
+    written = []
+    save = TrainingState.save
+
+    def noted(state, folder):
+        written.append(state.batches)
+        save(state, folder)
+
+    monkeypatch.setattr(TrainingState, "save", noted)
+    for name, settings, expected in (
+        ("default", ["checkpoint_steps=null"], [0, 0]),
+        ("always", ["checkpoint_minutes=0", "data.batch_size=100"], [1, 2, 0] * 2),
+        ("steps", ["checkpoint_steps=4"], [4, 8, 10, 0] * 2),
+        ("groups", ["checkpoint_steps=4", "phase_a.optim.accumulate=2"], [8, 10, 0] * 2),
+    ):
+        phase_a.run(config.load("digits", [*TINY, *settings]), tmp_path / name)
+        assert written == expected, name
+        written.clear()
+
+
+def test_an_epoch_that_goes_on_reads_nothing_of_what_is_done(monkeypatch):
+    data = load_data(DataSettings(train_images=50))
+    batches = Batches(data.train, data, torch.device("cpu"), 8, buckets=2)
+    whole = list(batches.epoch(3, UNCHANGED, NumberedMaps()))
+    read = []
+    fetch = type(data.train.source).__getitems__
+
+    def noted(source, positions):
+        read.extend(positions)
+        return fetch(source, positions)
+
+    monkeypatch.setattr(type(data.train.source), "__getitems__", noted)
+    rest = list(batches.epoch(3, UNCHANGED, NumberedMaps(), first=4))
+    assert len(rest) == len(whole) - 4 == 3
+    for batch, expected in zip(rest, whole[4:], strict=True):
+        assert torch.equal(batch.ids, expected.ids) and torch.equal(batch.images, expected.images)
+        assert np.array_equal(batch.stored["maps"], expected.stored["maps"])
+    ids = torch.cat([batch.ids for batch in rest]).numpy()
+    assert sorted(read) == sorted(data.train.positions[ids].tolist())
+    assert list(batches.epoch(3, UNCHANGED, NumberedMaps(), first=7)) == []
+
+
+WITH_WORKERS = """
+import os, signal, sys; sys.path[:0] = {path!r}
+from gaupipe import cli, training
+import itertools
+
+calls, update = itertools.count(1), training.Update.__call__
+def counted(self, *arguments):
+    if next(calls) == 6:
+        os.killpg(0, signal.SIGTERM)  # the readers of images, too
+    update(self, *arguments)
+training.Update.__call__ = counted
+if __name__ == "__main__":
+    cli.main()
+"""
+
+
+def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
+    """As SLURM sends it. Two batches more are needed after the signal."""
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WORKERS.format(path=[str(Path(__file__).parent.parent)]))
+    settings = [*TINY, "data.workers=1", "phase_a.optim.accumulate=8", "checkpoint_steps=null"]
+    run = with_settings("phase-a", tmp_path / "run", settings)
+    process = subprocess.run(
+        [sys.executable, script, *run], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.returncode == 143, process.stderr
+    assert "after batch 8 of 10" in process.stderr and "Traceback" not in process.stderr
+
+
+# ---- worlds --------------------------------------------------------------------------------------
+
+WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.enabled=false"]
+
+
+def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> None:
+    """A command in a world, of which one rank gets a signal."""
+    from gaupipe.cli import main
+
+    if kill and distributed.place().rank == rank:
+        get_ready(kill)
+    sys.argv = ["gaupipe", *arguments]
+    main()
+
+
+def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
+    """One rank gets the signal. Of three ranks the order of sums matters."""
+    size, more = 3, ["phase_a.rows.memory_budget_gb=0", "phase_a.mode=stochastic"]
+    unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_steps=null"])
+    assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
+    run = with_settings("run", tmp_path / "run", [*WORLD, *more])
+    for number, batch in ((signal.SIGTERM, 4), (signal.SIGINT, 10)):
+        kill = (BATCH, (batch,), number)
+        codes = in_world(size, tmp_path / "words", in_rank, run, kill, size - 1)
+        said = (tmp_path / "words" / "rank0.txt").read_text()
+        assert codes == [128 + number] * size, said
+        assert said.count("gaupipe: stopped by ") == 1 and "(with torchrun or srun" in said
+    assert in_world(size, tmp_path / "words", in_rank, run) == [0] * size
+    assert_same(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_another_number_of_processes_goes_on_within_an_epoch(tmp_path):
+    """But for stochastic depth, which draws other numbers then, up to rounding."""
+    settings = [*WORLD, "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]
+    epochs = ["phase_a.max_epochs=3", "phase_b.epochs=3", "phase_a.mode=stochastic"]
+    epochs.append("data.batch_size=60")
+    unbroken = with_settings("run", tmp_path / "unbroken", [*settings, *epochs])
+    assert in_world(1, tmp_path / "words", in_rank, unbroken) == [0]
+    run = with_settings("run", tmp_path / "run", [*settings, *epochs])
+    for size, batch in ((2, 6), (1, 5)):
+        kill = (BATCH, (batch,), signal.SIGTERM)
+        assert in_world(size, tmp_path / "words", in_rank, run, kill) == [143] * size
+    assert in_world(3, tmp_path / "words", in_rank, run) == [0, 0, 0]
+    assert_close(results(tmp_path / "run"), results(tmp_path / "unbroken"), 1e-5)
+
+
+def test_metrics_say_the_time_of_all_processes(tmp_path):
+    """Seconds of an epoch count on, those of writing checkpoints do not."""
+    settings = [*TINY, "phase_a.max_epochs=1"]
+    phase_a = with_settings("phase-a", tmp_path / "run", settings)
+    attempt(tmp_path, phase_a, (BATCH, (9,), signal.SIGTERM))
+    checkpoint = tmp_path / "run/phase_a/checkpoint/state.pt"
+    before = torch.load(checkpoint, weights_only=True)["epoch"]["seconds"]
+    attempt(tmp_path, [*phase_a, "--resume"])
+    lines = (tmp_path / "run/phase_a/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["seconds"] > before > 0

@@ -1,0 +1,162 @@
+"""Best and last epoch of a student: which weights are kept, early stopping, and both after an
+interruption."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gaupipe import config
+from gaupipe.config import OptimSettings
+from gaupipe.errors import UserError
+from gaupipe.training import TrainingState
+from stages import evaluate, phase_b
+from stages import run as whole_run
+from stages.run_directory import RunDirectory
+
+TINY = [
+    "data.train_images=60",
+    "data.batch_size=30",
+    "phase_b.epochs=7",
+    "threads=1",
+    "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
+]
+CURVE = [0.2, 0.5, 0.4, 0.5, 0.3, 0.6, 0.1]
+"""Made-up accuracies; the losses are their opposites but for the last, the smallest."""
+LOSSES = [1.8, 1.5, 1.6, 1.5, 1.7, 1.4, 0.9]
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The student's weights after every epoch. Its scores are made up."""
+    weights = {}
+
+    def score(model, _batches):
+        weights_now = {name: one.clone() for name, one in model.state_dict().items()}
+        if len(weights) == score.fails_at:
+            score.fails_at = None
+            raise RuntimeError("interrupted")
+        weights[len(weights) + 1] = weights_now
+        return {"acc": CURVE[len(weights) - 1], "loss": LOSSES[len(weights) - 1]}
+
+    score.fails_at = None
+    monkeypatch.setattr(phase_b, "score_model", score)
+    weights_of = weights
+    monkeypatch.setattr(phase_b, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
+    return weights_of
+
+
+def train(folder: Path, *changes: str) -> list[dict]:
+    return phase_b.train_student(config.load("digits", [*TINY, *changes]), folder, teacher=None)
+
+
+def epoch_of(folder: Path, seen: dict) -> int:
+    """The number of the epoch that a saved student has the weights of."""
+    saved = load_file(folder / "model.safetensors")
+    [number] = [
+        number
+        for number, weights in seen.items()
+        if all(torch.equal(saved[name], weights[name]) for name in saved)
+    ]
+    return number
+
+
+def said(folder: Path) -> dict:
+    return json.loads((folder / "student.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "settings,student,beside",
+    [
+        ([], 7, ("best", 6)),
+        (["phase_b.keep=best"], 6, ("last", 7)),
+        (["phase_b.keep=best", "phase_b.best_by=val_loss"], 7, None),  # the last is the best
+        # epoch 4 is as good as epoch 2, not better
+        (["phase_b.patience=3"], 5, ("best", 2)),
+        (["phase_b.patience=3", "phase_b.keep=best"], 2, ("last", 5)),
+        (["phase_b.patience=4"], 7, ("best", 6)),
+    ],
+)
+def test_the_student_is_of_the_epoch_that_the_settings_choose(
+    tmp_path, seen, settings, student, beside
+):
+    metrics = train(tmp_path / "x", *settings)
+    assert len(metrics) == (5 if "phase_b.patience=3" in settings else 7)
+    assert epoch_of(tmp_path / "x/student", seen) == said(tmp_path / "x")["epoch"] == student
+    others = [name for name in ("best", "last") if (tmp_path / "x" / name).exists()]
+    assert others == ([] if beside is None else [beside[0]])
+    if beside:
+        assert epoch_of(tmp_path / "x" / beside[0], seen) == beside[1]
+
+
+@pytest.mark.parametrize("fails_at", [1, 3, 4])
+def test_best_epoch_and_patience_survive_an_interruption(tmp_path, seen, fails_at):
+    settings = ["phase_b.patience=3", "phase_b.keep=best", "phase_b.optim.ema=0.5"]
+    train(tmp_path / "unbroken", *settings)
+    unbroken = dict(seen)
+    seen.clear()
+    phase_b.interrupt_at(fails_at)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        train(tmp_path / "x", *settings)
+    train(tmp_path / "x", *settings)
+    assert len(seen) == len(unbroken) == 5
+    assert epoch_of(tmp_path / "x/student", unbroken) == 2
+    assert epoch_of(tmp_path / "x/last", unbroken) == 5
+    assert said(tmp_path / "x") == said(tmp_path / "unbroken")
+
+
+def test_a_finished_student_is_chosen_anew(tmp_path, seen):
+    train(tmp_path / "x")
+    train(tmp_path / "x", "phase_b.keep=best")
+    assert epoch_of(tmp_path / "x/student", seen) == 6 and epoch_of(tmp_path / "x/last", seen) == 7
+    assert not (tmp_path / "x/best").exists()
+    train(tmp_path / "x")
+    assert epoch_of(tmp_path / "x/student", seen) == 7 and epoch_of(tmp_path / "x/best", seen) == 6
+    assert not (tmp_path / "x/last").exists() and len(seen) == 7
+    with pytest.raises(UserError, match=r"best_by val_acc, now it is val_loss"):
+        train(tmp_path / "x", "phase_b.best_by=val_loss")
+
+
+def test_a_student_of_an_earlier_version_has_its_last_epoch_alone(tmp_path, seen):
+    train(tmp_path / "x")
+    path = tmp_path / "x/checkpoint/state.pt"
+    state = torch.load(path, weights_only=True)
+    for new in ("best", "epoch"):
+        del state[new]
+    torch.save(state, path)
+    (path.parent / "SHA256SUMS").unlink()
+    train(tmp_path / "x")
+    assert said(tmp_path / "x")["epoch"] == 7 and said(tmp_path / "x")["best"] is None
+    with pytest.raises(UserError, match=r"kept its last epoch alone: take phase_b\.keep=last"):
+        train(tmp_path / "x", "phase_b.keep=best")
+
+
+def test_the_best_of_a_loss_is_the_smallest():
+    state = TrainingState(torch.nn.Linear(1, 1), None, None, OptimSettings())
+    back = []
+    for epoch, loss in enumerate([2.0, 1.0, 1.0, 1.5, 0.5], 1):
+        metrics = {"epoch": epoch, "val_loss": loss}
+        back.append(state.keep_best(metrics, "val_loss"))
+        state.metrics.append(metrics)
+    assert back == [0, 0, 1, 2, 0] and state.best["epoch"] == 5
+
+
+def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process):
+    run = RunDirectory(tmp_path / "run")
+    settings = config.load("digits", [*TINY, "phase_b.keep=best"])
+    run.path.mkdir()
+    run.config.write_text(config.dump(settings))
+    code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
+    assert code == 0 and "epoch 6 is the best (val_acc 0.6000); kept: epoch 6" in err
+    assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
+    folder = run.student("standard", distilled=False)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    line = whole_run.line("standard, plain", metrics, folder)
+    assert (line["model"], line["epochs"]) == ("standard, plain (epoch 6)", 7)
+    assert line["val_acc"] == CURVE[5]
+    again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]
+    for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
+        assert in_process(*again, f"phase_b.keep={keep}")[0] == 0
+        assert said(folder)["epoch"] == epoch

@@ -1,0 +1,233 @@
+"""What can be watched of a training: steps.jsonl, TensorBoard, and the interface of Weights &
+Biases and trackio, with a module in their place."""
+
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from gaupipe import config
+from gaupipe.data import Batches, load_data
+from gaupipe.errors import UserError
+from gaupipe.step_log import remove_later
+from gaupipe.training import Update
+from stages import attention_images, export_maps, phase_a, phase_b
+from test_data import UNCHANGED, NumberedMaps
+
+TINY = [
+    "data.train_images=100",
+    "data.batch_size=20",
+    "phase_a.max_epochs=2",
+    "phase_a.stop_accuracy=1.0",
+    "phase_b.epochs=2",
+    "phase_b.gamma=0.1",
+    "threads=1",
+    "log.every=2",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+]
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def without_times(entries):
+    times = ("images_per_s", "waits_data", "waits_maps")
+    return [{name: one for name, one in entry.items() if name not in times} for entry in entries]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Makes a training fail at a counted batch."""
+    update = Update.__call__
+
+    def at(number):
+        calls = []
+
+        def counted(self, *arguments):
+            calls.append(1)
+            if len(calls) == number:
+                raise Interrupted
+            update(self, *arguments)
+
+        monkeypatch.setattr(Update, "__call__", counted)
+
+    return at
+
+
+@pytest.fixture
+def service(monkeypatch):
+    """Stands in for wandb and trackio, and remembers what it was told."""
+    told = types.SimpleNamespace(opened=[], logged=[], finished=0)
+
+    class Run:
+        def log(self, values, step):
+            told.logged.append((step, values))
+
+        def finish(self):
+            told.finished += 1
+
+    def init(**options):
+        told.opened.append(options)
+        return Run()
+
+    for name in ("wandb", "trackio"):
+        module = types.ModuleType(name)
+        module.init, module.Image = init, lambda image: ("image", image.shape)
+        monkeypatch.setitem(sys.modules, name, module)
+    return told
+
+
+def test_steps_are_written_with_what_the_settings_ask_for(tmp_path):
+    settings = config.load("digits", [*TINY, "phase_a.optim.clip_grad=null"])
+    phase_a.run(settings, tmp_path / "run")
+    export_maps.run(tmp_path / "run")
+    phase_b.run(tmp_path / "run", "standard")
+    of_a, of_b = (lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard"))
+    assert [(line["epoch"], line["step"]) for line in of_a] == [
+        (1, 2),
+        (1, 4),
+        *((2, 6), (2, 8), (2, 10)),
+    ]
+    measured = {"lr", "grad_norm", "images_per_s", "waits_data", "waits_maps"}
+    assert of_a[0].keys() == {"epoch", "step", "loss"} | measured
+    losses = {"loss", "loss_soft", "loss_hard", "loss_feat", "acc"}
+    assert of_b[0].keys() == {"epoch", "step"} | losses | measured
+    for line in [*of_a, *of_b]:
+        assert line["grad_norm"] > 0 and line["images_per_s"] > 0 and line["lr"] > 0
+        assert 0 <= line["waits_data"] + line["waits_maps"] <= 1.001
+    # of the epoch's five batches of 20 images the lines of the second cover all
+    [_, second] = [json.loads(line) for line in (tmp_path / "run/phase_a/metrics.jsonl").open()]
+    assert np.average([line["loss"] for line in of_a[2:]], weights=[1, 2, 2]) == pytest.approx(
+        second["train_loss"], rel=1e-6
+    )
+
+
+def test_no_lines_where_none_are_asked_for(tmp_path):
+    phase_a.run(config.load("digits", [*TINY, "log.every=0"]), tmp_path / "run")
+    assert not (tmp_path / "run/phase_a/steps.jsonl").exists()
+
+
+@pytest.mark.parametrize("logger", ["wandb", "trackio"])
+def test_what_goes_on_is_not_told_twice(tmp_path, service, interrupt, logger):
+    """Interrupted in batch 3, without a checkpoint, and in batch 8, with one after batch 5: each
+    time two batches are done again that were told of."""
+    sets = [*TINY, f"log.to=[{logger}]", "log.every=1", "log.project=p", "checkpoint_steps=3"]
+    settings = config.load("digits", sets)
+    phase_a.run(settings, tmp_path / "unbroken")
+    unbroken, service.logged[:] = list(service.logged), []
+    interrupt(3)
+    with pytest.raises(Interrupted):
+        phase_a.run(settings, tmp_path / "run")
+    interrupt(8)
+    with pytest.raises(Interrupted):
+        phase_a.run(settings, tmp_path / "run", resume=True)
+    interrupt(None)
+    phase_a.run(settings, tmp_path / "run", resume=True)
+
+    assert [step for step, _ in service.logged] == [step for step, _ in unbroken]
+    losses, expected = (
+        [values.get("step/loss") for _, values in logged] for logged in (service.logged, unbroken)
+    )
+    assert losses == expected and len(losses) == 10 + 2 + 1
+    images = [values["attention"] for _, values in service.logged if "attention" in values]
+    assert images == [("image", (4 * 96, 3 * 96, 3))]
+    epochs = [values for _, values in service.logged if "epoch/train_acc" in values]
+    assert len(epochs) == 2 and "epoch/epoch" not in epochs[0]
+    assert without_times(lines(tmp_path / "run/phase_a")) == without_times(
+        lines(tmp_path / "unbroken/phase_a")
+    )
+
+    first, *others = service.opened[1:]
+    key = "id" if logger == "wandb" else "name"
+    assert first["resume"] == "allow" and first["project"] == "p"
+    assert {one[key] for one in others} == {first[key]} and len(others) == 2
+    assert first[key] != service.opened[0][key]
+    assert first["config"]["phase_a.max_epochs"] == 2
+    assert service.finished == 4
+
+
+def test_a_line_that_a_checkpoint_divides_is_that_of_an_unbroken_training(tmp_path, interrupt):
+    sets = [*TINY, "log.every=5", "checkpoint_steps=2"]
+    phase_a.run(config.load("digits", sets), tmp_path / "unbroken")
+    interrupt(4)
+    with pytest.raises(Interrupted):
+        phase_a.run(config.load("digits", sets), tmp_path / "run")
+    interrupt(None)
+    phase_a.run(config.load("digits", sets), tmp_path / "run", resume=True)
+    found, expected = (without_times(lines(tmp_path / n / "phase_a")) for n in ("run", "unbroken"))
+    assert found == expected and len(found) == 2
+
+
+def test_tensorboard_reads_what_was_written(tmp_path, interrupt):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sets = [*TINY, "log.to=[tensorboard]", "phase_a.teacher=vit", "checkpoint_steps=3"]
+    interrupt(8)
+    with pytest.raises(Interrupted):
+        phase_a.run(config.load("digits", sets), tmp_path / "run")
+    interrupt(None)
+    phase_a.run(config.load("digits", sets), tmp_path / "run", resume=True)
+    folder = tmp_path / "run/phase_a"
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    losses = events.Scalars("step/loss")
+    assert [(event.step, event.value) for event in losses] == [
+        (line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in lines(folder)
+    ]
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    accuracies = [event.value for event in events.Scalars("epoch/val_acc")]
+    assert accuracies == pytest.approx([entry["val_acc"] for entry in metrics])
+    [image] = events.Images("attention")
+    assert (image.step, image.width, image.height) == (10, 3 * 96, 4 * 96)
+
+
+@pytest.mark.parametrize("command", ["phase-a", "run", "compare"])
+def test_a_logger_that_is_not_installed_is_said_before_work_starts(
+    tmp_path, in_process, monkeypatch, command
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    settings = [word for one in [*TINY, "log.to=[wandb]"] for word in ("--set", one)]
+    code, _, err = in_process(command, "digits", "--run-dir", tmp_path / "run", *settings)
+    assert code == 2 and err.count("\n") == 1
+    assert "log.to: wandb is not installed" in err and "pip install 'gaupipe[wandb]'" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_logger_is_refused():
+    with pytest.raises(UserError, match=r"log\.to"):
+        config.load("digits", ["log.to=[mlflow]"])
+
+
+def test_waiting_is_counted_for_images_and_for_maps():
+    data = load_data(config.DataSettings(train_images=50))
+    batches = Batches(data.train, data, torch.device("cpu"), 10)
+    assert len(list(batches.epoch(0, UNCHANGED))) == 5
+    assert batches.waited["data"] > 0
+    list(batches.epoch(1, UNCHANGED, NumberedMaps()))
+    assert batches.waited["maps"] > 0
+
+
+def test_lines_after_a_checkpoint_and_half_a_line_are_removed(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    path.write_text('{"step": 2}\n{"step": 4}\n{"step": 6}\n{"st')
+    remove_later(path, 4)
+    assert path.read_text() == '{"step": 2}\n{"step": 4}\n'
+
+
+def test_attention_is_red_over_its_image():
+    image = np.full((4, 4, 1), 100, dtype=np.uint8)
+    maps = np.array([[[0.0, 0.5], [0.0, 0.0]]])  # all attention at the top right
+    shown = attention_images.line(image, maps)
+    assert shown.shape == (96, 192, 3) and (shown[:, :96] == 100).all()
+    over = shown[:, 96:]
+    assert (over[:48, 48:] == [208, 30, 30]).all()
+    assert (over[48:] == 100).all() and (over[:48, :48] == 100).all()
