@@ -29,7 +29,6 @@ IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "evaluate")
 app = typer.Typer(
     name="gaupipe",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train small vision transformers in fewer epochs: find attention maps, store them, "
     "distil them.",
@@ -54,9 +53,30 @@ class Encoding(StrEnum):
     uint8 = "uint8"
 
 
+def complete_config() -> list[str]:
+    """For the shell's completion: the shipped configurations. The shell adds files by itself."""
+    from gaupipe.config import shipped
+
+    return shipped()
+
+
+def complete_student(context: typer.Context) -> list[str]:
+    """For the shell's completion: the students of the run that the line names, or of the run that
+    was used last."""
+    from stages.run_directory import RunDirectory, last_used
+
+    folder = context.params.get("run_dir")
+    try:
+        run = last_used() if folder is None else RunDirectory(Path(folder))
+    except UserError:
+        return []
+    return run.students(not context.params.get("plain"))
+
+
 ConfigArgument = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=complete_config,
         metavar="[CONFIG]",
         help="A YAML file, or the name of a shipped configuration.",
         show_default="digits",
@@ -72,6 +92,7 @@ StudentName = Annotated[
     str | None,
     typer.Option(
         "--student",
+        autocompletion=complete_student,
         metavar="NAME",
         help="The student: its attention, or the --name it was trained under.",
         show_default="the one trained last",
