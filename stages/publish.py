@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import HfApi
+from huggingface_hub import CommitOperationAdd, HfApi
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__, config, digests
@@ -140,11 +140,11 @@ def upload(hub: HfApi | None, folder: Path, repo: str | None, private: bool) -> 
     assert hub is not None and repo is not None
     with of_hub(f"--repo {repo}: not uploaded"):
         address = hub.create_repo(repo, private=private, exist_ok=True)
-        kept = [CARD] if hub.file_exists(address.repo_id, CARD) else None
-        hub.upload_folder(
-            repo_id=address.repo_id,
-            folder_path=folder,
-            ignore_patterns=kept,
+        kept = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
+        files = [path for path in sorted(folder.iterdir()) if path.name not in kept]
+        hub.create_commit(
+            address.repo_id,
+            [CommitOperationAdd(path.name, path) for path in files],
             commit_message=f"A student of gaupipe {__version__}",
         )
     return str(address)
