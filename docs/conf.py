@@ -26,6 +26,7 @@ exclude_patterns = [".*", "build", "data", "runs", "tests"]  # holds no pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
 myst_heading_anchors = 4  # headings have the anchors that the repository's own pages give them
+smartquotes = False  # dots and quotes of code stay
 nitpicky = True  # a name of ours that a docstring refers to must exist
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!(gaupipe|stages|store)\.).*"),
