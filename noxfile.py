@@ -16,11 +16,12 @@ PYTHONS = nox.project.python_versions(PROJECT)
 
 @nox.session(python=PYTHONS[0])
 def lint(session: nox.Session) -> None:
-    """Style and types."""
+    """Style, types, and the documentation as a site, in which a broken link is an error."""
     session.install("-e", ".[dev]")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy")
+    session.run("sphinx-build", "-qEW", "--keep-going", "-c", "docs", ".", "build/site")
 
 
 @nox.session(python=PYTHONS)

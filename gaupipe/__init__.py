@@ -6,7 +6,7 @@
 import sys
 from pathlib import PurePath
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
 __all__ = ["__version__"]
 
 # The command line answers at once: a command imports torch and timm when it needs them. "-m" is

@@ -33,7 +33,6 @@ WITH_RESUME = ("phase-a", "phase-b")
 app = typer.Typer(
     name="gaupipe",
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train small vision transformers in fewer epochs: find attention maps, store them, "
     "distil them.",
@@ -53,14 +52,40 @@ class Kind(StrEnum):
     mixture = "mixture"
 
 
+class Format(StrEnum):
+    onnx = "onnx"
+    pt2 = "pt2"
+
+
 class Encoding(StrEnum):
     float16 = "float16"
     uint8 = "uint8"
 
 
+def complete_config() -> list[str]:
+    """For the shell's completion: the shipped configurations. The shell adds files by itself."""
+    from gaupipe.config import shipped
+
+    return shipped()
+
+
+def complete_student(context: typer.Context) -> list[str]:
+    """For the shell's completion: the students of the run that the line names, or of the run that
+    was used last."""
+    from stages.run_directory import RunDirectory, last_used
+
+    folder = context.params.get("run_dir")
+    try:
+        run = last_used() if folder is None else RunDirectory(Path(folder))
+    except UserError:
+        return []
+    return run.students(run.is_distilled() and not context.params.get("plain"))
+
+
 ConfigArgument = Annotated[
     str | None,
     typer.Argument(
+        autocompletion=complete_config,
         metavar="[CONFIG]",
         help="A YAML file, or the name of a shipped configuration.",
         show_default="digits",
@@ -76,6 +101,7 @@ StudentName = Annotated[
     str | None,
     typer.Option(
         "--student",
+        autocompletion=complete_student,
         metavar="NAME",
         help="The student: its attention, or the --name it was trained under.",
         show_default="the one trained last",
@@ -380,23 +406,71 @@ def evaluate(
 def export_student(
     run_dir: RunDir = None,
     student: StudentName = None,
+    format: Annotated[
+        Format, typer.Option(help="onnx, or pt2, the program that torch.export makes.")
+    ] = Format.onnx,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Where the model goes.",
-            show_default="student.onnx beside the student",
+            show_default="student.onnx or student.pt2 beside the student",
         ),
     ] = None,
     plain: Plain = False,
 ) -> None:
-    """Write a student as ONNX and check in onnxruntime that its outputs agree (pip install
-    'gaupipe\\[onnx]')."""
+    """Write a student as ONNX (pip install 'gaupipe\\[onnx]') or by torch.export, and check that
+    what was written computes the student's outputs."""
     run_dir = _run(run_dir)
     from stages import export_student as stage
 
-    path, difference = stage.run(run_dir, student, out=out, distilled=False if plain else None)
-    print(f"{path}: logits agree with torch's to {difference:.1e}")
+    path, difference = stage.run(
+        run_dir, student, format=format.value, out=out, distilled=False if plain else None
+    )
+    print(f"{path}: logits agree with the student's to {difference:.1e}")
+
+
+@app.command()
+def publish(
+    student: Annotated[
+        str | None,
+        typer.Argument(
+            autocompletion=complete_student,
+            metavar="[STUDENT]",
+            help="The student: its attention, or the --name it was trained under.",
+            show_default="the one trained last",
+        ),
+    ] = None,
+    run_dir: RunDir = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write model, settings and model card to this new folder.",
+            show_default="none",
+        ),
+    ] = None,
+    repo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Upload them to this repository of the Hugging Face Hub, with the token that "
+            "'hf auth login' keeps or HF_TOKEN holds.",
+            show_default="nothing is uploaded",
+        ),
+    ] = None,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make the repository private, if it is new.")
+    ] = False,
+    plain: Plain = False,
+) -> None:
+    """Give a student to others: a folder or a repository that timm loads, with a model card that
+    the run fills in. Its licence is left to you."""
+    run_dir = _run(run_dir)
+    from stages import publish as stage
+
+    distilled = False if plain else None
+    print(stage.run(run_dir, student, out=out, repo=repo, private=private, distilled=distilled))
 
 
 @app.command()

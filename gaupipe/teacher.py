@@ -83,7 +83,7 @@ class Teacher(nn.Module):
         return self.vit.state_dict()
 
     def residual(self, parameters: Tensor) -> Tensor:
-        """What per-image parameters [B, *per_image_shape] add to the prior: [B, L, H, T, P]."""
+        """What per-image parameters ``[B, *per_image_shape]`` add to the prior: [B, L, H, T, P]."""
         if self.decoder is None:
             return parameters
         return self.decoder(parameters).view(len(parameters), *self.raw_shape)

@@ -78,21 +78,22 @@ def run(
     for the store of another teacher or data set, and for a damaged one."""
     run = RunDirectory(run_dir)
 
-    def load() -> tuple[Settings, VisionTransformer, str, ImageData, store.Store | None]:
+    def load() -> tuple[Settings, VisionTransformer, Path, ImageData, store.Store | None]:
         learned = run.is_distilled(name) if distilled is None else distilled
         settings, student, named = load_student(run_dir, name, learned)
         data = load_data(settings.data)
         if getattr(data, split) is None:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data, run_dir)
-        maps = open_maps(run, data, student, settings, run.student(named, learned))
-        return settings, student.to(select_device(settings)), named, data, maps
+        folder = run.student(named, learned)
+        maps = open_maps(run, data, student, settings, folder)
+        return settings, student.to(select_device(settings)), folder, data, maps
 
-    settings, student, named, data, maps = distributed.main_first(load)
+    settings, student, folder, data, maps = distributed.main_first(load)
     images, device = getattr(data, split), next(student.parameters()).device
     logits, labels = predictions(student, images, data, settings, device)
-    scores: dict[str, Any] = {"student": named, "split": split, "images": len(images)}
-    if epoch := kept_epochs.of_student(run.student(named, distilled)):
+    scores: dict[str, Any] = {"student": folder.name, "split": split, "images": len(images)}
+    if epoch := kept_epochs.of_student(folder):
         scores["epoch"] = epoch
     scores |= metrics(logits, labels)
     scores |= beside_teacher(run, images, data, logits)

@@ -356,6 +356,18 @@ COMMAND_LINE = [
         ("--run-dir absent", ""),
         ("--out pictures", ""),
         ("--out absent/x.onnx", ""),
+        ("--format torch", "--format"),
+        ("--format pt2 --out pictures", "pictures"),
+    ),
+    *options(
+        "publish",
+        ("", "--out FOLDER"),
+        ("--out new --nonsense", "--nonsense"),
+        ("--out new --run-dir absent", "not a run directory"),
+        ("--out new --run-dir compressed", "no student"),
+        ("absent --out new", "phase-b"),
+        ("--out pictures", "is there already"),
+        ("--repo a/b/c", "a/b/c"),
     ),
     *options(
         INSPECT,

@@ -1,6 +1,8 @@
 """The command line as a user meets it, with good and bad input."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -270,13 +272,46 @@ def test_a_store_that_does_not_match_is_refused(finished, in_process, tmp_path, 
     assert not (tmp_path / "run" / "phase_b").exists()
 
 
+def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
+    """Stdout of a Python command line, and the modules that Python itself reports as imported."""
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", *command], text=True, capture_output=True, **options
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout, {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line
+    }
+
+
 def test_help_does_not_import_torch():
-    """The command answers at once: Python's own report of imports names neither torch nor timm."""
-    command = [sys.executable, "-X", "importtime", "-m", "gaupipe", "run", "--help"]
-    result = subprocess.run(command, text=True, capture_output=True)
-    assert result.returncode == 0 and "--student" in result.stdout and "default" in result.stdout
-    imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    """The command answers at once."""
+    stdout, imported = modules_imported(["-m", "gaupipe", "run", "--help"])
+    assert "--student" in stdout and "default" in stdout
     assert "gaupipe.cli" in imported and not imported & {"torch", "timm"}
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("gaupipe exp", ["export-maps", "export-student"]),
+        ("gaupipe run fashion_mnist_", ["fashion_mnist_all", "fashion_mnist_vit"]),
+        ("gaupipe phase-b --student belief", ["belief", "belief_star", "belief2"]),
+        ("gaupipe evaluate --run-dir RUN --student s", ["standard"]),
+        ("gaupipe evaluate --student s", []),
+    ],
+)
+def test_the_shell_completes_without_torch(tmp_path, line, offered):
+    """bash sends the line and gets what could stand in place of its last word."""
+    shutil.copytree(Path(__file__).parent / "old" / "run", tmp_path / "RUN")
+    (tmp_path / "gaupipe").write_text("from gaupipe.cli import main\n\nmain()\n")
+    asked = {
+        "_GAUPIPE_COMPLETE": "complete_bash",
+        "COMP_WORDS": line,
+        "COMP_CWORD": str(len(line.split()) - 1),
+    }
+    stdout, imported = modules_imported(["gaupipe"], cwd=tmp_path, env={**os.environ, **asked})
+    assert stdout.split() == offered
+    assert "gaupipe.cli" in imported and not imported & {"torch", "timm", "numpy"}
 
 
 def test_the_package_runs_as_a_module(tmp_path):

@@ -2,6 +2,8 @@
 and exports to ONNX."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +83,27 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     torch.testing.assert_close(
         torch.from_numpy(logits), student(images).detach(), atol=1e-4, rtol=1e-4
     )
+
+
+def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_path):
+    for key in STUDENTS:
+        phase_b.run(run_dir, key, resume=True)
+        path, difference = export_student.run(run_dir, key, format="pt2", out=tmp_path / key)
+        assert path == tmp_path / key and difference < 1e-4
+    images = [torch.randn(count, 1, 8, 8) for count in (1, 7)]
+    torch.save(images, tmp_path / "images")
+    load = f"""
+import sys, torch
+for key in {list(STUDENTS)}:
+    program = torch.export.load(key).module()
+    torch.save([program(batch) for batch in torch.load("images")], f"{{key}}.logits")
+assert "gaupipe" not in sys.modules and "timm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", load], check=True, cwd=tmp_path)
+    for key in STUDENTS:
+        student = evaluate.load_student(run_dir, key)[1]
+        for logits, batch in zip(torch.load(tmp_path / f"{key}.logits"), images, strict=True):
+            torch.testing.assert_close(logits, student(batch), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""The documentation as a site: ``sphinx-build -EW --keep-going -c docs . build/site``.
+
+The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
+code is the same on the site and where the repository is shown. The site's own parts are made from
+the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
+of names in docs/reference.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shutil
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+from gaupipe import __version__
+
+project = "gaupipe"
+version = release = __version__
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md"]
+exclude_patterns = [".*", "build", "data", "runs", "tests"]  # holds no pages
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+myst_heading_anchors = 4  # headings have the anchors that the repository's own pages give them
+smartquotes = False  # dots and quotes of code stay
+nitpicky = True  # a name of ours that a docstring refers to must exist
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!(gaupipe|stages|store)\.).*"),
+    (r"py:(class|data)", r".*"),  # signatures name classes that the reference does not describe
+]
+default_role = "code"
+highlight_language = "none"  # where a page names none
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"gaupipe {version}"
+html_show_copyright = html_copy_source = html_show_sourcelink = False
+
+PAGE = re.compile(r"^\* \[(.+?)\]\((.+?)\.md\)", re.MULTILINE)
+NAME = re.compile(r"^\* \[`([\w.]+)`\]\(.+\)$", re.MULTILINE)
+
+
+def menu(pages: str) -> str:
+    """A hidden table of contents for each list of docs/README.md, and one of the other pages."""
+    tables = []
+    for heading, pages_of in re.findall(r"^(.+):\n\n((?:\* .+\n|  .+\n)+)", pages, re.MULTILINE):
+        tables.append(
+            (heading, [f"{title} <docs/{page}>" for title, page in PAGE.findall(pages_of)])
+        )
+    tables.append(("Project", ["docs/README", "CONTRIBUTING", "CHANGELOG"]))
+    return "".join(
+        f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n" + "\n".join(pages_of) + "\n```\n"
+        for heading, pages_of in tables
+    )
+
+
+def described(name: re.Match) -> str:
+    """The directive that shows the docstrings of a name: a module, a class or a function."""
+    whole = name[1]
+    try:
+        thing, directive = importlib.import_module(whole), "automodule"
+    except ModuleNotFoundError:
+        module, _, own = whole.rpartition(".")
+        thing = getattr(importlib.import_module(module), own)
+        directive = "autoclass" if inspect.isclass(thing) else "autofunction"
+    heading = f"### {whole}\n" if directive == "automodule" else ""
+    return f"{heading}\n```{{eval-rst}}\n.. {directive}:: {whole}\n```\n"
+
+
+def read(app: Sphinx, page: str, source: list[str]) -> None:
+    """Adds to two pages what only the site has."""
+    if page == root_doc:
+        source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
+    elif page == "docs/reference":
+        source[0] = NAME.sub(described, source[0])
+
+
+def as_rst(app: Sphinx, what: str, name: str, thing: object, options, lines: list[str]) -> None:
+    """Makes reStructuredText of what docstrings write plainly: tables of names, code, and |x|."""
+    blocks: list[str] = []
+    for block in re.split(r"\n{2,}", "\n".join(lines).strip("\n")):
+        if block.startswith("    "):  # code
+            blocks += ["::", block]
+        elif re.match(r"\S+ {2,}\S|.+\n {4,}\S", block):
+            blocks.append(definitions(block))
+        else:  # bars would be substitutions, except between backticks
+            parts = re.split(r"(`+.+?`+)", block, flags=re.DOTALL)
+            parts[::2] = [part.replace("|", r"\|") for part in parts[::2]]
+            blocks.append("".join(parts))
+    lines[:] = [*"\n\n".join(blocks).splitlines(), ""]
+
+
+def definitions(table: str) -> str:
+    """A list of definitions of a table: on each line a name, spaces, and text that later lines, all
+    indented, may continue."""
+    rows: list[list[str]] = []
+    for line in table.splitlines():
+        if line.startswith(" "):
+            rows[-1].append(line.strip())
+        else:
+            rows.append(re.split(r" {2,}", line, maxsplit=1))
+    return "\n".join(f"``{name}``\n    {' '.join(text)}" for name, *text in rows)
+
+
+def front_page(app: Sphinx, error: Exception | None) -> None:
+    """README.html is what a server shows of the folder too."""
+    if error is None and app.builder.format == "html":
+        shutil.copy(Path(app.outdir) / "README.html", Path(app.outdir) / "index.html")
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", as_rst)
+    app.connect("build-finished", front_page)
