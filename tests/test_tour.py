@@ -11,7 +11,7 @@ CELLS = json.loads(NOTEBOOK.read_text())["cells"]
 SMALL = """
 run, epochs = Path("tour"), 1
 settings = config.load("digits", [
-    "threads=1", "data.train_images=128", "phase_a.max_epochs=1", "phase_b.epochs=1",
+    "threads=1", "data.train_images=512", "phase_a.max_epochs=1", "phase_b.epochs=1",
     "phase_b.gamma_epochs=1", "model.args={depth: 4, embed_dim: 16, num_heads: 4}",
 ])
 """
@@ -19,6 +19,7 @@ settings = config.load("digits", [
 
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    plt.switch_backend("Agg")  # which also closes the figures of other tests
     names: dict = {}
     for cell in CELLS:
         if cell["cell_type"] == "code":
