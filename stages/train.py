@@ -6,15 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe import distributed
+from gaupipe import config, distributed
 from gaupipe.buckets import check_buckets
 from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.student import check_baseline
-from stages import phase_a, phase_b
-from stages.run_directory import RunDirectory, lock_of_process
+from stages import phase_b
+from stages.run_directory import RunDirectory, lock_of_process, write_whole
 
 
 def run(
@@ -59,7 +59,10 @@ def run(
     def start() -> None:
         if not (run.path / "split.json").is_file():  # which is written last
             with lock_of_process(run.path, "run"):
-                phase_a.start(run, settings, images, resume=True)
+                run.check(settings)
+                if not run.config.is_file():
+                    write_whole(run.config, config.dump(settings))
+                images.write_split(run.path / "split.json")
 
     settings, images = distributed.main_first(prepare)
     distributed.on_main(start)
