@@ -218,9 +218,9 @@ def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
         assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
     drawn, epoch_of = [], Batches.epoch
 
-    def watched(self, number, augment, maps=None, view=None):
+    def watched(self, number, augment, maps=None, view=None, first=0):
         drawn.append(view)
-        return epoch_of(self, number, augment, maps, view)
+        return epoch_of(self, number, augment, maps, view, first)
 
     monkeypatch.setattr(Batches, "epoch", watched)
     assert len(phase_b.run(run, "standard")) == 2
