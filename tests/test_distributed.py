@@ -6,16 +6,20 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from conftest import write_idx
 from gaupipe import config, distributed
 from gaupipe.errors import UserError
 from killing import kill_this_process, moment
@@ -316,6 +320,49 @@ def test_torchrun_starts_the_ranks(tmp_path, program):
     assert done.stderr.count("phase A epoch 1/1") == 1
 
 
+KILLED_ONCE = """
+import os, sys
+from pathlib import Path
+
+from gaupipe.cli import main
+from killing import kill_this_process
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    kill_this_process(Path(sys.argv.pop(1)), 1, 0)
+else:
+    del sys.argv[1]
+main()
+"""
+
+
+def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
+    """Rank 1 is killed as it begins to write the parameters of its images after epoch 2."""
+    settings = [*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    phase_a = ["phase-a", "digits", *overrides, "--resume", "--run-dir"]
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    assert in_world(2, tmp_path / "words", command, *phase_a, str(unbroken)) == [0, 0]
+    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    moment = str(killed / "phase_a" / "checkpoint" / "rows.0002")
+    done = subprocess.run(
+        [
+            *[sys.executable, *torchrun, "--max-restarts", "3", "killed_once.py", moment],
+            *[*phase_a, str(killed)],
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [done.stderr.count(f"phase A epoch {number}/2") for number in (1, 2)]
+    assert lines == [1, 2]  # the second epoch was lost before its checkpoint was whole
+    assert results(killed) == results(unbroken)
+    digests = [(run / "phase_a" / "teacher_sha256").read_text() for run in (killed, unbroken)]
+    assert digests[0] == digests[1]
+
+
 def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
     settings = [*TINY, "data.buckets=null", "phase_a.max_epochs=1"]
     overrides = [word for setting in settings for word in ("--set", setting)]
@@ -324,6 +371,24 @@ def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
     assert in_world(2, tmp_path / "words", command, *phase_a, "--resume") == [2, 2]
     said = (tmp_path / "words" / "rank0.txt").read_text()
     assert "data.buckets: 1 buckets cannot be shared by 2 processes" in said
+
+
+def test_ranks_that_are_gone_are_not_taken_for_the_living():
+    """A store in which an earlier rank 1 reported, was answered and confirmed."""
+    store = torch.distributed.HashStore()
+    for key, value in {
+        "reported/1": "old",
+        "answer/old": "earlier",
+        "confirmed/earlier/1": "",
+    }.items():
+        store.set(key, value)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(distributed.name_of_start, store, 0, 2)
+        while store.get("answer/old") == b"earlier":
+            time.sleep(0.001)
+        assert not first.done()
+        name = distributed.name_of_start(store, 1, 2)
+        assert first.result(10) == name != "earlier"
 
 
 def test_places_are_read_from_torchrun_and_from_slurm():
