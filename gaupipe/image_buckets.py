@@ -38,6 +38,8 @@ class BucketedState:
         states."""
         self.buckets = buckets
         self.states = {number: make(number, buckets.members(number)) for number in numbers}
+        self.files: dict[str, str] = {}
+        """The files of all buckets in the last checkpoint, with their sha256."""
 
     def __len__(self) -> int:
         return self.buckets.images
@@ -98,7 +100,8 @@ class BucketedState:
                 os.fsync(file.fileno())
             written[path.name] = hashed.hexdigest()
         digests.flush(folder)
-        return distributed.united(written)
+        self.files = distributed.united(written)
+        return self.files
 
     def load(self, folder: Path, files: dict[str, str]) -> None:
         """Goes back to what :meth:`save` wrote and said. Raises UserError for a file that is
@@ -113,6 +116,15 @@ class BucketedState:
                 )
             saved: dict[str, Any] = torch.load(path, weights_only=True, mmap=True)
             state.load_state_dict(saved)
+        self.files = files
+
+    def remove_superseded(self, folder: Path) -> None:
+        """Deletes what :meth:`save` wrote to ``folder`` but the last checkpoint does not name: the
+        files of earlier epochs, and those of a save that was killed. Nothing where there is no
+        checkpoint yet. No rank may be in :meth:`save` meanwhile."""
+        for path in folder.glob("rows.*.pt"):
+            if self.files and path.name not in self.files:
+                path.unlink()
 
     def _parts(self, image_ids: Tensor) -> Iterator[tuple[Tensor, ImageState, Tensor]]:
         """(where in the batch, the state of a bucket, the images' places in it) of every bucket."""
@@ -125,11 +137,3 @@ class BucketedState:
                 self.states[number],
                 torch.from_numpy(positions[where]),
             )
-
-
-def remove_superseded(folder: Path, files: dict[str, str]) -> None:
-    """Deletes the files of buckets in ``folder`` from epochs before that of ``files``."""
-    current = min(files)
-    for path in folder.glob("rows.*.pt"):
-        if path.name < current:
-            path.unlink()

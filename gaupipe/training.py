@@ -22,7 +22,7 @@ from gaupipe.augment import Mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
-from gaupipe.image_buckets import BucketedState, remove_superseded
+from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
 from gaupipe.progress import EpochProgress, MetricsLog
 
@@ -73,9 +73,13 @@ class TrainingState(Generic[Network]):
         elif self.per_image:
             per_image = self.per_image.state_dict()
         distributed.on_main(lambda: self._write(folder, per_image))
-        if isinstance(self.per_image, BucketedState) and per_image:
-            files = per_image["buckets"]
-            distributed.on_main(lambda: remove_superseded(folder, files))
+        distributed.on_main(lambda: self.remove_superseded(folder))
+
+    def remove_superseded(self, folder: Path) -> None:
+        """Deletes what earlier saves, killed ones too, left in ``folder`` beside the last
+        checkpoint."""
+        if isinstance(self.per_image, BucketedState):
+            self.per_image.remove_superseded(folder)
 
     def _write(self, folder: Path, per_image: dict[str, Any] | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -289,6 +293,7 @@ def epochs(
     for the next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
     """
     log = distributed.on_main(lambda: MetricsLog(folder / "metrics.jsonl", state.metrics))
+    distributed.on_main(lambda: state.remove_superseded(folder / "checkpoint"))
     while not state.finished:
         epoch = Epoch(len(state.metrics), progress)
         state.modules.train()
