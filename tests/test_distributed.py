@@ -224,6 +224,32 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, trained):
+    from stages import phase_a, run_directory
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    before = tree(run_dir / "phase_a" / "checkpoint")
+    assert {f"rows.0003.{bucket:04d}.pt" for bucket in range(4)} < before.keys()
+    for name in ("rows.0002.0001.pt", "rows.0004.0000.pt"):
+        (run_dir / "phase_a" / "checkpoint" / name).write_bytes(b"of a killed save")
+    settings = run_directory.RunDirectory(run_dir).settings()
+    assert len(phase_a.run(settings, run_dir, resume=True)) == 3
+    assert tree(run_dir / "phase_a" / "checkpoint") == before
+
+
+def test_a_rank_writes_what_the_plan_of_a_world_says(trained):
+    """Phase A of the rank that has the first two of four buckets, and writes the checkpoint."""
+    from stages import plan
+    from stages.run_directory import RunDirectory
+
+    planned = plan.run(RunDirectory(trained).settings(), trained, steps=0, world_size=2)
+    checkpoint = trained / "phase_a" / "checkpoint"
+    names = ["state.pt", "rows.0003.0000.pt", "rows.0003.0001.pt"]
+    written = sum((checkpoint / name).stat().st_size for name in names)
+    assert planned["world"]["disk_bytes_per_rank"]["phase_a"] == pytest.approx(2 * written, rel=0.2)
+
+
 def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, trained):
     stores = []
     for size in (1, 3):
