@@ -262,6 +262,35 @@ def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, traine
     assert stores[0] == stores[1]
 
 
+def files_mapped_at(address: int) -> str:
+    """What /proc says of the memory at an address: the path of the file that is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, last = line.split()
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return last
+    return ""
+
+
+@pytest.mark.parametrize("buckets", [True, False])
+def test_an_export_leaves_parameters_in_the_checkpoint(tmp_path, trained, buckets):
+    """What no shard of a rank needs is then never read into its memory."""
+    from stages import phase_a
+    from stages.run_directory import RunDirectory
+
+    run_dir = trained
+    if not buckets:
+        run_dir = tmp_path / "run"
+        settings = config.load("digits", [*TINY, "data.buckets=null", "phase_a.max_epochs=1"])
+        phase_a.run(settings, run_dir)
+    per_image = phase_a.load(RunDirectory(run_dir)).per_image
+    states = per_image.states.items() if buckets else [(0, per_image)]
+    for number, state in states:
+        mapped = files_mapped_at(state._records.records.data_ptr())
+        name = f"rows.0003.{number:04d}.pt" if buckets else "state.pt"
+        assert mapped == str(run_dir / "phase_a" / "checkpoint" / name)
+
+
 def test_scores_are_those_of_one_process(tmp_path, trained):
     """360 validation images in a world of 7, which does not divide them."""
     scores = []
