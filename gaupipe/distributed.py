@@ -212,6 +212,21 @@ def main_first(work: Callable[[], T]) -> T:
     return _together(lambda: made if is_main() else work())
 
 
+def check_same(values: Mapping[str, object], right: str) -> None:
+    """Raises Agreed, on every rank, for the first of some named values that is another one on some
+    rank than on rank 0. ``right`` says what would be right."""
+    if size() == 1:
+        return
+    (machine, expected), *others = gathered((socket.gethostname(), dict(values)))
+    for number, (elsewhere, found) in enumerate(others, start=1):
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
+                raise Agreed(
+                    f"{name}: {found.get(name)!s:.40} in rank {number} (on {elsewhere}), "
+                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
+                )
+
+
 def is_lost(error: Exception) -> bool:
     """Whether an error is that another rank of this world does not answer any more."""
     if size() == 1 or not isinstance(error, RuntimeError):

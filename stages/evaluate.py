@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import store
-from gaupipe import distributed
+from gaupipe import digests, distributed
 from gaupipe.augment import Augment
 from gaupipe.building import select_device
 from gaupipe.config import Settings
@@ -27,7 +27,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit, layer_map
 from gaupipe.student_folder import load_folder
 from gaupipe.vit_teacher import VitTeacher
-from stages import phase_a, phase_b
+from stages import phase_a, phase_b, ranks
 from stages.run_directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
@@ -88,6 +88,10 @@ def run(
         return settings, student.to(select_device(settings)), named, data, maps
 
     settings, student, named, data, maps = distributed.main_first(load)
+    ranks.check_same(settings, data)
+    folder = run.student(named, distilled) / "student"
+    weights = (digests.read(folder) or {}).get("model.safetensors")
+    distributed.check_same({f"{folder}, sha256": weights}, "should be the same student everywhere")
     images, device = getattr(data, split), select_device(settings)
     logits, labels = predictions(student, images, data, settings, device)
     scores = {"student": named, "split": split, "images": len(images), **metrics(logits, labels)}
@@ -111,7 +115,7 @@ def beside_teacher(
         job = phase_a.load(run, data)
     except UserError:  # a folder that has moved, or weights that are no longer there
         job = None
-    if None in distributed.gathered(job and job.sha256()) or job is None:
+    if not all(distributed.gathered(job is not None)) or job is None:
         return {}
     teacher = job.teacher
     if not isinstance(teacher, VitTeacher) or not teacher.predicts:

@@ -33,7 +33,7 @@ from gaupipe.stored_maps import GaussianAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, Update, epochs, score
-from stages import trained_teacher
+from stages import ranks, trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
@@ -122,7 +122,9 @@ def run(
             check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
         return asked, images, build(asked, run.phase_a, images)
 
+    ranks.check_shared(run_dir)
     settings, images, job = distributed.main_first(prepare)
+    ranks.check_same(settings, images)
     if job is None:
         return trained_teacher.run(settings, run, images, resume=resume)
     state = training_state(job)

@@ -46,7 +46,7 @@ from gaupipe.training import (
 )
 from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, geometry, phase_a
+from stages import export_maps, geometry, phase_a, ranks
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
 
@@ -209,6 +209,7 @@ def run(
             )
         return settings, folder, list(dict.fromkeys([*recorded, *asked]))
 
+    ranks.check_shared(run_dir)
     settings, folder, all_overrides = distributed.main_first(prepare)
     with run.locked(shared=True):
         return train_student(
@@ -258,6 +259,12 @@ def train_student(
 
     checkpoint = folder / "checkpoint"
     job, state = distributed.main_first(prepare)
+    ranks.check_same(settings, job.data)
+    if job.maps is not None:
+        distributed.check_same(
+            {f"{job.maps.url}, sha256 of its teacher": job.maps.schema.teacher_sha256},
+            "every machine should see the same store",
+        )
 
     def finish() -> None:
         geometry.draw(state.metrics, folder)

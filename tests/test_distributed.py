@@ -330,6 +330,87 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path, trained, arguments
     assert not (tmp_path / "runs").exists()
 
 
+def command_elsewhere(place: Path, *arguments: str) -> None:
+    """As :func:`command`, with the rank's number for RANK. A rank is in a folder of its own, and
+    finds another Fashion-MNIST."""
+    from stages import ranks
+
+    ranks.VISIBLE_WITHIN = 0.0
+    os.environ["GAUPIPE_FASHION_MNIST"] = str(place / os.environ["RANK"] / "fashion-mnist")
+    os.chdir(place / os.environ["RANK"])
+    command(*(argument.replace("RANK", os.environ["RANK"]) for argument in arguments))
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory) -> Path:
+    """Folders of two ranks, each with a data set and a trained ViT of its own."""
+    from gaupipe.building import build_vit
+    from gaupipe.data import load_data
+    from gaupipe.models import save_student
+
+    place = tmp_path_factory.mktemp("machines")
+    settings = config.load("digits", TINY)
+    data = load_data(settings.data)
+    for rank in (0, 1):
+        folder = place / str(rank) / "fashion-mnist"
+        folder.mkdir(parents=True)
+        draw = np.random.default_rng(rank)
+        for prefix in ("train", "t10k"):
+            images = draw.integers(256, size=(100, 8, 8), dtype=np.uint8)
+            write_idx(folder / f"{prefix}-images-idx3-ubyte.gz", images)
+            write_idx(
+                folder / f"{prefix}-labels-idx1-ubyte.gz", np.arange(100, dtype=np.uint8) % 10
+            )
+        torch.manual_seed(rank)
+        vit = build_vit(settings.model, data, "standard")
+        save_student(vit, place / str(rank) / "teacher", mean=data.mean, std=data.std)
+    return place
+
+
+OVERRIDES = [word for setting in TINY for word in ("--set", setting)]
+FASHION = ["--set", "data.name=fashion_mnist", "--set", "data.train_images=80"]
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (
+            ["phase-a", "digits", *OVERRIDES, "--set", "seed=RANK", "--run-dir", "NEW"],
+            "seed: 1 in rank 1 (on ",
+        ),
+        (
+            [*("phase-a", "digits", *OVERRIDES, *FASHION), "--run-dir", "NEW"],
+            "data set fashion_mnist, sha256: ",
+        ),
+        (
+            [
+                *("phase-a", "digits", *OVERRIDES, "--run-dir", "NEW"),
+                "--teacher",
+                "local-dir:teacher",
+            ],
+            "teacher local-dir:teacher, sha256: ",
+        ),
+        (
+            ["export-maps", "--run-dir", "RUN", "--out", "NEW", "--teacher", "local-dir:teacher"],
+            "teacher local-dir:teacher, sha256: ",
+        ),
+        (["phase-a", "digits", *OVERRIDES], "runs/digits: rank 1 (on "),
+        (["run", "digits", *OVERRIDES, "--run-dir", "mine"], "mine: rank 1 (on "),
+        (["export-maps", "--run-dir", "RUN", "--out", "maps.zarr"], "maps.zarr: rank 1 (on "),
+    ],
+)
+def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines, arguments, words):
+    places = {"RUN": str(trained), "NEW": str(tmp_path / "new")}
+    before = tree(machines)
+    arguments = [places.get(argument, argument) for argument in arguments]
+    codes = in_world(2, tmp_path / "words", command_elsewhere, machines, *arguments)
+    first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [2, 2] and second == ""
+    assert first.startswith(f"gaupipe: {words}") and len(first.splitlines()) == 1
+    assert ("rank 1" in first and "should" in first) or "name a folder on a disk" in first
+    assert not (tmp_path / "new").exists() and tree(machines) == before
+
+
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
