@@ -81,7 +81,7 @@ def teacher(batch: int, folder: Path) -> phase_a.PhaseA:
         "cifar10_atto", [f"data.batch_size={batch}", "data.image_size=32", "threads=1"]
     )
     data = random_data(settings, 8 * batch, 10)
-    return phase_a.build(settings, folder, data, all_buckets=True)
+    return phase_a.build(settings, folder, data, to_read=True)
 
 
 def of_phase_a(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:

@@ -14,8 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +103,7 @@ def world() -> Iterator[None]:
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
+    store = group.PrefixStore(name_of_start(store, number, count), store)
     group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
     try:
         yield
@@ -107,6 +111,32 @@ def world() -> Iterator[None]:
         group.destroy_process_group()
         raise
     group.destroy_process_group()  # not after an error: other ranks may be gone
+
+
+def name_of_start(store: Any, number: int, count: int) -> str:
+    """A name that the ``count`` ranks which meet at torch's ``store`` now have in common, and that
+    no earlier ones had; ``number`` is this rank's.
+
+    When torchrun starts all ranks again it keeps the store, where the addresses of the killed ones
+    would be taken for those of the living. Its number of the attempt may differ between machines
+    (pytorch/pytorch#135712). So rank 0 makes a name, answers every rank that reports until that
+    rank confirms the name, and is not misled by the reports of ranks that are gone.
+    """
+    mine = uuid.uuid4().hex
+    if number:
+        store.set(f"reported/{number}", mine)
+        start = store.get(f"answer/{mine}").decode()
+        store.set(f"confirmed/{start}/{number}", "")
+        return start
+    waiting = set(range(1, count))
+    while waiting:
+        for other in [*waiting]:
+            if store.check([f"reported/{other}"]):
+                store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)
+            if store.check([f"confirmed/{mine}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    return mine
 
 
 def meeting_point() -> dict[str, str]:
@@ -184,6 +214,21 @@ def main_first(work: Callable[[], T]) -> T:
         return work()
     made = on_main(work)
     return _together(lambda: made if is_main() else work())
+
+
+def check_same(values: Mapping[str, object], right: str) -> None:
+    """Raises Agreed, on every rank, for the first of some named values that is another one on some
+    rank than on rank 0. ``right`` says what would be right."""
+    if size() == 1:
+        return
+    (machine, expected), *others = gathered((socket.gethostname(), dict(values)))
+    for number, (elsewhere, found) in enumerate(others, start=1):
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
+                raise Agreed(
+                    f"{name}: {found.get(name)!s:.40} in rank {number} (on {elsewhere}), "
+                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
+                )
 
 
 def is_lost(error: Exception) -> bool:

@@ -30,6 +30,7 @@ def epochs(
     """
     state, pauses = update.state, update.pauses
     log = distributed.on_main(lambda: MetricsLog(folder / "metrics.jsonl", state.metrics))
+    distributed.on_main(lambda: state.remove_superseded(folder / "checkpoint"))
     with pauses:
         while not state.finished:
             epoch = Epoch(update, folder / "checkpoint", progress, seed, steps)

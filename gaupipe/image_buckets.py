@@ -37,6 +37,8 @@ class BucketedState:
         states."""
         self.buckets = buckets
         self.states = {number: make(number, buckets.members(number)) for number in numbers}
+        self.files: dict[str, str] = {}
+        """The files of all buckets in the last checkpoint, with their sha256."""
 
     def __len__(self) -> int:
         return self.buckets.images
@@ -91,20 +93,32 @@ class BucketedState:
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         digests.flush(folder)
-        return {"buckets": distributed.united(written)}
+        self.files = distributed.united(written)
+        return {"buckets": self.files}
 
     def load(self, folder: Path, saved: dict[str, Any]) -> None:
-        """As :meth:`ImageState.load`. Raises UserError for a file that is missing or damaged."""
+        """As :meth:`ImageState.load`. Raises UserError for a file that is missing or damaged; a
+        rank compares the digests of its own buckets."""
         files: dict[str, str] = saved["buckets"]
         by_bucket = {int(name.split(".")[2]): name for name in files}
         for number, state in self.states.items():
             path = folder / by_bucket[number]
-            if not path.is_file() or digests.sha256(path) != files[path.name]:
+            mine = number in self.buckets.of_rank()
+            if not path.is_file() or (mine and digests.sha256(path) != files[path.name]):
                 raise UserError(
                     f"{path} is missing or damaged: restore it from a copy, or start afresh in "
                     "another --run-dir"
                 )
             state.load_state_dict(torch.load(path, weights_only=True, mmap=True))
+        self.files = files
+
+    def remove_superseded(self, folder: Path) -> None:
+        """Deletes what :meth:`save` wrote to ``folder`` but the last checkpoint does not name: the
+        files of earlier epochs, and those of a save that was killed. Nothing where there is no
+        checkpoint yet. No rank may be in :meth:`save` meanwhile."""
+        for path in folder.glob("rows.*.pt"):
+            if self.files and path.name not in self.files:
+                path.unlink()
 
     def _parts(self, image_ids: Tensor) -> Iterator[tuple[Tensor, ImageState, Tensor]]:
         """(where in the batch, the state of a bucket, the images' places in it) of every bucket."""
@@ -117,10 +131,3 @@ class BucketedState:
                 self.states[number],
                 torch.from_numpy(positions[where]),
             )
-
-
-def remove_superseded(folder: Path, moment: str) -> None:
-    """Deletes the files of buckets in ``folder`` from before this moment."""
-    for path in folder.glob("rows.*.pt"):
-        if path.name < f"rows.{moment}.":
-            path.unlink()

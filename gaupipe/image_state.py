@@ -67,6 +67,7 @@ class ImageState:
         initial_std: float = 0.0,
         seed: int = 0,
         drawn_as: Tensor | None = None,
+        to_read: bool = False,
     ) -> None:
         """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial`` [*shape],
         plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
@@ -75,7 +76,9 @@ class ImageState:
         changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
         hundred or so steps of an image and then stops adapting. ``folder``: keep the records in
         files there (made at the first update); None keeps them in memory. ``drawn_as`` [N]: the
-        image ids that the noise is drawn for, where they are others.
+        image ids that the noise is drawn for, where they are others. ``to_read``: there are no
+        updates, and records in memory stay those that :meth:`load_state_dict` gets; of a checkpoint
+        that is mapped into memory only what is asked for is then read.
         """
         if moments_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
@@ -85,7 +88,7 @@ class ImageState:
         self.steps = torch.zeros(num_images, dtype=torch.int32)
         words = record_words(self.initial.numel(), moments_dtype)
         self._records = (
-            MemoryRecords(num_images, words)
+            MemoryRecords(num_images, words, to_read)
             if folder is None
             else FileRecords(Path(folder), num_images, words)
         )
@@ -241,7 +244,8 @@ class ImageState:
 class MemoryRecords:
     """N records of W int32 words in memory. Pages that no record was written to take none."""
 
-    def __init__(self, num_images: int, words: int) -> None:
+    def __init__(self, num_images: int, words: int, to_read: bool = False) -> None:
+        self.to_read = to_read
         # torch.zeros would touch every page
         self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))
 
@@ -268,7 +272,10 @@ class MemoryRecords:
                 f"the checkpoint's per-image parameters have {state['records'].shape[1]} words an "
                 f"image, these settings ask for {self.records.shape[1]}"
             )
-        self.records.copy_(state["records"])
+        if self.to_read:
+            self.records = state["records"]
+        else:
+            self.records.copy_(state["records"])
 
 
 class FileRecords:

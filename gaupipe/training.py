@@ -20,7 +20,7 @@ from gaupipe.augment import Mix, mixed_targets
 from gaupipe.config import OptimSettings, Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
-from gaupipe.image_buckets import BucketedState, remove_superseded
+from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
 from gaupipe.interruption import Pauses
 
@@ -85,6 +85,13 @@ class TrainingState(Generic[Network]):
             self.per_image.commit()
             per_image = self.per_image.save(folder, self._moment())
         distributed.on_main(lambda: self._write(folder, per_image))
+        distributed.on_main(lambda: self.remove_superseded(folder))
+
+    def remove_superseded(self, folder: Path) -> None:
+        """Deletes what earlier saves, killed ones too, left in ``folder`` beside the last
+        checkpoint."""
+        if isinstance(self.per_image, BucketedState):
+            self.per_image.remove_superseded(folder)
 
     def _moment(self) -> str:
         """Names what is trained so far, such that later names sort after earlier ones."""
@@ -113,7 +120,6 @@ class TrainingState(Generic[Network]):
             "best": self.best,
         }
         digests.replace(partial, folder / "state.pt", digests.save(state, partial))
-        remove_superseded(folder, self._moment())
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import store
-from gaupipe import distributed
+from gaupipe import digests, distributed
 from gaupipe.augment import Augment
 from gaupipe.building import select_device
 from gaupipe.config import Settings
@@ -27,7 +27,7 @@ from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit, layer_map
 from gaupipe.student_folder import load_folder
 from gaupipe.vit_teacher import VitTeacher
-from stages import kept_epochs, phase_a, phase_b
+from stages import kept_epochs, phase_a, phase_b, ranks
 from stages.run_directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
@@ -90,6 +90,10 @@ def run(
         return settings, student.to(select_device(settings)), folder, data, maps
 
     settings, student, folder, data, maps = distributed.main_first(load)
+    ranks.check_same(settings, data)
+    weights = (digests.read(folder / "student") or {}).get("model.safetensors")
+    what = f"{folder / 'student'}, sha256"
+    distributed.check_same({what: weights}, "should be the same student everywhere")
     images, device = getattr(data, split), next(student.parameters()).device
     logits, labels = predictions(student, images, data, settings, device)
     scores: dict[str, Any] = {"student": folder.name, "split": split, "images": len(images)}

@@ -25,7 +25,7 @@ from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
 from gaupipe.stored_maps import KINDS, Attention, check_export, chosen
 from gaupipe.teacher import Teacher
-from stages import phase_a, trained_teacher
+from stages import phase_a, ranks, trained_teacher
 from stages.resources import check_disk, check_memory, make_plan, sizes_of
 from stages.run_directory import RunDirectory
 from stages.teacher_job import TeacherJob
@@ -115,10 +115,14 @@ def run(
             decoder=shared,
         )
 
+    ranks.check_shared(run_dir)
     settings = distributed.main_first(read_settings)
+    if "://" not in url:
+        ranks.check_shared(Path(url))
     with run.locked():
         job, export = distributed.main_first(load)
-        sha256 = job.sha256()
+        ranks.check_same(settings, job.data)
+        sha256 = job.common_sha256()
         schema = distributed.main_first(lambda: make_schema(job, export, sha256))
         created = distributed.on_main(lambda: create(schema))
         write(job, created if distributed.is_main() else store.join(url))

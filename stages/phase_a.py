@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from gaupipe.stored_maps import GaussianAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
 from gaupipe.training import TrainingState, Update, score
-from stages import attention_images, trained_teacher
+from stages import attention_images, ranks, trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
 from stages.run_directory import RunDirectory, allowed, write_whole
@@ -125,7 +126,9 @@ def run(
             check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
         return asked, images, build(asked, run.phase_a, images)
 
+    ranks.check_shared(run_dir)
     settings, images, job = distributed.main_first(prepare)
+    ranks.check_same(settings, images)
     if job is None:
         return trained_teacher.run(settings, run, images, resume=resume)
     state = training_state(job)
@@ -288,21 +291,22 @@ def build(
     folder: Path,
     data: ImageData,
     *,
-    all_buckets: bool = False,
+    to_read: bool = False,
     with_images: bool = True,
 ) -> PhaseA:
     """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
-    are to lie in ``folder``/rows. ``all_buckets``: also the parameters of other ranks' images;
-    ``with_images`` False leaves the parameters of all images out. Writes nothing; raises UserError
-    for what is wrong."""
+    are to lie in ``folder``/rows. ``to_read``: a teacher that is not trained any more, which has
+    the parameters of all images and not only of this rank's; ``with_images`` False leaves them out.
+    Writes nothing; raises UserError for what is wrong."""
     device = select_device(settings)
     teacher = build_teacher(settings, data)
     per_image: ImageState | BucketedState | None = None
     learns_of_images = with_images and settings.phase_a.per_image
+    rows, images = folder / "rows", len(data.train)
     if learns_of_images and settings.data.buckets is None:
-        per_image = build_per_image(settings, teacher, len(data.train), folder / "rows")
+        per_image = build_per_image(settings, teacher, images, rows, to_read=to_read)
     elif learns_of_images:
-        per_image = build_buckets(settings, teacher, len(data.train), folder / "rows", all_buckets)
+        per_image = build_buckets(settings, teacher, images, rows, to_read)
     return PhaseA(settings, data, device, teacher.to(device), per_image)
 
 
@@ -325,17 +329,17 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
 
 
 def build_buckets(
-    settings: Settings, teacher: Teacher, num_images: int, folder: Path, all_buckets: bool
+    settings: Settings, teacher: Teacher, num_images: int, folder: Path, to_read: bool
 ) -> BucketedState:
-    """The per-image parameters of this rank's buckets, or of ``all_buckets``, at their start."""
+    """The per-image parameters of this rank's buckets, or ``to_read`` of all, at their start."""
     assert settings.data.buckets is not None
     buckets = Buckets(num_images, settings.data.buckets)
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
         place = folder / f"bucket-{bucket:04d}"
-        return build_per_image(settings, teacher, num_images, place, image_ids)
+        return build_per_image(settings, teacher, num_images, place, image_ids, to_read=to_read)
 
-    return BucketedState(buckets, range(buckets.count) if all_buckets else buckets.of_rank(), make)
+    return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
 
 
 def build_per_image(
@@ -344,6 +348,8 @@ def build_per_image(
     num_images: int,
     folder: Path,
     image_ids: np.ndarray | None = None,
+    *,
+    to_read: bool = False,
 ) -> ImageState:
     """The per-image parameters at their start, in memory or, beyond the budget, in files: those of
     all ``num_images``, or of the images ``image_ids`` among them."""
@@ -360,6 +366,7 @@ def build_per_image(
         initial_std=optim.initial_std,
         seed=settings.seed,
         drawn_as=None if image_ids is None else torch.from_numpy(image_ids),
+        to_read=to_read,
     )
 
 
@@ -412,7 +419,7 @@ def load(
     data = data or load_data(settings.data)
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.load(run, settings, data)
-    job = build(settings, run.phase_a, data, all_buckets=True, with_images=with_images)
+    job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)
     state = training_state(job)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
         raise UserError(
@@ -425,14 +432,21 @@ def load(
 
 def teacher_sha256(job: PhaseA) -> str:
     """A digest of the teacher's weights and per-image parameters. Of parameters in buckets it is
-    made from the digests of the buckets, so that no rank reads all."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(job.teacher.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
-    if isinstance(job.per_image, BucketedState):
-        digest.update(" ".join(["buckets", *job.per_image.sha256s()]).encode())
-    elif job.per_image is not None:
-        for parameters in job.per_image.chunks():
-            digest.update(np.ascontiguousarray(parameters.numpy()).data)
-    return digest.hexdigest()
+    made from the digests of the buckets, so that no rank reads all; others rank 0 reads for all."""
+
+    def digest(parts: Iterable[bytes | memoryview]) -> str:
+        whole = hashlib.sha256()
+        for name, tensor in sorted(job.teacher.state_dict().items()):
+            whole.update(name.encode())
+            whole.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+        for part in parts:
+            whole.update(part)
+        return whole.hexdigest()
+
+    per_image = job.per_image
+    if per_image is None:
+        return digest([])
+    if isinstance(per_image, BucketedState):
+        return digest([" ".join(["buckets", *per_image.sha256s()]).encode()])
+    read = (np.ascontiguousarray(parameters.numpy()).data for parameters in per_image.chunks())
+    return distributed.agree(distributed.on_main(lambda: digest(read)))

@@ -47,7 +47,7 @@ from gaupipe.training import (
 )
 from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, geometry, kept_epochs, phase_a
+from stages import export_maps, geometry, kept_epochs, phase_a, ranks
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
 
@@ -211,6 +211,7 @@ def run(
         latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
         return settings, folder, [*reversed(latest)]
 
+    ranks.check_shared(run_dir)
     settings, folder, all_overrides = distributed.main_first(prepare)
     with run.locked(shared=True):
         return train_student(
@@ -261,6 +262,12 @@ def train_student(
 
     checkpoint = folder / "checkpoint"
     job, state = distributed.main_first(prepare)
+    ranks.check_same(settings, job.data)
+    if job.maps is not None:
+        distributed.check_same(
+            {f"{job.maps.url}, sha256 of its teacher": job.maps.schema.teacher_sha256},
+            "every machine should see the same store",
+        )
 
     def finish() -> None:
         geometry.draw(state.metrics, folder)

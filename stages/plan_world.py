@@ -11,6 +11,7 @@ from gaupipe.buckets import too_many
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
+from gaupipe.stored_maps import chosen
 from gaupipe.student import build_student
 from stages.resources import Plan, Sizes, count, gigabytes
 
@@ -32,8 +33,13 @@ def share(
     memory_bytes_per_rank     resident on the CPU in phase A: a process, the data set, the network,
                               and the per-image parameters of the rank's buckets
     memory_bytes              of all ranks together
+    disk_bytes_per_rank       that rank 0 writes, which writes most: its share of the per-image
+                              parameters and the checkpoint of the network ("phase_a"), and its
+                              share of the store of the settings' kind ("store")
+    disk_bytes                of all ranks together, by the same names
     exchanged_bytes           that a rank sends in one step, by phase: 2 (W - 1) / W of the
                               gradient, as a ring does
+    exchanged_bytes_in_all    that all ranks together send in one step, by phase
     seconds                   of each stage: those of one process divided by W, and the exchange at
                               ``bandwidth`` (Gbit/s of one rank), none of it hidden behind the
                               backward pass; None where no steps were measured
@@ -52,6 +58,12 @@ def share(
         )
     per_image = plan.memory_bytes - plan.fixed_memory_bytes
     per_rank = plan.fixed_memory_bytes + per_image // world_size
+    disk = disk_bytes(settings, sizes, plan)
+    of_network = 2 * plan.fixed_checkpoint_bytes
+    disk_per_rank = {
+        "phase_a": of_network + -(-(disk["phase_a"] - of_network) // world_size),
+        "store": -(-disk["store"] // world_size),
+    }
     with torch.device("meta"):
         student = count(build_student(settings, data))
     teacher = sizes.network_parameters + sizes.prior_parameters
@@ -67,10 +79,19 @@ def share(
         "buckets": buckets,
         "memory_bytes_per_rank": per_rank,
         "memory_bytes": per_rank * world_size,
+        "disk_bytes_per_rank": disk_per_rank,
+        "disk_bytes": disk,
         "exchanged_bytes": exchanged,
+        "exchanged_bytes_in_all": {phase: world_size * sent for phase, sent in exchanged.items()},
         "bandwidth_gbit": bandwidth,
         "seconds": seconds and times(settings, plan, exchanged, seconds, world_size, bandwidth),
     }
+
+
+def disk_bytes(settings: Settings, sizes: Sizes, plan: Plan) -> dict[str, int]:
+    """What phase A and the store of the settings' kind take on the disk, before compression."""
+    export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
+    return {"phase_a": plan.phase_a_disk_bytes, "store": plan.store_bytes[str(export.kind)]}
 
 
 def times(
@@ -100,9 +121,16 @@ def lines(world: dict[str, Any], duration: Any) -> Iterator[tuple[str, ...]]:
     yield f"with {size} processes", "", f"data.buckets {world['buckets']}"
     yield "memory, each", gigabytes(world["memory_bytes_per_rank"])
     yield "memory, all", gigabytes(world["memory_bytes"])
+    for name, disk in (("each", world["disk_bytes_per_rank"]), ("all", world["disk_bytes"])):
+        parts = f"phase A {gigabytes(disk['phase_a'])}, store {gigabytes(disk['store'])}"
+        yield f"disk, {name}", gigabytes(sum(disk.values())), parts
     for phase, sent in world["exchanged_bytes"].items():
-        name = phase.replace("_", " ")
-        yield f"exchange, {name}", gigabytes(sent), "sent by each process in a step"
+        name, of_all = phase.replace("_", " "), gigabytes(world["exchanged_bytes_in_all"][phase])
+        yield (
+            f"exchange, {name}",
+            gigabytes(sent),
+            f"sent by each process in a step, {of_all} by all",
+        )
     if world["seconds"]:
         speed = world["bandwidth_gbit"]
         remark = f"exchange at {speed:g} Gbit/s" if speed else "without exchange (--bandwidth)"

@@ -97,6 +97,8 @@ class Plan:
     """Both copies of every record, for per-image parameters in files."""
     checkpoint_bytes: int
     """One checkpoint of phase A. The old one stays until the new one is complete."""
+    fixed_checkpoint_bytes: int
+    """Of ``checkpoint_bytes`` what rank 0 of a world writes: all but per-image parameters."""
     store_bytes: dict[str, int]
     """The attention-map store, for each kind that this run can have."""
 
@@ -116,7 +118,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
     in_checkpoint = {
         "none": 0,
         "memory": records + 4 * sizes.images,  # and the step counts
-        "files": 5 * sizes.images + 4 * sizes.per_image_size,  # and the start of an image
+        "files": 9 * sizes.images + 4 * sizes.per_image_size,  # and the start of an image
     }
     weights = 4 * (sizes.network_parameters + sizes.prior_parameters)
     copies = 4 if phase.optim.ema is not None else 3  # weights and two moments, and their average
@@ -133,6 +135,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
         memory_bytes=fixed + in_memory,
         per_image_disk_bytes=2 * records if place == "files" else 0,
         checkpoint_bytes=copies * weights + in_checkpoint[place],
+        fixed_checkpoint_bytes=copies * weights,
         store_bytes=store_bytes(settings, sizes),
     )
 

@@ -10,7 +10,7 @@ from gaupipe.config import Settings
 from gaupipe.data import ImageData, load_data
 from gaupipe.progress import total_seconds
 from gaupipe.student import check_baseline
-from stages import export_maps, kept_epochs, phase_a, phase_b
+from stages import export_maps, kept_epochs, phase_a, phase_b, ranks
 from stages.run_directory import RunDirectory
 
 
@@ -32,7 +32,9 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             run_directory.overrides(attention, distilled)
         return data
 
+    ranks.check_shared(run_dir)
     data = distributed.main_first(prepare)
+    ranks.check_same(settings, data)
     teacher = phase_a.run(settings, run_dir, resume=True, data=data)
     export_maps.ensure(run_dir, export=settings.export, data=data)
     student = phase_b.run(run_dir, attention, resume=True, data=data)

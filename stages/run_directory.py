@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
 
+TOKEN = ".gaupipe-shared-"
+"""How the names begin of files that show whether processes see the same folder
+(:mod:`stages.ranks`). A killed process may leave one."""
+
 STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
@@ -138,7 +142,10 @@ class RunDirectory:
                     )
         elif self.path.is_file() or (
             self.path.is_dir()
-            and any(path.name not in ("config.partial", "lock") for path in self.path.iterdir())
+            and not all(
+                path.name in ("config.partial", "lock") or path.name.startswith(TOKEN)
+                for path in self.path.iterdir()
+            )
         ):
             raise UserError(
                 f"{self.path} exists and is not a run directory: choose another --run-dir"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gaupipe import distributed
 from gaupipe.config import Settings
 from gaupipe.data import Batch, Batches, ImageData, Split
 from gaupipe.stored_maps import Attention
@@ -48,6 +49,16 @@ class TeacherJob:
     def sha256(self) -> str:
         """A digest of everything that the teacher has learned."""
         raise NotImplementedError
+
+    def common_sha256(self) -> str:
+        """:meth:`sha256`, which has to be the same on all ranks. Raises Agreed, on every rank,
+        where ranks hold other teachers."""
+        sha256 = self.sha256()
+        distributed.check_same(
+            {f"teacher {self.settings.phase_a.teacher}, sha256": sha256},
+            "every process should load the same trained weights",
+        )
+        return sha256
 
     def notes(self) -> dict[str, Any]:
         """What the teacher's store says of it beside the schema, as JSON."""

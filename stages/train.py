@@ -13,7 +13,7 @@ from gaupipe.config import Settings
 from gaupipe.data import ImageData, load_data
 from gaupipe.errors import UserError
 from gaupipe.student import check_baseline
-from stages import phase_b
+from stages import phase_b, ranks
 from stages.run_directory import RunDirectory, lock_of_process
 
 
@@ -61,6 +61,7 @@ def run(
             with lock_of_process(run.path, "run"):
                 run.start(settings, images, resume=True)
 
+    ranks.check_shared(run_dir)
     settings, images = distributed.main_first(prepare)
     distributed.on_main(start)
     with run.locked(shared=True):

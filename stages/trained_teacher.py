@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ class TrainedTeacher(TeacherJob):
         return attention, seen.logits.log_softmax(-1) if self.teacher.predicts else seen.logits
 
     def sha256(self) -> str:
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:  # a trained teacher does not change
         return self.teacher.sha256()
 
     def notes(self) -> dict[str, Any]:
@@ -77,6 +82,8 @@ def run(
     ``resume`` continues from the last checkpoint. Raises UserError before anything is written.
     """
     job = distributed.main_first(lambda: check(settings, data))
+    if job is not None and distributed.size() > 1:
+        job.common_sha256()
     state = training_state(settings, data) if job is None else None
 
     def finish(teacher: TrainedTeacher | None) -> None:

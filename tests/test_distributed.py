@@ -5,16 +5,20 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from conftest import write_idx
 from gaupipe import config, distributed
 from gaupipe.errors import UserError
 from processes import FORKS, kill_this_process, moment
@@ -214,6 +218,32 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
+def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, trained):
+    from stages import phase_a, run_directory
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    before = tree(run_dir / "phase_a" / "checkpoint")
+    assert {f"rows.0003.{bucket:04d}.pt" for bucket in range(4)} < before.keys()
+    for name in ("rows.0002.0001.pt", "rows.0004.0000.pt"):
+        (run_dir / "phase_a" / "checkpoint" / name).write_bytes(b"of a killed save")
+    settings = run_directory.RunDirectory(run_dir).settings()
+    assert len(phase_a.run(settings, run_dir, resume=True)) == 3
+    assert tree(run_dir / "phase_a" / "checkpoint") == before
+
+
+def test_a_rank_writes_what_the_plan_of_a_world_says(trained):
+    """Phase A of the rank that has the first two of four buckets, and writes the checkpoint."""
+    from stages import plan
+    from stages.run_directory import RunDirectory
+
+    planned = plan.run(RunDirectory(trained).settings(), trained, steps=0, world_size=2)
+    checkpoint = trained / "phase_a" / "checkpoint"
+    names = ["state.pt", "rows.0003.0000.pt", "rows.0003.0001.pt"]
+    written = sum((checkpoint / name).stat().st_size for name in names)
+    assert planned["world"]["disk_bytes_per_rank"]["phase_a"] == pytest.approx(2 * written, rel=0.2)
+
+
 def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, trained):
     stores = []
     for size in (1, 3):
@@ -224,6 +254,35 @@ def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, traine
         stores.append(tree(out))
     assert len(stores[0]) > 20  # several shards
     assert stores[0] == stores[1]
+
+
+def files_mapped_at(address: int) -> str:
+    """What /proc says of the memory at an address: the path of the file that is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, last = line.split()
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return last
+    return ""
+
+
+@pytest.mark.parametrize("buckets", [True, False])
+def test_an_export_leaves_parameters_in_the_checkpoint(tmp_path, trained, buckets):
+    """What no shard of a rank needs is then never read into its memory."""
+    from stages import phase_a
+    from stages.run_directory import RunDirectory
+
+    run_dir = trained
+    if not buckets:
+        run_dir = tmp_path / "run"
+        settings = config.load("digits", [*TINY, "data.buckets=null", "phase_a.max_epochs=1"])
+        phase_a.run(settings, run_dir)
+    per_image = phase_a.load(RunDirectory(run_dir)).per_image
+    states = per_image.states.items() if buckets else [(0, per_image)]
+    for number, state in states:
+        mapped = files_mapped_at(state._records.records.data_ptr())
+        name = f"rows.0003.{number:04d}.pt" if buckets else "state.pt"
+        assert mapped == str(run_dir / "phase_a" / "checkpoint" / name)
 
 
 def test_scores_are_those_of_one_process(tmp_path, trained):
@@ -263,6 +322,87 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path, trained, arguments
     assert codes == [2, 2] and second == ""
     assert words in first and len(first.splitlines()) == 1
     assert not (tmp_path / "runs").exists()
+
+
+def command_elsewhere(place: Path, *arguments: str) -> None:
+    """As :func:`command`, with the rank's number for RANK. A rank is in a folder of its own, and
+    finds another Fashion-MNIST."""
+    from stages import ranks
+
+    ranks.VISIBLE_WITHIN = 0.0
+    os.environ["GAUPIPE_FASHION_MNIST"] = str(place / os.environ["RANK"] / "fashion-mnist")
+    os.chdir(place / os.environ["RANK"])
+    command(*(argument.replace("RANK", os.environ["RANK"]) for argument in arguments))
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory) -> Path:
+    """Folders of two ranks, each with a data set and a trained ViT of its own."""
+    from gaupipe.building import build_vit
+    from gaupipe.data import load_data
+    from gaupipe.models import save_student
+
+    place = tmp_path_factory.mktemp("machines")
+    settings = config.load("digits", TINY)
+    data = load_data(settings.data)
+    for rank in (0, 1):
+        folder = place / str(rank) / "fashion-mnist"
+        folder.mkdir(parents=True)
+        draw = np.random.default_rng(rank)
+        for prefix in ("train", "t10k"):
+            images = draw.integers(256, size=(100, 8, 8), dtype=np.uint8)
+            write_idx(folder / f"{prefix}-images-idx3-ubyte.gz", images)
+            write_idx(
+                folder / f"{prefix}-labels-idx1-ubyte.gz", np.arange(100, dtype=np.uint8) % 10
+            )
+        torch.manual_seed(rank)
+        vit = build_vit(settings.model, data, "standard")
+        save_student(vit, place / str(rank) / "teacher", mean=data.mean, std=data.std)
+    return place
+
+
+OVERRIDES = [word for setting in TINY for word in ("--set", setting)]
+FASHION = ["--set", "data.name=fashion_mnist", "--set", "data.train_images=80"]
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (
+            ["phase-a", "digits", *OVERRIDES, "--set", "seed=RANK", "--run-dir", "NEW"],
+            "seed: 1 in rank 1 (on ",
+        ),
+        (
+            [*("phase-a", "digits", *OVERRIDES, *FASHION), "--run-dir", "NEW"],
+            "data set fashion_mnist, sha256: ",
+        ),
+        (
+            [
+                *("phase-a", "digits", *OVERRIDES, "--run-dir", "NEW"),
+                "--teacher",
+                "local-dir:teacher",
+            ],
+            "teacher local-dir:teacher, sha256: ",
+        ),
+        (
+            ["export-maps", "--run-dir", "RUN", "--out", "NEW", "--teacher", "local-dir:teacher"],
+            "teacher local-dir:teacher, sha256: ",
+        ),
+        (["phase-a", "digits", *OVERRIDES], "runs/digits: rank 1 (on "),
+        (["run", "digits", *OVERRIDES, "--run-dir", "mine"], "mine: rank 1 (on "),
+        (["export-maps", "--run-dir", "RUN", "--out", "maps.zarr"], "maps.zarr: rank 1 (on "),
+    ],
+)
+def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines, arguments, words):
+    places = {"RUN": str(trained), "NEW": str(tmp_path / "new")}
+    before = tree(machines)
+    arguments = [places.get(argument, argument) for argument in arguments]
+    codes = in_world(2, tmp_path / "words", command_elsewhere, machines, *arguments)
+    first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    assert codes == [2, 2] and second == ""
+    assert first.startswith(f"gaupipe: {words}") and len(first.splitlines()) == 1
+    assert ("rank 1" in first and "should" in first) or "name a folder on a disk" in first
+    assert not (tmp_path / "new").exists() and tree(machines) == before
 
 
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
@@ -310,6 +450,49 @@ def test_torchrun_starts_the_ranks(tmp_path, program):
     assert done.stderr.count("phase A epoch 1/1") == 1
 
 
+KILLED_ONCE = """
+import os, sys
+from pathlib import Path
+
+from gaupipe.cli import main
+from killing import kill_this_process
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    kill_this_process(Path(sys.argv.pop(1)), 1, 0)
+else:
+    del sys.argv[1]
+main()
+"""
+
+
+def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
+    """Rank 1 is killed as it begins to write the parameters of its images after epoch 2."""
+    settings = [*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic"]
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    phase_a = ["phase-a", "digits", *overrides, "--resume", "--run-dir"]
+    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
+    assert in_world(2, tmp_path / "words", command, *phase_a, str(unbroken)) == [0, 0]
+    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    moment = str(killed / "phase_a" / "checkpoint" / "rows.0002")
+    done = subprocess.run(
+        [
+            *[sys.executable, *torchrun, "--max-restarts", "3", "killed_once.py", moment],
+            *[*phase_a, str(killed)],
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [done.stderr.count(f"phase A epoch {number}/2") for number in (1, 2)]
+    assert lines == [1, 2]  # the second epoch was lost before its checkpoint was whole
+    assert results(killed) == results(unbroken)
+    digests = [(run / "phase_a" / "teacher_sha256").read_text() for run in (killed, unbroken)]
+    assert digests[0] == digests[1]
+
+
 def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
     settings = [*TINY, "data.buckets=null", "phase_a.max_epochs=1"]
     overrides = [word for setting in settings for word in ("--set", setting)]
@@ -318,6 +501,24 @@ def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
     assert in_world(2, tmp_path / "words", command, *phase_a, "--resume") == [2, 2]
     said = (tmp_path / "words" / "rank0.txt").read_text()
     assert "data.buckets: 1 buckets cannot be shared by 2 processes" in said
+
+
+def test_ranks_that_are_gone_are_not_taken_for_the_living():
+    """A store in which an earlier rank 1 reported, was answered and confirmed."""
+    store = torch.distributed.HashStore()
+    for key, value in {
+        "reported/1": "old",
+        "answer/old": "earlier",
+        "confirmed/earlier/1": "",
+    }.items():
+        store.set(key, value)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(distributed.name_of_start, store, 0, 2)
+        while store.get("answer/old") == b"earlier":
+            time.sleep(0.001)
+        assert not first.done()
+        name = distributed.name_of_start(store, 1, 2)
+        assert first.result(10) == name != "earlier"
 
 
 def test_places_are_read_from_torchrun_and_from_slurm():

@@ -21,6 +21,7 @@ from gaupipe.errors import UserError
 from gaupipe.image_state import ImageState
 from gaupipe.teacher import Teacher
 from stages import export_maps, phase_a, plan_world, resources
+from stages.plan import duration
 from stages.resources import Sizes, check_resources, make_plan, sizes_of
 
 ATTO = Sizes(
@@ -235,7 +236,16 @@ def test_plan_of_a_world_divides_time_and_adds_the_exchange(tmp_path):
     assert shared["seconds"]["phase_a"] == pytest.approx(3 * epoch)
     assert shared["seconds"]["export"] == pytest.approx(seconds["export"] / world)
     assert shared["memory_bytes"] == 4 * shared["memory_bytes_per_rank"]
+    assert shared["exchanged_bytes_in_all"]["phase_a"] == pytest.approx(2 * 3 * gradient)
     records = made.per_image_parameters * 3 * 4
+    each, all_ranks = shared["disk_bytes_per_rank"], shared["disk_bytes"]
+    assert all_ranks["phase_a"] == made.phase_a_disk_bytes
+    others = all_ranks["phase_a"] - each["phase_a"]  # rank 0 alone writes the network
+    assert others == pytest.approx(2 * (records + 4 * 1437) * 3 / 4, abs=4)
+    assert each["store"] == pytest.approx(made.store_bytes["gaussian"] / 4, abs=1)
+    shown = {name: value for name, value, *_ in plan_world.lines(shared, duration)}
+    assert shown["disk, all"] == resources.gigabytes(sum(all_ranks.values()))
+    assert shown["disk, each"] == resources.gigabytes(sum(each.values()))
     saved = made.memory_bytes - shared["memory_bytes_per_rank"]
     assert saved == pytest.approx(records * 3 / 4, abs=4)
 
