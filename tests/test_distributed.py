@@ -455,7 +455,7 @@ import os, sys
 from pathlib import Path
 
 from gaupipe.cli import main
-from killing import kill_this_process
+from processes import kill_this_process
 
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     kill_this_process(Path(sys.argv.pop(1)), 1, 0)
