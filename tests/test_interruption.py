@@ -123,7 +123,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
     killed, code = 0, None
     for number in itertools.cycle(ends):
         kill = (BATCH, (generator.randint(4, 11),), number)
-        if killed % 4 == 3 and case in ("files", "buckets"):
+        if killed == 1 and case in ("files", "buckets"):
             kill = (RECORD, (generator.randint(60, 170),), signal.SIGKILL)
         run = with_settings("run", tmp_path / "killed", [*TINY, *CASES[case]])
         code, words = attempt(tmp_path, run, kill)
@@ -133,7 +133,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
         assert (code < 0) == ("to go on: gaupipe run digits" not in words)
         killed += 1
         assert killed < 30, "no progress"
-    assert killed >= 5
+    assert killed >= 4
     assert_same(tmp_path / "killed", tmp_path / "unbroken")
 
 
