@@ -27,7 +27,7 @@ UsageError: Any = typer.BadParameter.__base__
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 """Commands that several processes, started by torchrun or srun, share."""
 
-WITH_RESUME = ("phase-a", "phase-b")
+WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
 
 app = typer.Typer(
