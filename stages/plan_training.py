@@ -39,7 +39,8 @@ def run(
     check_baseline(settings, data)
     optim = settings.baseline.optim or settings.phase_b.optim
     parameters = count_parameters(build_student(settings, data, "meta"))
-    copies = 3 + (optim.ema is not None)  # weights and two moments of Adam
+    # weights, two moments of Adam, the weights of the best epoch
+    copies = 4 + (optim.ema is not None)
     count = len(data.train) if images is None else images
     epochs = settings.baseline.epochs or settings.phase_b.epochs
     seconds = None

@@ -43,7 +43,7 @@ def trained(tmp_path_factory) -> Path:
 def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
     code, out, err = in_process("train", *SETS, "--student", "xsa", cwd=tmp_path)
     assert (code, out) == (0, "runs/digits/plain/xsa/student\n"), err
-    assert err.splitlines()[-1].startswith("xsa (plain) epoch 3/3: loss")
+    assert "xsa (plain) epoch 3/3: loss" in err
     folder = tmp_path / "runs" / "digits"
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.yaml", "split.json", "lock", "plain"}
