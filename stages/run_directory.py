@@ -76,11 +76,15 @@ class RunDirectory:
         ]
 
     def is_distilled(self, name: str | None = None) -> bool:
-        """Whether the student of this name, or with None the one trained last, is one of phase B:
-        all are, but for one of :mod:`stages.train` that no student of phase B stands beside.
-        Raises UserError for what is no name."""
+        """Whether the student of this name, or with None the one trained last, is one of phase B.
+
+        One of :mod:`stages.train` is not: one with this name that no student of phase B stands
+        beside, and with None that of a run without a first phase. Raises UserError for what is no
+        name.
+        """
         if name is None:
-            return bool(self.students()) or not self.students(distilled=False)
+            of_phase_b = self.phase_a.exists() or self.students()
+            return bool(of_phase_b) or not self.students(distilled=False)
         check_name(name)
         return self.student(name).exists() or not self.student(name, distilled=False).exists()
 

@@ -294,7 +294,10 @@ def test_help_does_not_import_torch():
     "line, offered",
     [
         ("gaupipe exp", ["export-maps", "export-student"]),
-        ("gaupipe run fashion_mnist_", ["fashion_mnist_all", "fashion_mnist_vit"]),
+        (
+            "gaupipe run fashion_mnist_",
+            ["fashion_mnist_all", "fashion_mnist_plain", "fashion_mnist_vit"],
+        ),
         ("gaupipe phase-b --student belief", ["belief", "belief_star", "belief2"]),
         ("gaupipe evaluate --run-dir RUN --student s", ["standard"]),
         ("gaupipe evaluate --student s", []),
