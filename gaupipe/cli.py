@@ -889,6 +889,8 @@ def main() -> None:
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """What is said when a training was stopped: how far it is, and the command that continues."""
     arguments = sys.argv[1:]
+    if arguments[0] == "plan":  # whose few steps are in a folder that is gone
+        return "gaupipe: interrupted"
     if arguments[0] in WITH_RESUME and "--resume" not in arguments:
         arguments = [*arguments, "--resume"]
     launched = " (with torchrun or srun, as before)" if in_a_world else ""

@@ -35,6 +35,8 @@ T = TypeVar("T")
 PATIENCE = timedelta(hours=4)
 """How long a rank waits for the others, which may be reading a large data set. A rank that dies is
 noticed at once."""
+FIRST_PATIENCE = timedelta(minutes=5)
+"""How long rank 0 waits for the first answer of ranks that were started."""
 
 
 class Agreed(UserError):
@@ -128,8 +130,10 @@ def name_of_start(store: Any, number: int, count: int) -> str:
         start = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
-    waiting = set(range(1, count))
+    waiting, deadline = set(range(1, count)), time.monotonic() + FIRST_PATIENCE.total_seconds()
     while waiting:
+        if time.monotonic() > deadline:
+            raise Agreed(f"rank {min(waiting)} was started and does not answer")
         for other in [*waiting]:
             if store.check([f"reported/{other}"]):
                 store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)

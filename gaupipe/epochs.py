@@ -81,21 +81,31 @@ class Epoch:
         """What is measured now and then in the course of the epoch, for its metrics: JSON, the same
         on all ranks."""
         self.metrics: dict[str, Any] = {}
+        self._seed = seed
         self._generators: dict[int, torch.Generator] = {}
         self._saved: dict[str, Any] | None = update.state.epoch
         seed_epoch(seed, self.number)
         if steps:
             steps.start_epoch(self._saved and self._saved.get("line"))
         if self._saved:
-            self._go_on(self._saved, seed)
+            self._go_on(self._saved)
 
     def follow(self, generators: Mapping[int, torch.Generator]) -> None:
         """Keeps these generators in checkpoints within the epoch, and puts them where the
-        checkpoint has them. Their keys name them on all ranks."""
+        checkpoint has them. Their keys name them on all ranks. On another type of device than the
+        checkpoint's they start from (seed, epoch, batch, key)."""
         self._generators.update(generators)
         saved = self._saved["generators"] if self._saved else {}
         for name in generators.keys() & saved.keys():
-            generators[name].set_state(saved[name])
+            if self._saved and self._saved["device"] == self.update.device.type:
+                generators[name].set_state(saved[name])
+            else:
+                generators[name].manual_seed(self._fresh_seed(name))
+
+    def _fresh_seed(self, name: int) -> int:
+        """A seed from (seed, epoch, first batch, ``name``)."""
+        words = np.random.SeedSequence((self._seed, self.number, self.first, name))
+        return int(words.generate_state(1, np.uint64)[0])
 
     def add(self, images: int, **values: Tensor) -> None:
         """Ends a batch of this many images, with the means of its losses over them. Writes a
@@ -147,6 +157,7 @@ class Epoch:
             "seconds": began - self.started,
             "lists": self.lists,
             "line": self.steps.state() if self.steps else None,
+            "device": self.update.device.type,
             "generators": distributed.united(generators),
             "ranks": distributed.gathered(of_rank),
         }
@@ -160,7 +171,7 @@ class Epoch:
             where = f"in epoch {self.number + 1}, after batch {self.batches} of {self.update.steps}"
             raise Stopped(pauses.signal, where)
 
-    def _go_on(self, saved: dict[str, Any], seed: int) -> None:
+    def _go_on(self, saved: dict[str, Any]) -> None:
         """Takes over what :meth:`_save` wrote down."""
         self.started -= saved["seconds"]
         self.lists.update(saved["lists"])
@@ -171,8 +182,7 @@ class Epoch:
             restore_random_state(mine["random"], device)
         else:
             mine = added_up(ranks) if distributed.is_main() else added_up(ranks, 0)
-            words = np.random.SeedSequence((seed, self.number, self.first, distributed.rank()))
-            torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))
+            torch.manual_seed(self._fresh_seed(distributed.rank()))
         self.images = mine["images"]
         self.sums = {name: total.to(device) for name, total in mine["sums"].items()}
 

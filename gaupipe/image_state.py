@@ -375,7 +375,7 @@ class FileRecords:
             raise UserError(
                 f"{self.folder}: per-image parameters cannot be written: "
                 f"{error.strerror or error}; "
-                "the checkpoint of the epoch before is kept"
+                "the last checkpoint is kept"
             ) from None
 
     def commit(self) -> None:
@@ -389,6 +389,8 @@ class FileRecords:
 
     def release(self, used: Tensor) -> None:
         """Empties a file that holds the committed record of no image that is ``used`` [N]."""
+        if (self.folder / "files.json").is_file():  # of an earlier process
+            self._open()
         for place, descriptor in enumerate(self._descriptors):
             if not self.written.any() and not (self.place[used] == place).any():
                 os.ftruncate(descriptor, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from torch import Tensor
 from gaupipe import distributed
 from gaupipe.config import Settings, flatten
 from gaupipe.data import Batches
+from gaupipe.errors import UserError
 from gaupipe.loggers import LOGGERS, Logger
 from gaupipe.training import Update
 
@@ -52,16 +54,25 @@ class StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.told = read_told(self.folder / "log.json")
         self._begin()
-        if distributed.is_main():
-            if self.every:
-                remove_later(self.folder / "steps.jsonl", self.update.batch)
-            log, config = self.settings.log, flatten(self.settings)
-            parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
-            name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
-            for logger in log.to:
-                opened = LOGGERS[logger](self.folder, log.project, name, run, config)
-                self._loggers.append(opened)
+        self.update.log_norm = bool(self.every)
+        distributed.on_main(self._open)
         return self
+
+    def _open(self) -> None:
+        """What rank 0 writes to. Raises UserError where a logger cannot be opened, such as one
+        whose service refuses."""
+        if self.every:
+            remove_later(self.folder / "steps.jsonl", self.update.batch)
+        log, config = self.settings.log, flatten(self.settings)
+        parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
+        name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
+        for logger in log.to:
+            try:
+                opened = LOGGERS[logger](self.folder, log.project, name, run, config)
+            except Exception as error:  # packages of others raise their own
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
+            self._loggers.append(opened)
 
     def __exit__(self, *_exception: Any) -> None:
         for logger in self._loggers:
@@ -135,7 +146,10 @@ class StepLog:
         }
         step = self.update.batch
         with (self.folder / "steps.jsonl").open("a") as file:
-            file.write(json.dumps({"epoch": epoch + 1, "step": step, **values}) + "\n")
+            finite = {  # JSON has no infinity, which a first step in float16 may bring
+                name: value if math.isfinite(value) else None for name, value in values.items()
+            }
+            file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
         if self._loggers and self._is_new("steps", step):
             for logger in self._loggers:
                 logger.log(step, {f"step/{name}": value for name, value in values.items()})

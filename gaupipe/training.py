@@ -4,6 +4,7 @@ checkpoint holds, the update of the network, scores."""
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,12 +70,14 @@ class TrainingState(Generic[Network]):
         (the smallest is best) or an accuracy.
         """
         sign = -1 if by.endswith("loss") else 1
-        best = self.best and self.metrics[self.best["epoch"] - 1]
+        # without the weights of epochs that version 0.1 trained
+        before = [entry for entry in self.metrics if math.isfinite(entry[by])]
+        best = max(before, key=lambda entry: sign * entry[by], default=None)
         if best is None or sign * metrics[by] > sign * best[by]:
+            best = metrics
             weights = {name: one.cpu().clone() for name, one in self.kept.state_dict().items()}
             self.best = {"epoch": metrics["epoch"], "modules": weights}
-        assert self.best
-        return metrics["epoch"] - self.best["epoch"]
+        return metrics["epoch"] - best["epoch"]
 
     def save(self, folder: Path) -> None:
         """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
@@ -194,6 +197,8 @@ class Update:
         self.stepped = False
         """Whether the network made a step after the last batch."""
         self.grad_norm: Tensor | None = None
+        self.log_norm = False
+        """Whether somebody wants the norm where gradients are not clipped."""
         """The norm of the gradient in the last step, before it was clipped."""
         self.device = next(state.modules.parameters()).device
         self.parameters = [
@@ -268,7 +273,7 @@ class Update:
         if state.optim.clip_grad is not None:
             state.scaler.unscale_(state.optimizer)
             self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
-        else:
+        elif self.log_norm:
             gradients = [one.grad for one in self.parameters if one.grad is not None]
             self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
         state.scaler.step(state.optimizer)
@@ -283,7 +288,7 @@ class Update:
         return (
             f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps} "
             f"(lr {rate:.3g}, {self.state.precision}, clip_grad {optim.clip_grad}): lower "
-            "optim.lr or raise optim.warmup_epochs; the checkpoint of the epoch before is kept"
+            "optim.lr or raise optim.warmup_epochs; the last checkpoint is kept"
         )
 
 

@@ -18,6 +18,7 @@ from gaupipe.data import ImageData
 from gaupipe.models import STOCK_ARCHITECTURE
 from gaupipe.progress import read_metrics, total_seconds
 from gaupipe.vit_teacher import LOCAL
+from stages import kept_epochs
 from stages.run_directory import RunDirectory
 
 SETTINGS = "settings.yaml"
@@ -25,13 +26,15 @@ SETTINGS = "settings.yaml"
 
 
 def without_paths(settings: Settings) -> Settings:
-    """The settings with the last part of each path on this machine alone."""
+    """The settings for another machine: of each path its last part alone, no device, no
+    loggers."""
     data, phase = settings.data, settings.phase_a
     if data.root is not None:
         data = data.model_copy(update={"root": Path(data.root.name)})
     if phase.teacher.startswith(LOCAL):
         phase = phase.model_copy(update={"teacher": LOCAL + Path(phase.teacher).name})
-    return settings.model_copy(update={"data": data, "phase_a": phase})
+    own = {"device": Settings().device, "log": Settings().log}
+    return settings.model_copy(update={"data": data, "phase_a": phase, **own})
 
 
 def stored(run: RunDirectory, distilled: bool) -> store.Schema | None:
@@ -177,10 +180,21 @@ def training_of(
         f"attention: `{phase.student}`. {' '.join(equation.split()).replace('``', '`')}",
         f"epochs: {len(epochs)}, in {total_seconds(epochs):.0f} s; {optim.name}, learning rate "
         f"{optim.lr:g}, batches of {settings.data.batch_size}, seed {settings.seed}",
+        *best_epoch(run.student(name, distilled), settings),
         *teacher_of(run, settings, distilled),
         f"all settings: [{SETTINGS}]({SETTINGS})",
     ]
     return "".join(f"* {line}\n" for line in lines)
+
+
+def best_epoch(folder: Path, settings: Settings) -> list[str]:
+    """What is to be said of a student that is not of its last epoch."""
+    if settings.phase_b.keep != "best":
+        return []
+    return [
+        f"weights: of epoch {kept_epochs.of_student(folder)}, the best by "
+        f"{settings.phase_b.best_by}, so they were chosen on the validation images"
+    ]
 
 
 def metrics_in(folder: Path) -> list[dict[str, Any]]:

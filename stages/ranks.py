@@ -21,11 +21,17 @@ VISIBLE_WITHIN = 60.0
 for as long with what it knows of a folder (NFS: ``acdirmax``)."""
 
 
+TOGETHER = ("checkpoint_steps", "key_snapshots")
+"""Settings that do not affect results, but say when ranks do something together."""
+
+
 def check_same(settings: Settings, data: ImageData) -> None:
     """Raises Agreed, on every rank, where ranks have other settings or another data set. The digest
     is the one that was made when the data set was read."""
     named = {
-        name: value for name, value in flatten(settings).items() if not allowed(name, IRRELEVANT)
+        name: value
+        for name, value in flatten(settings).items()
+        if name in TOGETHER or not allowed(name, IRRELEVANT)
     }
     distributed.check_same(named, "every process should get the same settings")
     distributed.check_same(

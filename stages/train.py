@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe import distributed
+from gaupipe import distributed, loggers
 from gaupipe.buckets import check_buckets
 from gaupipe.building import select_device
 from gaupipe.config import Settings
@@ -45,7 +45,8 @@ def run(
 
     def prepare() -> tuple[Settings, ImageData]:
         asked = run.settled(settings)
-        run.check(asked)
+        run.check(with_keep(asked, run.settings() if run.config.is_file() else asked))
+        loggers.check(asked.log.to)
         if not resume and folder.exists():
             raise UserError(
                 f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
@@ -63,9 +64,19 @@ def run(
 
     ranks.check_shared(run_dir)
     settings, images = distributed.main_first(prepare)
+    ranks.check_same(settings, images)
     distributed.on_main(start)
     with run.locked(shared=True):
         overrides = [f"phase_b.student={attention}"]
+        if settings.phase_b.keep != run.settings().phase_b.keep:
+            overrides.append(f"phase_b.keep={settings.phase_b.keep}")
         return phase_b.train_student(
             settings, folder, teacher=None, overrides=overrides, data=images
         )
+
+
+def with_keep(settings: Settings, of: Settings) -> Settings:
+    """The settings with the epoch to keep of other ones: which is kept does not make another
+    run."""
+    phase = settings.phase_b.model_copy(update={"keep": of.phase_b.keep})
+    return settings.model_copy(update={"phase_b": phase})

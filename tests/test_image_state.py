@@ -235,6 +235,16 @@ def test_release_frees_half_of_the_files_and_keeps_the_parameters(tmp_path):
     assert torch.equal(state.parameters(), parameters)
 
 
+def test_another_process_may_release_the_files(tmp_path):
+    state = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
+    train(state, 2)
+    again = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
+    again.load_state_dict(state.state_dict())
+    again.release()
+    sizes = [(tmp_path / f"records.{place}").stat().st_size for place in range(2)]
+    assert sorted(sizes) == [0, 50 * record_words(40) * 4]
+
+
 def test_a_random_start_depends_on_seed_and_image_id_alone():
     few, many = (
         ImageState(n, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=4) for n in (5, 20)

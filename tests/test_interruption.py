@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from gaupipe import config, distributed
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, load_data
+from gaupipe.epochs import Epoch
 from processes import exit_code, signal_at_call
 from test_data import UNCHANGED, NumberedMaps
 from test_distributed import assert_close, in_world
@@ -169,6 +171,20 @@ def test_after_the_last_batch_of_an_epoch_the_evaluation_is_left(tmp_path):
     assert attempt(tmp_path, [*phase_a, "--resume"])[0] == 0
     assert attempt(tmp_path, with_settings("phase-a", tmp_path / "unbroken", settings))[0] == 0
     assert_same(tmp_path / "run", tmp_path / "unbroken")
+
+
+def test_draws_start_anew_on_another_type_of_device():
+    def followed(name: int, first: int) -> int:
+        epoch = object.__new__(Epoch)
+        epoch._seed, epoch.number, epoch.first, epoch._generators = 3, 1, first, {}
+        epoch._saved = {"device": "cuda", "generators": {name: torch.zeros(16, dtype=torch.uint8)}}
+        epoch.update = types.SimpleNamespace(device=torch.device("cpu"))
+        generator = torch.Generator()
+        epoch.follow({name: generator})
+        return generator.initial_seed()
+
+    seeds = {followed(name, first) for name in (0, 1) for first in (5, 6)}
+    assert len(seeds) == 4 and followed(0, 5) in seeds
 
 
 def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):

@@ -160,3 +160,27 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
         assert in_process(*again, f"phase_b.keep={keep}")[0] == 0
         assert said(folder)["epoch"] == epoch
+
+
+def state_with(metrics: list[dict]) -> TrainingState:
+    state = TrainingState(torch.nn.Linear(1, 1), None, None, OptimSettings())
+    state.metrics = metrics
+    return state
+
+
+def test_an_epoch_without_a_finite_loss_is_not_the_best():
+    state = state_with([])
+    for number, loss in enumerate([float("nan"), 0.5, float("nan"), 0.6], start=1):
+        entry = {"epoch": number, "val_loss": loss}
+        back = state.keep_best(entry, "val_loss")
+        state.metrics.append(entry)
+    assert state.best["epoch"] == 2 and back == 2
+
+
+def test_epochs_of_an_earlier_version_count_without_their_weights():
+    state = state_with([{"epoch": 1, "val_acc": 0.9}, {"epoch": 2, "val_acc": 0.8}])
+    assert state.keep_best({"epoch": 3, "val_acc": 0.5}, "val_acc") == 2
+    assert state.best is None
+    state.metrics.append({"epoch": 3, "val_acc": 0.5})
+    assert state.keep_best({"epoch": 4, "val_acc": 0.95}, "val_acc") == 0
+    assert state.best["epoch"] == 4

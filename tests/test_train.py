@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,34 @@ def test_a_student_of_phase_b_goes_before_a_plain_one_of_its_name(trained):
         student.rmdir()
         student.parent.rmdir()
         student.parent.parent.rmdir()
+
+
+def test_the_epoch_to_keep_may_change(trained, tmp_path, in_process):
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    best = ["--run-dir", run_dir, *SETS, "--set", "phase_b.keep=best", "--resume"]
+    code, _, err = in_process("train", *best)
+    assert code == 0, err
+    folder = run_dir / "plain" / "standard"
+    assert json.loads((folder / "student.json").read_text())["keep"] == "best"
+    assert RunDirectory(run_dir).student_settings("standard", False).phase_b.keep == "best"
+    assert (
+        in_process("publish", "standard", "--run-dir", run_dir, "--out", tmp_path / "out")[0] == 0
+    )
+    epoch = json.loads((folder / "student.json").read_text())["epoch"]
+    assert (
+        f"weights: of epoch {epoch}, the best by val_acc"
+        in (tmp_path / "out/README.md").read_text()
+    )
+
+
+def test_a_logger_that_is_missing_is_refused_before_there_is_a_run(
+    tmp_path, in_process, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run_dir = tmp_path / "run"
+    code, _, err = in_process("train", "--run-dir", run_dir, *SETS, "--set", "log.to=[wandb]")
+    assert (code, err.count("\n")) == (2, 1) and "wandb is not installed" in err
+    assert not run_dir.exists()
 
 
 def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_process):

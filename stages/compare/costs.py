@@ -116,7 +116,7 @@ def _costs(training: Training, reference: Training, comparison: Comparison) -> C
         with one_thread():
             steps = in_turns([contender.step for contender in contenders], device)
             inferences = in_turns([contender.infer for contender in contenders], device)
-    except (UserError, store.StoreError):
+    except (UserError, store.StoreError, torch.OutOfMemoryError):
         return None
     batch = len(contenders[-1].batch)
     return Costs(

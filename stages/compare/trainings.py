@@ -49,7 +49,7 @@ DISTILLATION = (
 
 def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     """The settings of one run. Settings that mean nothing to it go back to their defaults."""
-    phase_b = settings.phase_b
+    phase_b = settings.phase_b.model_copy(update={"keep": "last"})  # the epoch of the tables
     if baseline:
         own = {"optim": settings.baseline.optim, "epochs": settings.baseline.epochs}
         given = {name: value for name, value in own.items() if value is not None}
