@@ -868,7 +868,9 @@ def main() -> None:
         )
     except Stopped as stopped:
         if here.rank == 0:
-            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr)
+            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr, flush=True)
+        if here.size > 1:
+            os._exit(128 + stopped.number)  # torch 2.11 may wait for ever for a thread of its own
         sys.exit(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gaupipe.errors import Stopped, UserError, mistake_of
+from gaupipe.errors import UserError, mistake_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,11 +107,7 @@ def world() -> Iterator[None]:
     store, number, count = next(rendezvous("env://"))
     store = group.PrefixStore(name_of_start(store, number, count), store)
     group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
-    try:
-        yield
-    except Stopped:  # all ranks have
-        group.destroy_process_group()
-        raise
+    yield
     group.destroy_process_group()  # not after an error: other ranks may be gone
 
 

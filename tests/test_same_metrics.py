@@ -2,13 +2,15 @@
 
 ``old/metrics.json`` was written by version 0.1. On the machine that wrote it every version must
 give the same bits; elsewhere, and with other versions of torch, sums are rounded in another order,
-and one or two of the 200 images may fall on the other side.
+and one or two of the 200 images may fall on the other side. Early versions of torch draw other
+truncated normal numbers, so that models start with other weights.
 """
 
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gaupipe import config
 from stages import run
@@ -16,6 +18,16 @@ from stages import run
 OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())
 
 
+def first_weight() -> float:
+    """The first of torch's truncated normal numbers for the seed 0."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.nn.init.trunc_normal_(torch.empty(4), std=0.02, generator=generator)[0].item()
+
+
+@pytest.mark.skipif(
+    first_weight() != pytest.approx(0.0308199, abs=1e-6),
+    reason="this version of torch starts with other weights",
+)
 @pytest.mark.parametrize("name", OLD)
 def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
     old = dict(OLD[name])
