@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -859,7 +859,7 @@ def main() -> None:
                 "or a phase or 'train' with --resume, continues",
                 file=sys.stderr,
             )
-        sys.exit(code)
+        _end(code)
     except UsageError as error:
         _fail(
             f"{error.format_message().replace('Value error, ', '')} "
@@ -868,10 +868,8 @@ def main() -> None:
         )
     except Stopped as stopped:
         if here.rank == 0:
-            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr, flush=True)
-        if here.size > 1:
-            os._exit(128 + stopped.number)  # torch 2.11 may wait for ever for a thread of its own
-        sys.exit(128 + stopped.number)
+            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr)
+        _end(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
@@ -906,7 +904,20 @@ def _fail(mistake: str, all_ranks: bool = False) -> None:
     """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
     if not all_ranks or distributed.place().rank == 0:
         print(f"gaupipe: {' '.join(mistake.split())}", file=sys.stderr)
-    sys.exit(2)
+    _end(2)
+
+
+def _end(code: int | None) -> NoReturn:
+    """Ends this process; None is success.
+
+    In a world it ends at once: while Python takes its objects apart, torch may wait for ever for a
+    thread of a group of processes, or abort because of one.
+    """
+    if distributed.place().size > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code or 0)
+    sys.exit(code)
 
 
 def _run(run_dir: Path | None) -> Path:
