@@ -4,6 +4,7 @@ than they bring."""
 import functools
 import gzip
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -15,6 +16,12 @@ import typer
 from gaupipe.cli import main
 
 torch.set_num_threads(1)
+
+# Processes inherit from what starts the tests that a signal is ignored or blocked (a shell's
+# background jobs ignore SIGINT), and gaupipe leaves ignored signals ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:

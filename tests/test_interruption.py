@@ -69,7 +69,6 @@ def get_ready(kill: Kill) -> None:
     from gaupipe import training
 
     what, calls, number = kill
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
     signal_at_call(owner, name, calls, number)
 
