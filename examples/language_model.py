@@ -3,12 +3,14 @@
     python examples/language_model.py input.txt                        # standard attention
     python examples/language_model.py input.txt --attention belief_star --seeds 0 1 2
     python examples/language_model.py input.txt --sweep --seeds 0 1 2 --out runs/gpt2
+    python examples/language_model.py novels.txt --validation another_novel.txt
 
-The last tenth of the text is for validation. Every finished training is a file in ``--out`` and is
-not repeated. Needs gaupipe[transformers].
+The last tenth of the text is for validation, if no other text is given for it. Every finished
+training is a file in ``--out`` and is not repeated. Needs gaupipe[transformers].
 """
 
 import argparse
+import hashlib
 import math
 import statistics
 import time
@@ -39,6 +41,7 @@ ATTENTIONS = {
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--validation", type=Path, help="a text (default: the text's last tenth)")
     parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--attention", choices=ATTENTIONS, nargs="+", default=["standard"])
     parser.add_argument("--sweep", action="store_true", help="all attentions")
@@ -109,14 +112,17 @@ def build(name, args, vocabulary):
     )
 
 
-def read(path):
+def read(path, validation=None):
     """(training characters, validation characters, alphabet): the first two as int64 numbers."""
     text = path.read_text()
-    alphabet = sorted(set(text))
+    cut = len(text) if validation else int(0.9 * len(text))
+    held_out = validation.read_text() if validation else text[cut:]
+    alphabet = sorted({*text, *held_out})
     number = {character: i for i, character in enumerate(alphabet)}
-    data = torch.tensor([number[character] for character in text])
-    cut = int(0.9 * len(data))
-    return data[:cut], data[cut:], alphabet
+    data, held_out = (
+        torch.tensor([number[character] for character in part]) for part in (text[:cut], held_out)
+    )
+    return data, held_out, alphabet
 
 
 def batch_of(data, starts, context):
@@ -262,11 +268,12 @@ def main():
     args = arguments()
     logging.set_verbosity_error()
     torch.set_num_threads(args.threads)
-    texts = read(args.text)
+    texts = read(args.text, args.validation)
     names = list(ATTENTIONS) if args.sweep else args.attention
-    other = ("text", "out", "attention", "sweep", "seeds", "sample", "threads", "timed_steps")
+    other = {"attention", "sweep", "seeds", "sample", "threads", "timed_steps"}
+    other |= {"text", "validation", "out"}
     settings = {key: value for key, value in vars(args).items() if key not in other}
-    settings["characters"] = len(texts[0]) + len(texts[1])
+    settings["texts"] = [hashlib.sha256(part.numpy()).hexdigest() for part in texts[:2]]
 
     results: dict = {name: [] for name in names}
     for seed in args.seeds:

@@ -55,3 +55,16 @@ def test_the_same_seed_gives_the_same_training(language_model, tmp_path):
     language_model("--attention", "belief_star", "--model", "llama")
     assert json.loads(path.read_text())["result"]["training_loss"] == before
     assert len(set(before)) == 3
+
+
+def test_another_text_may_be_held_out(language_model, tmp_path, capsys):
+    """Its characters count into the alphabet, its loss into the table; the models are others."""
+    language_model()
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("SPHINX OF BLACK QUARTZ, JUDGE MY VOW. " * 3)
+    with pytest.raises(SystemExit, match="2"):
+        language_model("--validation", held_out)
+    assert "other settings" in capsys.readouterr().err
+    data, validation, alphabet = language_model.module.read(tmp_path / "text.txt", held_out)
+    assert "".join(alphabet[i] for i in data) == (tmp_path / "text.txt").read_text()
+    assert "".join(alphabet[i] for i in validation) == held_out.read_text()
