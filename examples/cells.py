@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.errors import UserError, mistake_of
+from gaupipe.folders import write_whole
 
 
 @contextlib.contextmanager
@@ -30,9 +31,7 @@ def in_one_line() -> Iterator[None]:
 def write_json(path: Path, content: Any) -> None:
     """Puts a JSON file in the place of ``path``, at no moment a part of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps(content))
-    unfinished.replace(path)
+    write_whole(path, json.dumps(content))
 
 
 def kept(path: Path, settings: dict, work: Callable[[], Any]) -> Any:

@@ -504,6 +504,11 @@ class Settings(Section):
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
 
+    @property
+    def baseline_optim(self) -> OptimSettings:
+        """The optimizer of the plain ViT: that of phase B, if it has none of its own."""
+        return self.baseline.optim or self.phase_b.optim
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if self.phase_b.warm_start == "prior" and not self.phase_a.shares_prior:

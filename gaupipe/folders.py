@@ -1,4 +1,4 @@
-"""A folder that is replaced as a whole by a process that may be killed at any moment."""
+"""Files and folders that are replaced as a whole by a process that may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from gaupipe.digests import flush
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux's numbers for ``renameat2``."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is there with all of its text or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 @contextlib.contextmanager

@@ -85,8 +85,8 @@ class BucketedState:
 
     def save(self, folder: Path, moment: str) -> dict[str, Any]:
         """As :meth:`ImageState.save`: the sha256 of every bucket's file, of all ranks, by name.
-        Writes the files to ``folder``, where they lie safely beside those of earlier moments. The
-        name of a later ``moment`` sorts after that of an earlier one."""
+        Writes the files to ``folder``, where they lie safely beside those of earlier
+        moments."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():

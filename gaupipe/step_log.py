@@ -19,6 +19,7 @@ from gaupipe import distributed
 from gaupipe.config import Settings, flatten
 from gaupipe.data import Batches
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.loggers import LOGGERS, Logger
 from gaupipe.training import Update
 
@@ -160,9 +161,7 @@ class StepLog:
         if number <= self.told[what]:
             return False
         self.told[what] = number
-        partial = self.folder / "log.json.partial"
-        partial.write_text(json.dumps(self.told) + "\n")
-        partial.replace(self.folder / "log.json")
+        write_whole(self.folder / "log.json", json.dumps(self.told) + "\n")
         return True
 
 
@@ -184,6 +183,4 @@ def remove_later(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(kept))
-    partial.replace(path)
+    write_whole(path, "".join(kept))

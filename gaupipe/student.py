@@ -136,5 +136,4 @@ def check_student(settings: Settings, data: ImageData, shape: MapShape, weights:
 def check_baseline(settings: Settings, data: ImageData) -> None:
     """Raises UserError for what training on the labels alone could not do."""
     student = build_student(settings, data, "meta")
-    optim = settings.baseline.optim or settings.phase_b.optim
-    build_optimizer(student, optim, settings.phase_b.epochs, steps_per_epoch=100)
+    build_optimizer(student, settings.baseline_optim, settings.phase_b.epochs, steps_per_epoch=100)

@@ -75,7 +75,9 @@ class TrainingState(Generic[Network]):
         best = max(before, key=lambda entry: sign * entry[by], default=None)
         if best is None or sign * metrics[by] > sign * best[by]:
             best = metrics
-            weights = {name: one.cpu().clone() for name, one in self.kept.state_dict().items()}
+            weights = {
+                name: one.to("cpu", copy=True) for name, one in self.kept.state_dict().items()
+            }
             self.best = {"epoch": metrics["epoch"], "modules": weights}
         return metrics["epoch"] - best["epoch"]
 
@@ -87,8 +89,12 @@ class TrainingState(Generic[Network]):
         if self.per_image is not None:
             self.per_image.commit()
             per_image = self.per_image.save(folder, self._moment())
-        distributed.on_main(lambda: self._write(folder, per_image))
-        distributed.on_main(lambda: self.remove_superseded(folder))
+
+        def write() -> None:
+            self._write(folder, per_image)
+            self.remove_superseded(folder)
+
+        distributed.on_main(write)
 
     def remove_superseded(self, folder: Path) -> None:
         """Deletes what earlier saves, killed ones too, left in ``folder`` beside the last
@@ -97,7 +103,7 @@ class TrainingState(Generic[Network]):
             self.per_image.remove_superseded(folder)
 
     def _moment(self) -> str:
-        """Names what is trained so far, such that later names sort after earlier ones."""
+        """Names what is trained so far."""
         within = f"_{self.batches:07d}" if self.epoch else ""
         return f"{len(self.metrics):04d}{within}"
 
@@ -197,9 +203,9 @@ class Update:
         self.stepped = False
         """Whether the network made a step after the last batch."""
         self.grad_norm: Tensor | None = None
+        """The norm of the gradient in the last step, before it was clipped."""
         self.log_norm = False
         """Whether somebody wants the norm where gradients are not clipped."""
-        """The norm of the gradient in the last step, before it was clipped."""
         self.device = next(state.modules.parameters()).device
         self.parameters = [
             parameter for group in state.optimizer.param_groups for parameter in group["params"]

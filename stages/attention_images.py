@@ -8,7 +8,7 @@ import torch
 from gaupipe.buckets import Buckets
 from gaupipe.data import Batches, ImageData
 from gaupipe.step_log import StepLog
-from stages.key_attention import Attention
+from stages.key_attention import Attention, of_keys
 
 IMAGES = 4
 """Training images, evenly spaced, that are shown."""
@@ -30,8 +30,8 @@ def show(steps: StepLog, data: ImageData, buckets: int, attention: Attention, gr
     ids = mine[np.linspace(0, len(mine) - 1, min(IMAGES, len(mine))).astype(np.int64)]
     lines = []
     for batch in Batches(data.train, data, torch.device("cpu"), IMAGES).in_order(ids):
-        blocks = [maps.mean((1, 2)) for maps in attention(batch.images, batch.ids)]  # of [B, T]
-        keys = torch.stack(blocks, 1).unflatten(2, grid).float().cpu().numpy()  # [B, L, h, w]
+        keys = of_keys(attention, batch)  # [B, L, T]
+        keys = keys.reshape(*keys.shape[:2], *grid)
         images = [data.train.image(image_id) for image_id in batch.ids.tolist()]
         lines += [line(image, maps) for image, maps in zip(images, keys, strict=True)]
     steps.image("attention", np.concatenate(lines))

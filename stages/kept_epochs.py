@@ -13,9 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.config import PhaseBSettings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.models import save_student
 from gaupipe.training import TrainingState
-from stages.run_directory import write_whole
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""

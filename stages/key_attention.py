@@ -16,7 +16,7 @@ from torch import Tensor
 from gaupipe import distributed
 from gaupipe.buckets import Buckets
 from gaupipe.config import Settings
-from gaupipe.data import Batches, ImageData
+from gaupipe.data import Batch, Batches, ImageData
 from gaupipe.distillation import patch_map
 from gaupipe.models import forward_with_maps
 
@@ -47,14 +47,19 @@ def save_snapshot(
     mine = ids[np.isin(buckets.of(ids), buckets.of_rank())]  # a rank knows its own images
     snapshots: dict[int, np.ndarray] = {}
     for batch in batches.in_order(mine):
-        means = [maps.mean((1, 2)) for maps in attention(batch.images, batch.ids)]  # of [B, T] each
-        values = torch.stack(means, dim=1).float().cpu().numpy()  # [B, L, T]
-        snapshots |= dict(zip(batch.ids.tolist(), values, strict=True))
+        keys = of_keys(attention, batch)
+        snapshots |= dict(zip(batch.ids.tolist(), keys, strict=True))
     whole = distributed.united(snapshots)
     if distributed.is_main():
         (folder / SNAPSHOTS).mkdir(parents=True, exist_ok=True)
         in_order = np.stack([whole[number] for number in ids.tolist()])
         np.save(folder / SNAPSHOTS / f"{epoch:04d}.npy", in_order)
+
+
+def of_keys(attention: Attention, batch: Batch) -> np.ndarray:
+    """The attention that each key gets, mean over heads and queries: float32 [B, L, T]."""
+    means = [maps.mean((1, 2)) for maps in attention(batch.images, batch.ids)]  # of [B, T] each
+    return torch.stack(means, dim=1).float().cpu().numpy()
 
 
 def student_attention(student: VisionTransformer, device: torch.device) -> Attention:

@@ -170,7 +170,7 @@ def training_of(
     run: RunDirectory, name: str, settings: Settings, student: VisionTransformer, distilled: bool
 ) -> str:
     phase = settings.phase_b
-    optim = phase.optim if distilled else settings.baseline.optim or phase.optim
+    optim = phase.optim if distilled else settings.baseline_optim
     epochs = metrics_in(run.student(name, distilled))
     parameters = sum(parameter.numel() for parameter in student.parameters())
     equation = (ATTENTION[phase.student].__doc__ or "").split("\n\n")[0]

@@ -22,10 +22,11 @@ from gaupipe import distributed, loggers
 from gaupipe.augment import Augment
 from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
-from gaupipe.config import IRRELEVANT, PhaseASettings, Settings, flatten
+from gaupipe.config import IRRELEVANT, PhaseASettings, Settings
 from gaupipe.data import Batch, Batches, ImageData, load_data
 from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.gaussians import expected_map, move
 from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
@@ -39,7 +40,7 @@ from gaupipe.training import TrainingState, Update, score
 from stages import attention_images, ranks, trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
-from stages.run_directory import RunDirectory, allowed, write_whole
+from stages.run_directory import RunDirectory, without
 from stages.teacher_job import TeacherJob
 
 
@@ -373,7 +374,7 @@ def build_per_image(
 def training_state(job: PhaseA) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
-    steps = -(-len(job.data.train) // job.settings.data.batch_size)
+    steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
@@ -394,12 +395,8 @@ def training_state(job: PhaseA) -> TrainingState[Teacher]:
 
 def identity(job: PhaseA) -> dict[str, Any]:
     """What a checkpoint belongs to: every setting that phase A reads, and the data set."""
-    settings = {
-        name: value
-        for name, value in flatten(job.settings).items()
-        if not allowed(name, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
-    }
-    return settings | {"the data set": job.data.sha256}
+    read = without(job.settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
+    return read | {"the data set": job.data.sha256}
 
 
 def load(

@@ -22,13 +22,14 @@ import store
 from gaupipe import config, distributed, loggers
 from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, mixed_targets
-from gaupipe.buckets import check_buckets
+from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, select_device
-from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, flatten
+from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings
 from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.gaussians import expected_map
 from gaupipe.interruption import Pauses
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
@@ -49,7 +50,7 @@ from gaupipe.vit_teacher import VitTeacher
 from gaupipe.warm_start import fit_queries_and_keys, warm_start
 from stages import export_maps, geometry, kept_epochs, phase_a, ranks
 from stages.key_attention import save_snapshot, student_attention
-from stages.run_directory import RunDirectory, allowed, check_name, locked, write_whole
+from stages.run_directory import RunDirectory, check_name, locked, without
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -361,8 +362,7 @@ def build(
     device = select_device(settings)
     student = build_student(settings, data).to(device)
     if teacher is None:
-        optim = settings.baseline.optim or settings.phase_b.optim
-        return PhaseB(settings, data, device, student, optim, None)
+        return PhaseB(settings, data, device, student, settings.baseline_optim, None)
     teacher_sha256 = teacher.teacher_digest() if maps_url is None else None
     url = maps_url or str(teacher.maps)
     maps = store.open(
@@ -397,10 +397,9 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
 def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
     """The optimizer of the student and its schedule, freshly started."""
     settings, schema = job.settings, job.maps and job.maps.schema
-    steps = -(-len(job.data.train) // settings.data.batch_size)
+    steps = Buckets(len(job.data.train)).steps(settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
-    unread = ("export.", "phase_b.keep", *IRRELEVANT)
-    identity = {key: value for key, value in flatten(settings).items() if not allowed(key, unread)}
+    identity = without(settings, ("export.", "phase_b.keep", *IRRELEVANT))
     identity |= {
         "the data set": job.data.sha256,
         "the teacher of the maps": schema and schema.teacher_sha256,

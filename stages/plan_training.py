@@ -37,7 +37,7 @@ def run(
     select_device(settings)
     data, held_out = data_of(settings, images, classes)
     check_baseline(settings, data)
-    optim = settings.baseline.optim or settings.phase_b.optim
+    optim = settings.baseline_optim
     parameters = count_parameters(build_student(settings, data, "meta"))
     # weights, two moments of Adam, the weights of the best epoch
     copies = 4 + (optim.ema is not None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gaupipe.buckets import too_many
+from gaupipe.buckets import Buckets, too_many
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
@@ -103,7 +103,7 @@ def times(
     bandwidth: float | None,
 ) -> dict[str, float]:
     """Seconds of each stage in a world."""
-    steps = -(-plan.images // settings.data.batch_size)
+    steps = Buckets(plan.images).steps(settings.data.batch_size)
     shared = {name: value / world_size for name, value in seconds.items()}
     if bandwidth is None:
         return shared

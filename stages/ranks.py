@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gaupipe import distributed
-from gaupipe.config import IRRELEVANT, Settings, flatten
+from gaupipe.config import IRRELEVANT, Settings
 from gaupipe.data import ImageData
-from stages.run_directory import TOKEN, allowed
+from stages.run_directory import TOKEN, without
 
 VISIBLE_WITHIN = 60.0
 """Seconds after which a file is on no disk that this machine sees. A network file system may go on
@@ -28,12 +28,8 @@ TOGETHER = ("checkpoint_steps", "key_snapshots")
 def check_same(settings: Settings, data: ImageData) -> None:
     """Raises Agreed, on every rank, where ranks have other settings or another data set. The digest
     is the one that was made when the data set was read."""
-    named = {
-        name: value
-        for name, value in flatten(settings).items()
-        if name in TOGETHER or not allowed(name, IRRELEVANT)
-    }
-    distributed.check_same(named, "every process should get the same settings")
+    apart = [name for name in IRRELEVANT if name not in TOGETHER]
+    distributed.check_same(without(settings, apart), "every process should get the same settings")
     distributed.check_same(
         {f"data set {data.name}, sha256": data.sha256},
         "every machine should have the same training images and labels under data.root",

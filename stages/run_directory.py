@@ -11,11 +11,12 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gaupipe import config, distributed
 from gaupipe.config import Settings
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 
 if TYPE_CHECKING:
     from gaupipe.data import ImageData
@@ -268,17 +269,17 @@ def check_name(name: str) -> None:
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there with all of its text or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def changed(old: Settings, new: Settings) -> list[str]:
     """Names of the settings in which two settings differ."""
     flat_old, flat_new = config.flatten(old), config.flatten(new)
     return [key for key in flat_old | flat_new if flat_old.get(key) != flat_new.get(key)]
+
+
+def without(settings: Settings, names: Iterable[str]) -> dict[str, Any]:
+    """The flat settings but for ``names``, as ``allowed`` takes them."""
+    return {
+        key: value for key, value in config.flatten(settings).items() if not allowed(key, names)
+    }
 
 
 def allowed(key: str, names: Iterable[str]) -> bool:

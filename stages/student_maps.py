@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data import Batch, Batches, load_data
@@ -43,7 +42,6 @@ class StudentMaps:
     def __init__(self, run: RunDirectory, name: str) -> None:
         distilled = run.is_distilled(name)
         settings, model, self.name = load_student(run.path, name, distilled)
-        assert isinstance(model, VisionTransformer)  # load_student refuses others
         self.model, self.data = model, load_data(settings.data)
         self.attention = settings.phase_b.student
         self.layers = len(model.blocks)

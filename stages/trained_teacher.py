@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from gaupipe import distributed
 from gaupipe.augment import Augment
+from gaupipe.buckets import Buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
-from gaupipe.config import IRRELEVANT, Settings, flatten
+from gaupipe.config import IRRELEVANT, Settings
 from gaupipe.data import Batch, ImageData, Split, train_and_val
 from gaupipe.epochs import epochs
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.interruption import Pauses
 from gaupipe.losses import hard_loss
 from gaupipe.models import save_student
@@ -41,7 +43,7 @@ from gaupipe.training import (
 from gaupipe.vit_teacher import LOCAL, VitTeacher, load_vit, weights_of_patches
 from stages import attention_images
 from stages.key_attention import save_snapshot, student_attention
-from stages.run_directory import RunDirectory, allowed, write_whole
+from stages.run_directory import RunDirectory, without
 from stages.teacher_job import TeacherJob
 
 
@@ -286,12 +288,10 @@ def training_state(settings: Settings, data: ImageData) -> TrainingState[VisionT
     """A freshly started teacher ``vit``, its optimizer and its schedule."""
     phase = settings.phase_a
     vit = build_model(settings, data).to(select_device(settings))
-    steps = -(-len(data.train) // settings.data.batch_size)
+    steps = Buckets(len(data.train)).steps(settings.data.batch_size)
     optimizer, schedule = build_optimizer(vit, phase.optim, phase.max_epochs, steps)
-    unread = ("phase_b.", "baseline.", "export.", *IRRELEVANT)
-    identity = {
-        name: value for name, value in flatten(settings).items() if not allowed(name, unread)
-    } | {"the data set": data.sha256}
+    identity = without(settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
+    identity["the data set"] = data.sha256
     return TrainingState(
         vit, optimizer, schedule, phase.optim, settings.precision, identity=identity
     )

@@ -54,7 +54,7 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     ReZero half as many. Further students and controls take what was best for the first student.
     Without ``tune`` no cell has trials.
     """
-    reference_optim = (base.baseline.optim or base.phase_b.optim).model_dump(mode="json")
+    reference_optim = base.baseline_optim.model_dump(mode="json")
     standard = {
         **_student(base, "standard"),
         "phase_b.match_params": False,

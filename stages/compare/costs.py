@@ -26,12 +26,12 @@ from gaupipe.augment import Augment
 from gaupipe.building import select_device
 from gaupipe.data import Batches, ImageData
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.student import build_student
 from gaupipe.training import Update
 from stages import phase_b
 from stages.compare.cells import BASELINE
 from stages.compare.trainings import Comparison, Training
-from stages.run_directory import write_whole
 
 ROUNDS = 15
 """Turns that count, after one to warm up."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,11 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
+from gaupipe.folders import write_whole
 from gaupipe.progress import total_seconds
 from stages.compare.cells import BASELINE, Cell
 from stages.compare.speed import COSTS, Run, Spread, compare_at
 from stages.compare.trainings import Comparison, Training
-from stages.run_directory import write_whole
 
 SHARES = (0.95, 0.98, 1.0)
 """Shares of the reference's final accuracy, on the same seed, at which cells are compared by
@@ -275,12 +276,11 @@ def write(results: dict[str, Any], folder: Path, name: str) -> None:
 
 
 def write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    partial.replace(path)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    write_whole(path, text.getvalue())
 
 
 def csv_lines(results: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,11 +31,11 @@ from gaupipe import config
 from gaupipe.building import select_device
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.progress import total_seconds
 from stages import evaluate, export_maps, phase_a, phase_b
 from stages.compare.speed import Run
 from stages.compare.trainings import Training, as_teacher
-from stages.run_directory import write_whole
 
 Job = Callable[[list[Training]], tuple[str, str]]
 """What a worker does for trainings that need it: (a line that says what came out, why it failed),

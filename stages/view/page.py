@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.errors import UserError
-from stages.run_directory import write_whole
+from gaupipe.folders import write_whole
 from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"
