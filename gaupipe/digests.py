@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import torch
 
 from gaupipe.errors import UserError
+from gaupipe.folders import flush
 
 SUMS = "SHA256SUMS"
 
@@ -101,15 +102,6 @@ def read(folder: Path) -> dict[str, list[str]] | None:
             )
         sums.setdefault(found[2], []).append(found[1])
     return sums
-
-
-def flush(path: Path) -> None:
-    """Returns when the bytes of a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _write(folder: Path, sums: dict[str, list[str]]) -> None:

@@ -11,8 +11,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from gaupipe.digests import flush
-
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux's numbers for ``renameat2``."""
 
@@ -22,6 +20,15 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def flush(path: Path) -> None:
+    """Returns when the bytes of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 from gaupipe import digests, distributed
 from gaupipe.buckets import Buckets
 from gaupipe.errors import UserError
+from gaupipe.folders import flush
 from gaupipe.image_state import ImageState
 
 
@@ -92,7 +93,7 @@ class BucketedState:
         for number, state in self.states.items():
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
-        digests.flush(folder)
+        flush(folder)
         self.files = distributed.united(written)
         return {"buckets": self.files}
 
