@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     import store
 
 Grid = tuple[int, int]
+AT_ONCE = 2**18
+"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
@@ -52,9 +54,16 @@ class GaussianAttention:
     ) -> None:
         self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
 
-    def maps(self) -> Tensor:
-        """[B, L, H, T, T] float32."""
-        return expected_map(self.gaussians, self.teacher.grid)
+    @torch.no_grad()
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
+        grid = self.teacher.grid
+        gaussians = self.gaussians.reshape(-1, 4)  # [B * L * H * T, 4]
+        maps = gaussians.new_empty(len(gaussians), grid[0] * grid[1], dtype=dtype)
+        at_once = max(1, AT_ONCE // maps.shape[1]) if maps.device.type == "cpu" else len(maps)
+        for part, of_part in zip(maps.split(at_once), gaussians.split(at_once), strict=True):
+            part.copy_(expected_map(of_part, grid))
+        return maps.view(*self.gaussians.shape[:-1], -1)
 
 
 class MapAttention:
@@ -70,9 +79,13 @@ class MapAttention:
         self.blocks, self.grid, self.dropped = blocks, grid, dropped
         self.divergence: Tensor | None = None
 
-    def maps(self) -> Tensor:
-        """[B, L, H, T, T] float32."""
-        return torch.stack(list(self.blocks), dim=1)
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
 
     def mixtures(self, components: int) -> Tensor:
         """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
@@ -172,8 +185,11 @@ class GaussianKind:
         parameters; None if it can."""
         return None
 
-    def arrays(self, attention: Attention, k: int | None) -> dict[str, Tensor]:
-        """What is stored of a batch."""
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """What is stored of a batch. Maps come in ``dtype``, to which whoever stores them would
+        round them."""
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
@@ -191,8 +207,8 @@ class DenseKind(GaussianKind):
 
     name = "dense"
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
-        return {"maps": attention.maps()}
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"maps": attention.maps(dtype)}
 
     def reader(self, maps, device) -> Reader:
         coarse = maps.schema.encoding == "uint8"
@@ -217,7 +233,7 @@ class TopKKind(GaussianKind):
     default_k = 8
     default_encoding = "uint8"
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)
         return {"keys": keys, "weights": weights}
 
@@ -248,7 +264,7 @@ class MixtureKind(GaussianKind):
             return "each map of this teacher is one Gaussian already; choose gaussian"
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"mixtures": attention.mixtures(k)}
 
     def reader(self, maps, device) -> Reader:
@@ -271,7 +287,7 @@ class EmbeddingKind(GaussianKind):
             )
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"embeddings": attention.parameters}
 
     def decoder(self, teacher) -> dict[str, Tensor]:
@@ -313,7 +329,7 @@ class PriorKind(GaussianKind):
             )
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {}
 
     def decoder(self, teacher) -> dict[str, Tensor]:
