@@ -2,6 +2,7 @@
 
     python benchmarks/distributed.py                       atto on 32-pixel images, batches of 64
     python benchmarks/distributed.py --rounds 20 --batch 128
+    python benchmarks/distributed.py --only export         one of the three
 
 Every process has one thread. A round runs some steps in one process on the whole batch, then in two
 processes on half of it each, while nothing else of the benchmark runs; the ratio of their speeds is
@@ -20,7 +21,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from stages.plan import random_data
 
 STEPS = 2
 """Steps that are timed together."""
+STAGES = ("phase A", "phase B", "export")
 
 
 def main() -> None:
@@ -44,25 +46,29 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=STAGES)
     arguments = parser.parse_args()
+    stages = STAGES if arguments.only is None else [arguments.only]
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    spawn(rank, (port, arguments.batch, arguments.rounds), nprocs=2)
+    spawn(rank, (port, arguments.batch, arguments.rounds, stages), nprocs=2)
 
 
-def rank(number: int, port: int, batch: int, rounds: int) -> None:
+def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str]) -> None:
     """One of the two processes."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with distributed.world(), tempfile.TemporaryDirectory() as folder:
         job = teacher(batch, Path(folder))
-        for name, (alone, shared, unsynchronised) in {
-            "phase A": training(*of_phase_a(job), batch),
-            "phase B": training(*of_phase_b(job), batch),
-            "export": exporting(job, batch),
-        }.items():
+        of_stage: dict[str, Callable[[], tuple[Callable[[], None], ...]]] = {
+            "phase A": lambda: training(*of_phase_a(job), batch),
+            "phase B": lambda: training(*of_phase_b(job), batch),
+            "export": lambda: exporting(job, batch),
+        }
+        for name in stages:
+            alone, shared, unsynchronised = of_stage[name]()
             ratios, exchanges = [], []
             for round_ in range(rounds + 1):  # the first one warms up
                 one = clock(alone if distributed.is_main() else (lambda: None))
