@@ -22,7 +22,6 @@ from gaupipe.gaussians import (
     RAW_SIZE,
     Geometry,
     expected_axes,
-    expected_map,
     from_raw,
     move,
     outer,
@@ -47,23 +46,37 @@ class GaussianAttention:
 
     gaussians   [B, L, H, T, 4]
     parameters  [B, ...] of the images, where the teacher has parameters of single images
+    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
+                at hand
     """
 
     def __init__(
-        self, teacher: Teacher, gaussians: Tensor, parameters: Tensor | None = None
+        self,
+        teacher: Teacher,
+        gaussians: Tensor,
+        parameters: Tensor | None = None,
+        axes: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
+        self.axes = axes
 
     @torch.no_grad()
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
-        grid = self.teacher.grid
-        gaussians = self.gaussians.reshape(-1, 4)  # [B * L * H * T, 4]
-        maps = gaussians.new_empty(len(gaussians), grid[0] * grid[1], dtype=dtype)
-        at_once = max(1, AT_ONCE // maps.shape[1]) if maps.device.type == "cpu" else len(maps)
-        for part, of_part in zip(maps.split(at_once), gaussians.split(at_once), strict=True):
-            part.copy_(expected_map(of_part, grid))
-        return maps.view(*self.gaussians.shape[:-1], -1)
+        images, layers, heads, tokens, _ = self.gaussians.shape
+        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
+        on_cpu = maps.device.type == "cpu"
+        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
+        for layer in range(layers):
+            for first in range(0, images, at_once):
+                part = slice(first, first + at_once)
+                if self.axes:
+                    along_y, along_x = (axis[part] for axis in self.axes[layer])
+                else:
+                    gaussians = self.gaussians[part, layer]
+                    along_y, along_x = expected_axes(gaussians, self.teacher.grid)
+                maps[part, layer] = outer(along_y, along_x)
+        return maps
 
 
 class MapAttention:
@@ -179,6 +192,8 @@ class GaussianKind:
     default_k: int | None = None
     """The schema's ``k`` where none is asked for; None for kinds without one."""
     default_encoding = "float16"
+    needs_maps = False
+    """Whether :meth:`arrays` are made of whole maps."""
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """Why a store of this kind cannot hold what a teacher knows, with or without per-image
@@ -206,6 +221,7 @@ class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
+    needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"maps": attention.maps(dtype)}
@@ -232,6 +248,7 @@ class TopKKind(GaussianKind):
     name = "topk"
     default_k = 8
     default_encoding = "uint8"
+    needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)

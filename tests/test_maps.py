@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gaupipe import stored_maps
-from gaupipe.gaussians import Geometry, expected_map
+from gaupipe.gaussians import Geometry, expected_axes, expected_map
 from gaupipe.maps import from_top_k, interpolate_queries, move_map, top_k, without_prefix
 
 GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]
@@ -290,8 +290,10 @@ def test_shown_maps_are_rounded_once_whatever_is_computed_at_once(monkeypatch, a
     gaussians[..., 2:] = gaussians[..., 2:].exp()
     expected = expected_map(gaussians, (3, 4))
     teacher = SimpleNamespace(grid=(3, 4))
+    axes = [expected_axes(gaussians[:, layer], (3, 4)) for layer in (0, 1)]
     for attention in (
         stored_maps.GaussianAttention(teacher, gaussians.requires_grad_()),
+        stored_maps.GaussianAttention(teacher, gaussians.detach() * torch.nan, axes=axes),
         stored_maps.MapAttention(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
     ):
         maps = attention.maps(dtype)
