@@ -20,6 +20,9 @@ from store.layout import Layout
 
 MOST_OPEN = 128
 """Files that an array keeps open; others are opened for each batch."""
+PROBES = 8
+"""After so many images in a row that were not in the page cache, the rest of a batch is taken to
+be on the disk too."""
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)
 _CHECKED = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ENTRY = np.dtype([("offset", "<u8"), ("size", "<u8")])
@@ -119,15 +122,17 @@ class _File:
 def _fill(buffers: list, descriptors: list[int], offsets: list[int], size: int) -> bool:
     """Reads ``size`` bytes into each pair of buffers; False where a file ends before.
 
-    What is in the page cache is read first. All the rest is asked for before it is waited for.
+    What is in the page cache is read first. The rest is asked for before any of it is waited for.
     """
     waiting = list(range(len(buffers)))
     if _NO_WAIT is not None:
-        waiting = [
-            index
-            for index in waiting
-            if not _read_cached(descriptors[index], buffers[index], offsets[index], size, _NO_WAIT)
-        ]
+        waiting, misses = [], 0
+        for index, (buffer, offset) in enumerate(zip(buffers, offsets, strict=True)):
+            if misses < PROBES and _read_cached(descriptors[index], buffer, offset, size, _NO_WAIT):
+                misses = 0
+            else:
+                misses += 1
+                waiting.append(index)
         for index in waiting:
             os.posix_fadvise(descriptors[index], offsets[index], size, os.POSIX_FADV_WILLNEED)
     return all(

@@ -90,6 +90,10 @@ class Store:
         """Images whose numbers were compared with their checksums."""
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
+            for name, stored in self._in_memory.items():
+                there = np.flatnonzero(~_is_missing(stored, fill_value(name, self.schema)))
+                self._check(name, there, stored if len(there) == len(stored) else stored[there])
+            self._checked[:] = True
 
     def __len__(self) -> int:
         return self.schema.num_images
@@ -130,7 +134,7 @@ class Store:
             except ValueError as error:
                 raise self._find_damage(name, ids, error) from None
             self._refuse_missing(name, ids, stored)
-            if name not in self._in_memory and len(new):
+            if len(new):
                 whole = len(new) == len(ids)
                 self._check(
                     name,
@@ -226,11 +230,7 @@ class Store:
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._in_memory:
-                stored = self._read_whole(name)
-                missing = _is_missing(stored, fill_value(name, self.schema))
-                there = np.flatnonzero(~missing & (self.complete or self._finished))
-                self._check(name, there, stored if len(there) == len(stored) else stored[there])
-                self._in_memory[name] = stored
+                self._in_memory[name] = self._read_whole(name)
 
     def _read_whole(self, name: str) -> np.ndarray:
         try:
