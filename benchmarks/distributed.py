@@ -2,12 +2,14 @@
 
     python benchmarks/distributed.py                       atto on 32-pixel images, batches of 64
     python benchmarks/distributed.py --rounds 20 --batch 128
+    python benchmarks/distributed.py --only export         one of the three
 
 Every process has one thread. A round runs some steps in one process on the whole batch, then in two
 processes on half of it each, while nothing else of the benchmark runs; the ratio of their speeds is
 taken within the round, in wall-clock time. "exchange" is the share of a shared step that goes to
 gradients: what the same step takes less without them. Random pixels stand in for images, so that
-nothing is decoded.
+nothing is decoded. The export makes one sampled pass for an image, where phase_a.label_passes would
+make more.
 
 On a machine with GPUs the processes take one each.
 """
@@ -20,7 +22,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +38,9 @@ from stages.plan import random_data
 
 STEPS = 2
 """Steps that are timed together."""
+Ways = tuple[Callable[[], None], Callable[[], None], Callable[[], None] | None]
+"""Work in one process, in both, and in both without an exchange of gradients."""
+STAGES = ("phase A", "phase B", "export")
 
 
 def main() -> None:
@@ -44,41 +49,47 @@ def main() -> None:
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--only", choices=STAGES)
     arguments = parser.parse_args()
+    stages = STAGES if arguments.only is None else [arguments.only]
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    spawn(rank, (port, arguments.batch, arguments.rounds), nprocs=2)
+    spawn(rank, (port, arguments.batch, arguments.rounds, stages), nprocs=2)
 
 
-def rank(number: int, port: int, batch: int, rounds: int) -> None:
+def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str]) -> None:
     """One of the two processes."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with distributed.world(), tempfile.TemporaryDirectory() as folder:
         job = teacher(batch, Path(folder))
-        for name, (alone, shared, unsynchronised) in {
-            "phase A": training(*of_phase_a(job), batch),
-            "phase B": training(*of_phase_b(job), batch),
-            "export": exporting(job, batch),
-        }.items():
+        of_stage: dict[str, Callable[[], Ways]] = {
+            "phase A": lambda: training(*of_phase_a(job), batch),
+            "phase B": lambda: training(*of_phase_b(job), batch),
+            "export": lambda: exporting(job, batch),
+        }
+        for name in stages:
+            alone, shared, unsynchronised = of_stage[name]()
             ratios, exchanges = [], []
             for round_ in range(rounds + 1):  # the first one warms up
                 one = clock(alone if distributed.is_main() else (lambda: None))
-                both, without = clock(shared), clock(unsynchronised)
+                both = clock(shared)
+                without = clock(unsynchronised) if unsynchronised else 0.0
                 if round_:
                     ratios.append(one / both)
                     exchanges.append(1 - without / both)
             if distributed.is_main():
-                exchange = spread(exchanges) if name != "export" else "-"
+                exchange = spread(exchanges) if unsynchronised else "-"
                 print(f"{name:<8} x {spread(ratios)}, exchange {exchange}", flush=True)
 
 
 def teacher(batch: int, folder: Path) -> phase_a.PhaseA:
     """A fresh teacher on random images."""
     settings = config.load(
-        "cifar10_atto", [f"data.batch_size={batch}", "data.image_size=32", "threads=1"]
+        "cifar10_atto",
+        [f"data.batch_size={batch}", "data.image_size=32", "threads=1", "phase_a.label_passes=1"],
     )
     data = random_data(settings, 8 * batch, 10)
     return phase_a.build(settings, folder, data, to_read=True)
@@ -102,9 +113,7 @@ def of_phase_b(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], 
     return phase_b.StudentLosses(learns), lambda _batch: (0.0, False)
 
 
-def training(
-    losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int
-) -> tuple[Callable[[], None], ...]:
+def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int) -> Ways:
     """Steps in one process, in both, and in both without an exchange of gradients."""
     device = next(losses.parameters()).device
     optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-4)
@@ -131,7 +140,7 @@ def training(
     return lambda: steps(losses, size), lambda: steps(replica, size // 2), unsynchronised
 
 
-def exporting(job: phase_a.PhaseA, size: int) -> tuple[Callable[[], None], ...]:
+def exporting(job: phase_a.PhaseA, size: int) -> Ways:
     """The export of a batch in one process, and of half of it in each of two."""
     job.teacher.eval()
     schema = export_maps.make_schema(job, export_maps.chosen(job.settings), "0" * 64)
@@ -144,7 +153,7 @@ def exporting(job: phase_a.PhaseA, size: int) -> tuple[Callable[[], None], ...]:
     def shared() -> None:
         export(size // 2)
 
-    return lambda: export(size), shared, shared
+    return lambda: export(size), shared, None
 
 
 def clock(work: Callable[[], None]) -> float:

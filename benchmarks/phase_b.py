@@ -3,19 +3,21 @@ for maps.
 
     python benchmarks/phase_b.py    Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
+    python benchmarks/phase_b.py --students standard --kinds topk,dense    other kinds of stores
 
 One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of
 the same model on the same images in random order, and the ratio is taken within the round; the
-table shows the median with the quartiles in brackets. The maps come from a real store of Gaussians
-on disk through the reader's prefetch, in shuffled order; "wait" is the share of the distilled step
-in which it is waited for. Memory is what the step needs beyond the model and the optimizer's state:
-on a GPU its peak allocation, on a CPU the peak of resident memory.
+table shows the median with the quartiles in brackets. The maps come from a real store, by default
+of Gaussians, on disk through the reader's prefetch, in shuffled order; "wait" is the share of the
+distilled step in which it is waited for. Memory is what the step needs beyond the model and the
+optimizer's state: on a GPU its peak allocation, on a CPU the peak of resident memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import random
 import statistics
 import tempfile
@@ -31,10 +33,15 @@ import gaupipe.models  # noqa: F401  (registers the models)
 import store
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
+from gaupipe.gaussians import expected_map
 from gaupipe.losses import hard_loss, soft_loss
-from gaupipe.stored_maps import StoredGaussians
+from gaupipe.maps import top_k
+from gaupipe.stored_maps import KINDS
 
 IMAGES = 512
+STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}
+LARGEST = 2**29
+"""Bytes of a store: where images are large there are fewer."""
 SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
 
 
@@ -43,6 +50,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--students", default=",".join(STUDENTS))
+    parser.add_argument("--kinds", default="gaussian", help="of " + ", ".join(STORES))
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
@@ -50,11 +58,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    kinds = arguments.kinds.split(",")
     device = torch.device(arguments.device)
-    print(f"{'attention':<12} {'tokens':>6}  {'time':<18} {'memory':<7} wait")
-    for tokens in map(int, arguments.tokens.split(",")):
+    print(f"{'attention':<12} {'store':<8} {'tokens':>6}  {'time':<18} {'memory':<7} wait")
+    sizes = [(int(tokens), kind) for tokens in arguments.tokens.split(",") for kind in kinds]
+    for tokens, kind in sizes:
         with tempfile.TemporaryDirectory() as folder:
-            maps = write_store(f"{folder}/maps.zarr", tokens)
+            maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 times, memory, wait = measure(
                     key,
@@ -65,7 +75,8 @@ def main() -> None:
                     device,
                 )
                 print(
-                    f"{key:<12} {tokens:>6}  {spread(times)}  {memory:<7.2f} {wait:.1%}", flush=True
+                    f"{key:<12} {kind:<8} {tokens:>6}  {spread(times)}  {memory:<7.2f} {wait:.1%}",
+                    flush=True,
                 )
 
 
@@ -80,8 +91,9 @@ def measure(
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
-    order = [rng.permutation(IMAGES)[:batch] for _ in range(2 * rounds + 8)]
+    order = [rng.permutation(len(maps))[:batch] for _ in range(2 * rounds + 8)]
     targets = maps.prefetch(order)
+    read = KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
     def plain() -> None:
@@ -93,9 +105,8 @@ def measure(
         started = time.perf_counter()
         stored = next(targets)
         waited = time.perf_counter() - started
-        gaussians = torch.from_numpy(stored["gaussians"]).to(device)
         teacher = TeacherMaps(
-            StoredGaussians(gaussians, maps.schema.grid),
+            read(stored),
             list(range(maps.schema.layers)),
             maps.schema.grid,
         )
@@ -148,11 +159,11 @@ def resident(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def write_store(url: str, tokens: int) -> store.Store:
-    """A store of random Gaussians for the Atto model."""
+def write_store(url: str, tokens: int, kind: str) -> store.Store:
+    """A store of random Gaussians, or of their maps, for the Atto model."""
     side = int(tokens**0.5)
     schema = store.Schema(
-        kind="gaussian",
+        kind=kind,
         num_images=IMAGES,
         grid=(side, side),
         layers=7,
@@ -162,7 +173,10 @@ def write_store(url: str, tokens: int) -> store.Store:
         dataset_sha256="0" * 64,
         teacher_sha256="0" * 64,
         parametrisation="loc_scale",
+        **STORES[kind],
     )
+    fewer = min(IMAGES, LARGEST // schema.bytes_per_image)
+    schema = dataclasses.replace(schema, num_images=fewer)
     random_numbers = np.random.default_rng(0)
     writer = store.create(url, schema)
     for shard in writer.pending():
@@ -172,13 +186,24 @@ def write_store(url: str, tokens: int) -> store.Store:
         writer.write(
             shard,
             {
-                "gaussians": gaussians,
+                **arrays_of(schema, torch.from_numpy(gaussians)),
                 "logits": random_numbers.normal(size=(n, 10)).astype(np.float32),
                 "labels": random_numbers.integers(0, 10, n),
             },
         )
     writer.finish()
     return store.open(url)
+
+
+def arrays_of(schema: store.Schema, gaussians: torch.Tensor) -> dict[str, np.ndarray]:
+    """What a store of this kind holds of Gaussians [n, L, H, T, 4]."""
+    if schema.kind == "gaussian":
+        return {"gaussians": gaussians.numpy()}
+    maps = expected_map(gaussians, schema.grid)
+    if schema.kind == "dense":
+        return {"maps": maps.numpy()}
+    keys, weights = top_k(maps, schema.k)
+    return {"keys": keys.numpy(), "weights": weights.numpy()}
 
 
 if __name__ == "__main__":

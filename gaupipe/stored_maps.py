@@ -22,7 +22,6 @@ from gaupipe.gaussians import (
     RAW_SIZE,
     Geometry,
     expected_axes,
-    expected_map,
     from_raw,
     move,
     outer,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
     import store
 
 Grid = tuple[int, int]
+AT_ONCE = 2**18
+"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
@@ -45,16 +46,37 @@ class GaussianAttention:
 
     gaussians   [B, L, H, T, 4]
     parameters  [B, ...] of the images, where the teacher has parameters of single images
+    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
+                at hand
     """
 
     def __init__(
-        self, teacher: Teacher, gaussians: Tensor, parameters: Tensor | None = None
+        self,
+        teacher: Teacher,
+        gaussians: Tensor,
+        parameters: Tensor | None = None,
+        axes: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
+        self.axes = axes
 
-    def maps(self) -> Tensor:
-        """[B, L, H, T, T] float32."""
-        return expected_map(self.gaussians, self.teacher.grid)
+    @torch.no_grad()
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
+        images, layers, heads, tokens, _ = self.gaussians.shape
+        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
+        on_cpu = maps.device.type == "cpu"
+        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
+        for layer in range(layers):
+            for first in range(0, images, at_once):
+                part = slice(first, first + at_once)
+                if self.axes:
+                    along_y, along_x = (axis[part] for axis in self.axes[layer])
+                else:
+                    gaussians = self.gaussians[part, layer]
+                    along_y, along_x = expected_axes(gaussians, self.teacher.grid)
+                maps[part, layer] = outer(along_y, along_x)
+        return maps
 
 
 class MapAttention:
@@ -70,9 +92,13 @@ class MapAttention:
         self.blocks, self.grid, self.dropped = blocks, grid, dropped
         self.divergence: Tensor | None = None
 
-    def maps(self) -> Tensor:
-        """[B, L, H, T, T] float32."""
-        return torch.stack(list(self.blocks), dim=1)
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
 
     def mixtures(self, components: int) -> Tensor:
         """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
@@ -166,14 +192,19 @@ class GaussianKind:
     default_k: int | None = None
     """The schema's ``k`` where none is asked for; None for kinds without one."""
     default_encoding = "float16"
+    needs_maps = False
+    """Whether :meth:`arrays` are made of whole maps."""
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """Why a store of this kind cannot hold what a teacher knows, with or without per-image
         parameters; None if it can."""
         return None
 
-    def arrays(self, attention: Attention, k: int | None) -> dict[str, Tensor]:
-        """What is stored of a batch."""
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """What is stored of a batch. Maps come in ``dtype``, to which whoever stores them would
+        round them."""
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
@@ -190,9 +221,10 @@ class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
+    needs_maps = True
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
-        return {"maps": attention.maps()}
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"maps": attention.maps(dtype)}
 
     def reader(self, maps, device) -> Reader:
         coarse = maps.schema.encoding == "uint8"
@@ -216,8 +248,9 @@ class TopKKind(GaussianKind):
     name = "topk"
     default_k = 8
     default_encoding = "uint8"
+    needs_maps = True
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)
         return {"keys": keys, "weights": weights}
 
@@ -248,7 +281,7 @@ class MixtureKind(GaussianKind):
             return "each map of this teacher is one Gaussian already; choose gaussian"
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"mixtures": attention.mixtures(k)}
 
     def reader(self, maps, device) -> Reader:
@@ -271,7 +304,7 @@ class EmbeddingKind(GaussianKind):
             )
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"embeddings": attention.parameters}
 
     def decoder(self, teacher) -> dict[str, Tensor]:
@@ -313,7 +346,7 @@ class PriorKind(GaussianKind):
             )
         return None
 
-    def arrays(self, attention, k) -> dict[str, Tensor]:
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {}
 
     def decoder(self, teacher) -> dict[str, Tensor]:

@@ -96,18 +96,28 @@ class Teacher(nn.Module):
             raw = raw + self.residual(parameters)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
-    def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        gaussians: Tensor,
+        noise: Tensor | None = None,
+        axes: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
         """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
         1, L, H, T, 4] say.
 
         Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
         T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
-        are the mean of several (:func:`predict`).
+        are the mean of several (:func:`predict`). Without ``noise`` the list ``axes`` gets the two
+        factors of each block's map, [B or 1, H, T, h] and [B or 1, H, T, w].
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
             if noise is None:
-                return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
+                factors = expected_axes(gaussians[:, layer], self.grid)
+                if axes is not None:
+                    axes.append(factors)
+                return attention(tokens, factors)
             return attention.at_points(
                 tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid
             )
@@ -129,14 +139,16 @@ def predict(
     mode: str,
     passes: int = 1,
     generator: torch.Generator | None = None,
+    axes: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
     """Log-probabilities [B, C] of the teacher, which must be in eval mode.
 
     In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single
-    pass at the means is not the function that was trained. In ``expected`` mode one pass is exact.
+    pass at the means is not the function that was trained. In ``expected`` mode one pass is exact,
+    and ``axes`` gets what :meth:`Teacher.forward` puts there.
     """
     if mode == "expected":
-        return teacher(images, gaussians).float().log_softmax(-1)
+        return teacher(images, gaussians, axes=axes).float().log_softmax(-1)
     draws = [
         teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
         for _ in range(passes)

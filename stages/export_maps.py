@@ -271,7 +271,9 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
                 progress.advance(len(ids) * distributed.size())
             if len(stored) == WRITERS:
                 stored.popleft().result()
-            whole = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            whole = parts[0]
+            if len(parts) > 1:
+                whole = {name: np.concatenate([part[name] for part in parts]) for name in whole}
             stored.append(pool.submit(writer.write, shard, whole))
         for write in stored:
             write.result()
@@ -360,9 +362,10 @@ def outputs(
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        attention, logits = job.show(batch, generator)
+        attention, logits = job.show(batch, generator, KINDS[schema.kind].needs_maps)
         with torch.no_grad():
-            named = {**KINDS[schema.kind].arrays(attention, schema.k), "logits": logits}
+            dtype = torch.float32 if schema.has_codes("maps") else torch.float16
+            named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
         if remarks:
             remarks.add(attention, len(batch))
         arrays = {name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()}

@@ -65,15 +65,20 @@ class PhaseA(TeacherJob):
         return gaussians.expand(count, *gaussians.shape[1:])
 
     @torch.no_grad()
-    def show(self, batch: Batch, generator: torch.Generator) -> tuple[GaussianAttention, Tensor]:
+    def show(
+        self, batch: Batch, generator: torch.Generator, maps: bool = False
+    ) -> tuple[GaussianAttention, Tensor]:
         parameters = None
         if self.per_image is not None:
             parameters = self.per_image.gather(batch.ids, self.device).detach()
         gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
         gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
         mode = self.settings.phase_a.mode
-        logits = predict(self.teacher, batch.images, gaussians, mode, self.label_passes, generator)
-        return GaussianAttention(self.teacher, gaussians, parameters), logits
+        axes: list[tuple[Tensor, Tensor]] | None = [] if maps else None
+        logits = predict(
+            self.teacher, batch.images, gaussians, mode, self.label_passes, generator, axes
+        )
+        return GaussianAttention(self.teacher, gaussians, parameters, axes), logits
 
     @property
     def label_passes(self) -> int:

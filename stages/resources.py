@@ -256,22 +256,25 @@ def size_on_disk(folder: Path) -> int:
     )
 
 
-def available_memory() -> int | None:
-    """Bytes that a new process can use without pushing out others, within the container's limit.
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that a new process can use without pushing out others, within the container's limit
+    where there is one.
 
-    None if that is unknown.
+    ``meminfo`` is the kernel's file, ``group`` the container's folder of cgroup v2. None if the
+    kernel does not say.
     """
     try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text())  # "max" where there is none
         used = int((group / "memory.current").read_text())
         counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         files = int(counters["active_file"]) + int(counters["inactive_file"])
-        return min(free, limit - used + files)
     except (OSError, KeyError, ValueError):
-        return None
+        return free
+    return min(free, limit - used + files)

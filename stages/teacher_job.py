@@ -42,8 +42,11 @@ class TeacherJob:
         size = batch_size or data.eval_batch_size
         return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
 
-    def show(self, batch: Batch, generator: torch.Generator) -> tuple[Attention, Tensor]:
-        """The attention of a batch and its log-probabilities [B, C]. ``generator`` is for draws."""
+    def show(
+        self, batch: Batch, generator: torch.Generator, maps: bool = False
+    ) -> tuple[Attention, Tensor]:
+        """The attention of a batch and its log-probabilities [B, C]. ``generator`` is for draws.
+        ``maps`` says that the maps are wanted: what the forward pass knows of them is kept."""
         raise NotImplementedError
 
     def sha256(self) -> str:

@@ -53,7 +53,9 @@ class TrainedTeacher(TeacherJob):
     teacher: VitTeacher
 
     @torch.inference_mode()
-    def show(self, batch: Batch, generator: torch.Generator) -> tuple[MapAttention, Tensor]:
+    def show(
+        self, batch: Batch, generator: torch.Generator, maps: bool = False
+    ) -> tuple[MapAttention, Tensor]:
         """The attention of a batch and its log-probabilities [B, C]; zeros where the teacher
         predicts no classes."""
         seen = self.teacher(batch.images)

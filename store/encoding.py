@@ -54,7 +54,7 @@ def encode(name: str, values: np.ndarray, schema: Schema, first_image: int) -> n
         return _encode_keys(values, schema, first_image)
     if name in ("weights", "maps") and schema.has_codes(name):
         return _weight_codes(name, values, first_image)
-    half = _to_half(name, values, first_image)
+    half = _to_half(name, values, first_image, copied=name in ("gaussians", "mixtures"))
     bits = half.view(np.uint16)
     if name == "weights":
         _check_range(name, bits, first_image)
@@ -65,13 +65,19 @@ def encode(name: str, values: np.ndarray, schema: Schema, first_image: int) -> n
     return _to_codes(half.astype(np.float32)) if schema.has_codes(name) else half
 
 
-def _to_half(name: str, values: np.ndarray, first_image: int) -> np.ndarray:
-    """A float16 copy, clipped to the finite numbers."""
+def _to_half(name: str, values: np.ndarray, first_image: int, copied: bool) -> np.ndarray:
+    """The numbers as float16, clipped to the finite ones. Without ``copied`` it is `values` itself
+    where that is so already."""
     with np.errstate(over="ignore"):
-        half = np.array(values, np.float16)
-    bits = half.view(np.uint16)
-    magnitude = bits & ~_SIGN
-    if magnitude.max(initial=0) >= _INFINITY:
+        half = np.array(values, np.float16, copy=copied or None)
+    # as signed numbers the positive infinity, as unsigned ones the negative, is below NaN alone
+    if (
+        half.view(np.int16).max(initial=0) >= _INFINITY
+        or half.view(np.uint16).max(initial=0) >= _INFINITY | _SIGN
+    ):
+        half = half.copy()
+        bits = half.view(np.uint16)
+        magnitude = bits & ~_SIGN
         _refuse(
             magnitude > _INFINITY, name, first_image, "has NaN; only finite numbers can be stored"
         )

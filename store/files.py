@@ -53,6 +53,11 @@ class Files:
         except ValueError as error:
             raise StoreError(explain(error, self.url)) from None
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder of a store on this machine; None for an object store."""
+        return Path(self._spec["path"]) if self._spec["driver"] == "file" else None
+
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
         found = self._wait(self._kvstore.read(key))

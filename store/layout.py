@@ -69,6 +69,9 @@ SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
 """Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
 memory."""
+UNCOMPRESSED = "embeddings"
+"""The array that is not compressed: zstd takes a twentieth off the numbers of a learned embedding,
+and most of the time of reading them. Stores of earlier versions compress it all the same."""
 COLUMN_BYTES = 256
 """An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
 _ZEROS = "0" * 64
@@ -309,25 +312,31 @@ def plan(
     shard_bytes: int,
     decoder: Mapping[str, np.ndarray] | None,
     version: int | None = None,
+    packed: bool = False,
 ) -> tuple[Layout, dict[str, bytes]]:
     """The layout of a new store and its metadata files (root excluded) with the decoder's files,
-    by name. `version` is the format version, by default the schema's."""
+    by name. `version` is the format version, by default the schema's; `packed` is as in
+    `metadata_files`."""
     version = version or schema.format_version
     if shard_bytes > LARGEST_SHARD:
         raise StoreError(
             f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible"
         )
     per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
-    files = metadata_files(schema, per_shard, decoder, version)
+    files = metadata_files(schema, per_shard, decoder, version, packed)
     digests = {key: sha256(data) for key, data in files.items()}
     return Layout(schema, per_shard, digests, version=version), files
 
 
 def metadata_files(
-    schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None, version: int
+    schema: Schema,
+    per_shard: int,
+    decoder: Mapping[str, np.ndarray] | None,
+    version: int,
+    packed: bool = False,
 ) -> dict[str, bytes]:
     """Every file of the store that does not depend on the images, without the root's:
-    zarr-python writes them."""
+    zarr-python writes them. `packed`: embeddings are compressed too."""
     if (schema.kind in WITH_DECODER) != bool(decoder):
         raise StoreError(
             f"a store of kind {schema.kind!r} needs its decoder's arrays"
@@ -347,7 +356,7 @@ def metadata_files(
             chunks=(rows, *spec.shape[1:]),
             shards=(per_shard, *spec.shape[1:]),
             filters=None,
-            compressors=checked,
+            compressors=[Crc32cCodec()] if name == UNCOMPRESSED and not packed else checked,
             fill_value=fill_value(name, schema),
             dimension_names=spec.dimension_names,
             attributes={**code_attributes(schema, name)},
@@ -386,6 +395,21 @@ def metadata_files(
                 config={"write_empty_chunks": True},
             )
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
+
+
+def is_packed(
+    files: Files, schema: Schema, layout: Layout | None, decoder: Mapping[str, np.ndarray] | None
+) -> bool:
+    """Whether the store that is there compresses its embeddings, even where their zarr.json is
+    damaged or missing; `layout` is None where the root is lost."""
+    key = f"{UNCOMPRESSED}/{ROOT}"
+    if UNCOMPRESSED not in schema.arrays():
+        return False
+    data = files.read(key) or b""
+    if layout is None or sha256(data) == layout.files_sha256[key]:
+        return b'"zstd"' in data
+    unpacked = metadata_files(schema, layout.images_per_shard, decoder, layout.version)
+    return sha256(unpacked[key]) != layout.files_sha256[key]
 
 
 def read_metadata(files: Files, layout: Layout, name: str) -> dict:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from store.chunks import OpenChunks
 from store.encoding import decode, fill_value, image_crc32c
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import Files, damage, explain, refuse_after_fork
@@ -67,8 +68,9 @@ class Store:
     def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
         self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
         self._files, self._layout = files, layout
-        for name in (*layout.names, *layout.records):
-            read_metadata(files, layout, name)
+        metadata = {
+            name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)
+        }
         if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
             raise DamagedStore(
                 f"{self.url}: is complete, but the last of its {layout.num_shards} shards was "
@@ -78,11 +80,20 @@ class Store:
         self._arrays = {
             name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, *checked)
         }
+        self._open_chunks = {
+            name: OpenChunks(files.folder, layout, name)
+            for name in layout.names
+            if files.folder is not None and OpenChunks.can_read(metadata[name])
+        }
         self._in_memory: dict[str, np.ndarray] = {}
         self._checked = np.zeros(len(self), bool)
         """Images whose numbers were compared with their checksums."""
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
+            for name, stored in self._in_memory.items():
+                there = np.flatnonzero(~_is_missing(stored, fill_value(name, self.schema)))
+                self._check(name, there, stored if len(there) == len(stored) else stored[there])
+            self._checked[:] = True
 
     def __len__(self) -> int:
         return self.schema.num_images
@@ -102,20 +113,35 @@ class Store:
                 self._layout.names[0], int(ids[self._finished[ids].argmin()]), "it is not there"
             )
         self._preload([name for name in self._layout.names if self._layout.is_column(name)])
+        quick = {
+            name: read
+            for name, chunks in self._open_chunks.items()
+            if name not in self._in_memory and (read := chunks.read(ids)) is not None
+        }
         reads = {
             name: self._arrays[name][ids].read()
             for name in self._layout.names
-            if name not in self._in_memory
+            if name not in self._in_memory and name not in quick
         }
         rows, new = {}, np.flatnonzero(~self._checked[ids])
         for name in self._layout.names:
+            found = None
             try:
-                stored = reads[name].result() if name in reads else self._in_memory[name][ids]
+                if name in quick:
+                    stored, found = quick[name]
+                else:
+                    stored = reads[name].result() if name in reads else self._in_memory[name][ids]
             except ValueError as error:
                 raise self._find_damage(name, ids, error) from None
             self._refuse_missing(name, ids, stored)
-            if name in reads and len(new):
-                self._check(name, ids[new], stored[new] if len(new) < len(ids) else stored)
+            if len(new):
+                whole = len(new) == len(ids)
+                self._check(
+                    name,
+                    ids[new],
+                    stored if whole else stored[new],
+                    found=found if whole or found is None else found[new],
+                )
             rows[name] = decode(name, stored, self.schema)
         self._checked[ids] = True
         return rows
@@ -204,11 +230,7 @@ class Store:
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._in_memory:
-                stored = self._read_whole(name)
-                missing = _is_missing(stored, fill_value(name, self.schema))
-                there = np.flatnonzero(~missing & (self.complete or self._finished))
-                self._check(name, there, stored if len(there) == len(stored) else stored[there])
-                self._in_memory[name] = stored
+                self._in_memory[name] = self._read_whole(name)
 
     def _read_whole(self, name: str) -> np.ndarray:
         try:
@@ -246,15 +268,21 @@ class Store:
         return stored ^ masks[shards - shards[0]]
 
     def _check(
-        self, name: str, ids: np.ndarray, stored: np.ndarray, checksums: np.ndarray | None = None
+        self,
+        name: str,
+        ids: np.ndarray,
+        stored: np.ndarray,
+        checksums: np.ndarray | None = None,
+        found: np.ndarray | None = None,
     ) -> None:
         """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images. ``checksums`` [len(ids), A] are those of these images, where they are at
-        hand."""
+        these images. ``checksums`` [len(ids), A] are those of these images, ``found`` [len(ids)]
+        the crc32c of the numbers, where they are at hand."""
         if CHECKSUMS not in self._arrays:
             return
         expected = self._checksums[ids] if checksums is None else checksums
-        wrong = image_crc32c(stored) != expected[:, self._layout.names.index(name)]
+        found = image_crc32c(stored) if found is None else found
+        wrong = found != expected[:, self._layout.names.index(name)]
         if wrong.any():
             raise self._corrupt(
                 name, int(ids[wrong.argmax()]), "it is not what was written for this image"

@@ -16,6 +16,7 @@ from store.layout import (
     SHARD_BYTES,
     Layout,
     Shard,
+    is_packed,
     metadata_files,
     plan,
     read_checked,
@@ -240,14 +241,16 @@ def repair(
             "export one with gaupipe export-maps"
         )
     if stored is None:
+        packed = is_packed(files, schema, None, decoder)
         first = schema.format_version == 2 and not files.list("image_crc32c/")
-        layout, metadata = plan(schema, shard_bytes, decoder, version=1 if first else None)
+        layout, metadata = plan(schema, shard_bytes, decoder, 1 if first else None, packed)
     else:
         if difference := schema.difference(stored.schema):
             raise StoreError(
                 f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
             )
-        metadata = metadata_files(schema, stored.images_per_shard, decoder, stored.version)
+        packed = is_packed(files, schema, stored, decoder)
+        metadata = metadata_files(schema, stored.images_per_shard, decoder, stored.version, packed)
         digests = {key: sha256(data) for key, data in metadata.items()}
         layout = Layout(schema, stored.images_per_shard, digests, version=stored.version)
     files.write(ROOT, layout.root_file())

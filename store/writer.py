@@ -17,6 +17,7 @@ from store.layout import (
     SHARD_BYTES,
     Layout,
     Shard,
+    is_packed,
     metadata_files,
     plan,
     read_decoder,
@@ -182,7 +183,8 @@ def _resume(
         )
     missing = layout.files_sha256.keys() - set(files.list())
     if missing:  # the process was killed while it created the store
-        metadata = metadata_files(schema, layout.images_per_shard, decoder, layout.version)
+        packed = is_packed(files, schema, layout, decoder)
+        metadata = metadata_files(schema, layout.images_per_shard, decoder, layout.version, packed)
         files.write_all({key: metadata[key] for key in missing})
     if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
         raise StoreError(

@@ -148,6 +148,24 @@ def free(monkeypatch, disk, memory):
     monkeypatch.setattr(resources, "available_memory", lambda: memory and int(memory))
 
 
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"memory.max": "max", "memory.current": "900"}, 7 * 1024),
+        ({}, 7 * 1024),  # no cgroup v2, or its root
+        ({"memory.max": "5000", "memory.current": "900"}, 5000 - 900 + 30),
+        ({"memory.max": "50000", "memory.current": "900"}, 7 * 1024),
+    ],
+)
+def test_available_memory_is_the_machines_within_a_containers_limit(tmp_path, files, expected):
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:    7 kB\n")
+    (tmp_path / "memory.stat").write_text("anon 800\nactive_file 10\ninactive_file 20\n")
+    for name, content in files.items():
+        (tmp_path / name).write_text(content + "\n")
+    assert resources.available_memory(tmp_path / "meminfo", tmp_path) == expected
+    assert resources.available_memory(tmp_path / "none", tmp_path) is None
+
+
 def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
     plan = make_plan(settings(), ATTO)
     free(monkeypatch, disk=100e9, memory=10e9)

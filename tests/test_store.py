@@ -244,6 +244,24 @@ def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
             store.open(tmp_path / "bad")
 
 
+@pytest.mark.parametrize("value, largest", [(np.inf, 65504), (np.nan, None)])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arrays_of_float16_are_checked_and_left_alone(tmp_path, value, largest, sign):
+    schema = make_schema(kind="dense")
+    arrays = make_arrays(schema)
+    arrays["maps"] = arrays["maps"].astype(np.float16)
+    arrays["maps"][17, 0, 0, 3, 2] = np.copysign(value, sign)
+    given = arrays["maps"].copy()
+    if largest is None:
+        with pytest.raises(store.StoreError, match="image 17: maps has NaN"):
+            write_store(tmp_path / "s", schema, arrays)
+    else:
+        write_store(tmp_path / "s", schema, arrays)
+        read = store.open(tmp_path / "s").gather([17])["maps"][0, 0, 0, 3]
+        assert read.tolist() == [*given[17, 0, 0, 3, :2], sign * largest, *given[17, 0, 0, 3, 3:]]
+    assert np.array_equal(arrays["maps"], given, equal_nan=True)
+
+
 def test_uint8_codes_are_read_as_documented(tmp_path):
     schema = make_schema(encoding="uint8")
     arrays = make_arrays(schema)

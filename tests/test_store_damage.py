@@ -19,12 +19,16 @@ def data_files(url: Path) -> list[Path]:
     return sorted(path for path in url.rglob("*") if path.is_file())
 
 
-@pytest.fixture(params=["gaussian", "embedding", "uint8", "topk", "mixture", "dense codes"])
+PARAMS = ["gaussian", "embedding", "wide embedding", "uint8", "topk", "mixture", "dense codes"]
+
+
+@pytest.fixture(params=PARAMS)
 def written(request, tmp_path):
     """A complete store of 5 images in 2 shards: (folder, schema, arrays)."""
     changes = {
         "gaussian": {},
         "embedding": dict(kind="embedding", embedding_dim=7),
+        "wide embedding": dict(kind="embedding", embedding_dim=150),
         "uint8": dict(encoding="uint8"),
         "topk": dict(kind="topk", k=3, encoding="uint8"),
         "mixture": dict(kind="mixture", k=2),

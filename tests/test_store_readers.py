@@ -18,6 +18,7 @@ from test_store import KINDS, decoder_for, make_arrays, make_schema, write_store
 HERE = Path(__file__).parent / "zarrita"
 LAYOUTS = [
     *KINDS,
+    dict(kind="embedding", embedding_dim=150),
     dict(encoding="uint8"),
     dict(kind="dense", encoding="uint8"),
     dict(kind="topk", k=4, encoding="uint8"),
