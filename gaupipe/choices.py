@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from gaupipe.config import place
+from gaupipe.config import Settings, place
 from gaupipe.folder_facts import FolderFacts
 
 MINUTES = 10
@@ -143,6 +143,8 @@ def choose(
     _choose_epochs(chosen, images, flops, machine)
     _choose_augmentation(chosen, facts, size)
     _choose_optimizer(chosen, images)
+    sections = [name for name in Settings.model_fields if name in chosen.tree]
+    chosen.tree = {name: chosen.tree[name] for name in dict.fromkeys([*sections, *chosen.tree])}
     return chosen
 
 
@@ -166,16 +168,16 @@ def _choose_sizes(chosen: Choices, facts: FolderFacts, machine: Machine) -> tupl
     shorter = facts.shorter
     if shorter >= 48:
         size = 128 if machine.gpu and shorter >= 128 else 64
-        reason = f"the images have {facts.width} x {facts.height} pixels; more take longer"
+        reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
     else:
         size = max(8, shorter // 4 * 4)
-        reason = f"the images have {facts.width} x {facts.height} pixels"
+        reason = f"of images of {facts.width} x {facts.height} pixels"
     size = _whole(chosen.choose("data.image_size", size, reason), size)
     wanted = 2 if size < 24 else 4 if size < 48 else 8 if size < 144 else 16
     fitting = [patch for patch in range(-(-wanted // 2), 2 * wanted + 1) if size % patch == 0]
     # where none fits, the settings are refused with sizes that would
     patch = min(fitting, key=lambda patch: abs(patch - wanted), default=min(wanted, size))
-    reason = f"{size // patch} x {size // patch} tokens; smaller patches show more and take longer"
+    reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     taken = _whole(chosen.choose("model.args.patch_size", patch, reason), patch)
     return size, min(size, taken)
 
@@ -191,13 +193,17 @@ def _choose_model(chosen: Choices, images: int, tokens: int, patch: int, machine
         >= ENOUGH_EPOCHS
     ]
     dim, depth = max(fast_enough, default=models[0])
-    reason = f"the width; {images:,} training images on {machine}"
+    reason = f"the width, for {images:,} training images on {machine}"
     dim = _whole(chosen.choose("model.args.embed_dim", dim, reason), dim)
     depth = _whole(chosen.choose("model.args.depth", depth, "the number of blocks"), depth)
     heads = max(1, dim // HEAD_DIM)
     chosen.choose("model.args.num_heads", next(n for n in range(heads, 0, -1) if dim % n == 0))
     chosen.choose("model.args.mlp_ratio", MLP_RATIO)
-    chosen.choose("model.init", "mimetic", "the best start without published weights so far")
+    chosen.choose(
+        "model.init",
+        "mimetic",
+        "attention starts as trained attention looks; normal starts at random",
+    )
     return training_flops(tokens, patch, dim, depth)
 
 
@@ -208,12 +214,12 @@ def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine)
     teacher = chosen.choose(
         "phase_a.teacher",
         "vit",
-        "a ViT trained on these images; one with published weights: "
+        "trained on these images; published weights may know more, such as "
         f"--teacher {PUBLISHED} --download",
     )
     chosen.choose("phase_a.stop_accuracy", 1.0)
     student = chosen.choose(
-        "phase_b.epochs", round(together * 2 / 3), "of the student; more help if you have the time"
+        "phase_b.epochs", round(together * 2 / 3), "of the student; more may help, and take longer"
     )
     student = _whole(student, 1)
     of_teacher = chosen.choose(
@@ -238,10 +244,11 @@ def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
     chosen.choose("phase_b.alpha", 0.0)
     chosen.choose("phase_b.beta", 1.0)
     chosen.choose(
-        "phase_b.gamma", 0.3, "the weight of the teacher's attention maps in the first epochs"
+        "phase_b.gamma", 0.3, "the weight of the teacher's attention maps; 0 does without them"
     )
     chosen.choose("phase_b.gamma_schedule", "stop_after")
-    chosen.choose("phase_b.gamma_epochs", max(1, student // 3))
+    reason = "the student learns from the maps in these first epochs"
+    chosen.choose("phase_b.gamma_epochs", max(1, student // 3), reason)
     if teacher == "gaussian":
         chosen.choose("phase_a.residual", False)
     elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
@@ -262,13 +269,13 @@ def _choose_augmentation(chosen: Choices, facts: FolderFacts, size: int) -> None
     for phase, told in (("phase_b", True), ("phase_a", False)):
         augment = f"{phase}.augment"
         chosen.choose(f"{augment}.flip", not characters, reason if told else None)
-        crop = f"shifts of up to {size // 8} pixels"
+        crop = "pixels by which an image is shifted at most"
         chosen.choose(f"{augment}.crop_padding", size // 8, crop if told else None)
 
 
 def _choose_optimizer(chosen: Choices, images: int) -> None:
     batch = 32 if images < 1000 else 64 if images < 10_000 else 128
-    reason = f"images in a step, {-(-images // batch):,} steps in an epoch"
+    reason = f"images in a step; steps in an epoch: {-(-images // batch):,}"
     chosen.choose("data.batch_size", batch, reason)
     chosen.choose("phase_b.optim.lr", LR, "the learning rate, also of teacher and baseline")
     chosen.choose("phase_a.optim.lr", LR)

@@ -50,12 +50,11 @@ class FolderFacts:
             if count is not None
         ]
         most, least = (pick(self.counts, key=self.counts.__getitem__) for pick in (max, min))
-        parts = [
-            f"{self.images:,} training images of {len(self.counts)} classes (from {least} with "
-            f"{self.counts[least]:,} to {most} with {self.counts[most]:,})",
-            *(held_out or ["no test images"]),
-            f"{self.width} x {self.height} pixels" + (", grey" if self.grey else ""),
-        ]
+        classes = f"{self.images:,} training images of {len(self.counts)} classes"
+        if self.counts[most] > self.counts[least]:
+            classes += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
+        pixels = f"{self.width} x {self.height} pixels" + (", grey" if self.grey else "")
+        parts = [classes, *(held_out or ["no test images"]), pixels]
         return ", ".join(parts)
 
 
@@ -70,8 +69,9 @@ def facts_of(root: Path) -> FolderFacts:
     headers = [_header(places.train / name) for name in dict.fromkeys(sampled)]
 
     def count(folder: Path | None) -> int | None:
-        found = None if folder is None else find_classes(folder, left_out)
-        return found and sum(len(images) for images in found.values())
+        if folder is None:
+            return None
+        return sum(len(images) for images in find_classes(folder, left_out).values())
 
     return FolderFacts(
         counts={name: len(images) for name, images in classes.items()},

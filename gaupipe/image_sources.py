@@ -152,8 +152,8 @@ def open_sources(settings: DataSettings) -> tuple[Source, Source | None, Source 
         root = settings.root or Path(usual)
         train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
     else:
-        train, test = _timm_sources(settings)
-        return train, None, test
+        of_timm, tested = _timm_sources(settings)
+        return of_timm, None, tested
     if settings.image_size:
         train = train.resized(settings.image_size)
         test = test and test.resized(settings.image_size)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 import shutil
 
 import numpy as np
@@ -150,6 +151,9 @@ def test_the_file_says_the_same_with_its_reasons():
     chosen = choose(facts(), "photos: mine", TWO_CORES, {"seed": 3, "log": {"to": []}})
     text = chosen.as_yaml("a head\nof two lines")
     assert yaml.safe_load(text) == chosen.tree
+    assert list(chosen.tree) == ["seed", "data", "model", "phase_a", "log", "phase_b", "baseline"]
+    of_file = config.parse(chosen.tree, "test").with_choices(text)
+    assert pickle.loads(pickle.dumps(of_file)).choices == text  # ranks send it to each other
     assert text.startswith("# a head\n# of two lines\n")
     for reason in chosen.reasons.values():
         assert f"# {reason}\n" in text
@@ -259,7 +263,8 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert code == 0, err
     assert json.loads(out)["images"] == 19
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    code, out, err = run(in_process, "train", "--data", "mine", cwd=tmp_path)
+    plain = sets([*TINY[:2], "baseline.epochs=3", "threads=1"])
+    code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
     assert code == 0, err
     trained = tmp_path / "runs" / "mine" / "plain" / "standard"
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
