@@ -91,6 +91,15 @@ ConfigArgument = Annotated[
         show_default="digits",
     ),
 ]
+DataFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--data",
+        metavar="FOLDER",
+        help="A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        show_default="the data set of CONFIG",
+    ),
+]
 RunDir = Annotated[
     Path | None,
     typer.Option(
@@ -119,7 +128,9 @@ Plain = Annotated[bool, typer.Option("--plain", help="The student trained withou
 NewRunDir = Annotated[
     Path | None,
     typer.Option(
-        "--run-dir", help="Folder of the run.", show_default="runs/NAME of the configuration"
+        "--run-dir",
+        help="Folder of the run.",
+        show_default="runs/NAME of the configuration or of the images' folder",
     ),
 ]
 Overrides = Annotated[
@@ -174,6 +185,7 @@ def root(
 @app.command()
 def run(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
@@ -182,7 +194,7 @@ def run(
 ) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
     overrides = _with_teacher(overrides, teacher, download)
-    settings, folder = _settings(config, overrides, run_dir)
+    settings, folder = _settings(config, overrides, run_dir, data)
     from stages import run as stage
 
     lines = stage.run(settings, folder, student and student.value)
@@ -203,6 +215,7 @@ def run(
 @app.command("phase-a")
 def phase_a(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     resume: Resume = False,
@@ -212,7 +225,7 @@ def phase_a(
 ) -> None:
     """Make the teacher: train it, or take a trained ViT."""
     overrides = _with_teacher(overrides, teacher, download)
-    settings, folder = _settings(config, overrides, run_dir)
+    settings, folder = _settings(config, overrides, run_dir, data)
     from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
@@ -365,6 +378,7 @@ def phase_b(
 @app.command()
 def train(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
@@ -374,7 +388,7 @@ def train(
 
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
-    settings, folder = _settings(config, overrides, run_dir)
+    settings, folder = _settings(config, overrides, run_dir, data)
     distributed.main_first(lambda: _check_used(overrides or [], settings))
     from stages import train as stage
     from stages.run_directory import RunDirectory
@@ -770,6 +784,7 @@ def verify(
 @app.command()
 def plan(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     steps: Annotated[
@@ -810,7 +825,7 @@ def plan(
 ) -> None:
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
     steps, time."""
-    settings, folder = _settings(config, overrides, run_dir)
+    settings, folder = _settings(config, overrides, run_dir, data)
     if plain:
         if world_size is not None or bandwidth is not None:
             raise UserError("--plain plans for one process: leave --world-size and --bandwidth out")
@@ -950,13 +965,34 @@ def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bo
 
 
 def _settings(
-    config: str | None, overrides: list[str] | None, run_dir: Path | None
+    config: str | None, overrides: list[str] | None, run_dir: Path | None, data: Path | None = None
 ) -> tuple[Any, Path]:
+    """The settings of a configuration, or those chosen for a folder of images, which are then
+    said; and the folder of the run."""
+    if data is not None:
+        if config is not None:
+            raise UserError(
+                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+                f"it and name the folder with --set data.name=folder --set data.root={data}"
+            )
+        return _chosen_settings(data, overrides or [], run_dir)
     from gaupipe.config import load
 
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))
     return settings, run_dir or Path("runs") / Path(config).stem
+
+
+def _chosen_settings(data: Path, overrides: list[str], run_dir: Path | None) -> tuple[Any, Path]:
+    from stages.chosen_settings import settings_for
+
+    folder = run_dir or Path("runs") / (data.resolve().name or "images")
+    settings, lines = distributed.agree(
+        distributed.on_main(lambda: settings_for(data, overrides, folder))
+    )
+    if distributed.is_main():
+        print("\n".join(lines), file=sys.stderr)
+    return settings, folder
 
 
 def _check_used(overrides: Sequence[str], settings: Any) -> None:

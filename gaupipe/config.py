@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from gaupipe.attention import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
@@ -503,6 +503,19 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
+    _choices: str | None = PrivateAttr(None)
+
+    @property
+    def choices(self) -> str | None:
+        """The YAML file with comments that these settings are from, where they were chosen for a
+        folder of images."""
+        return self._choices
+
+    def with_choices(self, text: str) -> Settings:
+        """The same settings, from the YAML file ``text``."""
+        settings = self.model_copy()
+        settings._choices = text
+        return settings
 
     @property
     def baseline_optim(self) -> OptimSettings:
@@ -531,9 +544,15 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
         )
+    return parse(with_overrides(tree, overrides), str(source))
+
+
+def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
+    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. Raises
+    UserError for one that is no such setting."""
     for override in overrides:
         _apply(tree, override)
-    return parse(tree, str(source))
+    return tree
 
 
 def parse(tree: dict, where: str) -> Settings:

@@ -355,15 +355,18 @@ class ImageData:
 def load_data(settings: DataSettings) -> ImageData:
     """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is
     not there."""
-    train, test = open_sources(settings)
+    train, val, test = open_sources(settings)
     labels = train.labels
     if len(np.unique(labels)) < 2:
         raise UserError(
             f"data set {settings.name}: its training images are all of one class; "
             "two or more are needed"
         )
-    val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
-    kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
+    if val is not None:
+        kept, held_out = np.arange(len(labels)), np.arange(len(val))
+    else:
+        val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
+        kept, held_out = _stratified(np.arange(len(labels)), labels, val_fraction)
     if settings.train_images is not None:
         if settings.train_images > len(kept):
             raise UserError(
@@ -387,7 +390,7 @@ def load_data(settings: DataSettings) -> ImageData:
     return ImageData(
         name=settings.name,
         train=split,
-        val=Split(train, held_out),
+        val=Split(train if val is None else val, held_out),
         test=Split(test, np.arange(len(test))) if test is not None else None,
         num_classes=int(labels.max()) + 1,
         channels=len(mean),

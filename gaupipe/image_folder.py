@@ -9,6 +9,7 @@ import stat
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gaupipe.decoding import suffix_of, suffixes
@@ -18,6 +19,49 @@ LeftOut = list[tuple[str, str]]
 """(why, path) of what is not among the images."""
 
 LOOP = "link to a folder read already"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The folders that hold a folder of images for each class; None where there is none."""
+
+    train: Path
+    val: Path | None
+    test: Path | None
+
+
+def layout(root: Path) -> Layout:
+    """Where the images of each split lie below ``root``.
+
+    ``train/`` holds the training images, and ``val/`` (or ``validation/``) and ``test/`` the
+    others. A single folder beside ``train/`` holds the test images, whatever its name. Without
+    any of these folders all class folders lie in ``root`` itself. Raises UserError for a ``root``
+    that is not there, is empty, or holds other images than those for training alone.
+    """
+    found = {name: root / name for name in ("train", "val", "validation", "test")}
+    found = {name: folder for name, folder in found.items() if folder.is_dir()}
+    val, test = found.get("val") or found.get("validation"), found.get("test")
+    if "train" in found:
+        return Layout(found["train"], val if test else None, test or val)
+    if found or not root.is_dir() or not any(entry.is_dir() for entry in _entries(root)):
+        raise UserError(
+            f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
+            f"and, for test images, val/CLASS/*.png; or {str(root)!r} should hold CLASS/*.png"
+        )
+    return Layout(root, None, None)
+
+
+def training_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
+    """:func:`find_classes` of the training images. Raises UserError for a single class too."""
+    classes = find_classes(folder, left_out)
+    if len(classes) > 1:
+        return classes
+    [name] = classes
+    below = [entry for entry in _entries(folder / name) if entry.is_dir()]
+    instead = f"; if the folders in {folder / name} are the classes, name it" if below else ""
+    raise UserError(
+        f"data.root: {folder} holds one class only, {name!r}; two or more are needed{instead}"
+    )
 
 
 def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:

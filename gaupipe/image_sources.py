@@ -22,7 +22,13 @@ from gaupipe.config import DataSettings
 from gaupipe.decoding import read_rgb, refusing
 from gaupipe.errors import UserError
 from gaupipe.image_files import ImageFiles
-from gaupipe.image_folder import LeftOut, find_classes, say_left_out
+from gaupipe.image_folder import (
+    LeftOut,
+    find_classes,
+    layout,
+    say_left_out,
+    training_classes,
+)
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
@@ -131,8 +137,9 @@ class DecodedImages(Dataset):
 Source = ArrayImages | DecodedImages
 
 
-def open_sources(settings: DataSettings) -> tuple[Source, Source | None]:
-    """The training source and the test source.
+def open_sources(settings: DataSettings) -> tuple[Source, Source | None, Source | None]:
+    """The sources of the training images, of validation images that are not among them, and of the
+    test images.
 
     Raises UserError for a data set that is not there or that cannot be read.
     """
@@ -145,11 +152,12 @@ def open_sources(settings: DataSettings) -> tuple[Source, Source | None]:
         root = settings.root or Path(usual)
         train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
     else:
-        return _timm_sources(settings)
+        of_timm, tested = _timm_sources(settings)
+        return of_timm, None, tested
     if settings.image_size:
         train = train.resized(settings.image_size)
         test = test and test.resized(settings.image_size)
-    return train, test
+    return train, None, test
 
 
 def _digits() -> ArrayImages:
@@ -193,32 +201,30 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
         raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
 
 
-def _folder_sources(settings: DataSettings) -> tuple[DecodedImages, DecodedImages | None]:
-    """A folder that holds train/CLASS/* and, for test images, val, validation or test/CLASS/*."""
+def _folder_sources(
+    settings: DataSettings,
+) -> tuple[DecodedImages, DecodedImages | None, DecodedImages | None]:
+    """The images of a folder, as :func:`gaupipe.image_folder.layout` finds them."""
     root = settings.root or Path("data")
     left_out: LeftOut = []
-    folder = root / "train"
-    if not folder.is_dir():
-        raise UserError(
-            f"data.root: no folder {str(folder)!r}; it should hold train/CLASS/*.png "
-            "and, for test images, val/CLASS/*.png"
-        )
-    classes = find_classes(folder, left_out)
-    if len(classes) < 2:
-        raise UserError(
-            f"data.root: {folder} holds one class only, {next(iter(classes))!r}; "
-            "two or more are needed"
-        )
-    places = (root / name for name in ("val", "validation", "test"))
-    held_out = next((place for place in places if place.is_dir()), None)
-    tested = find_classes(held_out, left_out) if held_out else {}
-    if unknown := sorted(tested.keys() - classes.keys()):
-        raise UserError(f"data.root: {held_out} has the class {unknown[0]!r}, which {folder} lacks")
+    places = layout(root)
+    classes = training_classes(places.train, left_out)
     numbers = {name: number for number, name in enumerate(classes)}
-    train = _class_images(folder, classes, numbers, settings)
-    test = _class_images(held_out, tested, numbers, settings) if held_out else None
+
+    def held_out(folder: Path | None) -> DecodedImages | None:
+        if folder is None:
+            return None
+        found = find_classes(folder, left_out)
+        if unknown := sorted(found.keys() - classes.keys()):
+            raise UserError(
+                f"data.root: {folder} has the class {unknown[0]!r}, which {places.train} lacks"
+            )
+        return _class_images(folder, found, numbers, settings)
+
+    val, test = held_out(places.val), held_out(places.test)
+    train = _class_images(places.train, classes, numbers, settings)
     say_left_out(root, left_out)
-    return train, test
+    return train, val, test
 
 
 def _class_images(

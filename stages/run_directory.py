@@ -173,6 +173,8 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
+            if settings.choices is not None:
+                write_whole(self.path / "choices.yaml", settings.choices)
         data.write_split(self.path / "split.json")
 
     def settled(self, settings: Settings) -> Settings:

@@ -1,0 +1,49 @@
+"""The settings of a run on a folder of images for which nobody has written any: chosen when the
+run begins, and those of its ``config.yaml`` from then on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from gaupipe import __version__, choices, config
+from gaupipe.config import Settings
+from gaupipe.errors import UserError
+from gaupipe.folder_facts import facts_of
+from stages.run_directory import RunDirectory
+
+
+def settings_for(
+    folder: Path, overrides: Sequence[str], run_dir: Path
+) -> tuple[Settings, list[str]]:
+    """The settings for the images in ``folder``, and lines that say what was chosen and why.
+
+    ``overrides`` are the user's ``a.b=value``, which win. Raises UserError for a folder that cannot
+    be meant, for unusable overrides and for a ``run_dir`` with a run on other images.
+    """
+    run = RunDirectory(run_dir)
+    if run.config.is_file():
+        before = run.settings()
+        if before.data.name != "folder" or not _is_same(before.data.root, folder):
+            raise UserError(
+                f"{run_dir} holds a run on other images ({before.data.name}, data.root "
+                f"{before.data.root}); choose another --run-dir or remove it"
+            )
+        root = f"data.root={json.dumps(str(folder))}"  # it may be named from elsewhere now
+        settings = config.load(run.config, [*overrides, root])
+        return settings, [f"{run_dir}: goes on with the settings with which it began"]
+    given = config.with_overrides({}, overrides)
+    for name in ("data.name", "data.root"):
+        if choices.Choices(given).given(name) is not None:
+            raise UserError(f"--set {name}: --data {folder} says where the images are")
+    facts = facts_of(folder)
+    chosen = choices.choose(facts, str(folder), choices.this_machine(given), given)
+    head = f"{folder}: {facts}"
+    text = chosen.as_yaml(f"gaupipe {__version__} chose these settings.\n{head}\n{chosen.note}")
+    settings = config.parse(chosen.tree, f"--data {folder}").with_choices(text)
+    return settings, [head, *(f"  {line}" for line in chosen.lines()), chosen.note]
+
+
+def _is_same(root: Path | None, folder: Path) -> bool:
+    return root is not None and root.resolve() == folder.resolve()

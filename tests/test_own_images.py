@@ -1,0 +1,312 @@
+"""``--data FOLDER``: what is chosen for a folder of images, and a run with it."""
+
+import itertools
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from gaupipe import config
+from gaupipe.choices import Machine, choose
+from gaupipe.config import DataSettings
+from gaupipe.data import load_data
+from gaupipe.errors import UserError
+from gaupipe.folder_facts import FolderFacts, facts_of
+
+TWO_CORES = Machine(cores=2)
+TINY = (
+    "model.args.embed_dim=16",
+    "model.args.depth=1",
+    "phase_b.epochs=2",
+    "threads=1",
+)
+
+
+def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
+    counts = {name: images // len(classes) for name in classes}
+    return FolderFacts(counts, *size, **more)
+
+
+def settings(given=(), machine=TWO_CORES, **of_folder) -> config.Settings:
+    tree = config.with_overrides({}, given)
+    return config.parse(choose(facts(**of_folder), "photos", machine, tree).tree, "test")
+
+
+def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
+    """Images of noise, a folder for each class."""
+    draw = np.random.default_rng(0)
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = draw.integers(256, size=(*size[::-1], 3), dtype=np.uint8)
+            Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
+    return folder
+
+
+def sets(overrides=TINY) -> list[str]:
+    return [argument for override in overrides for argument in ("--set", override)]
+
+
+# what is chosen
+
+
+@pytest.mark.parametrize(
+    "size,image_size,patch_size",
+    [
+        ((400, 534), 64, 8),
+        ((5000, 60), 64, 8),
+        ((32, 32), 32, 4),
+        ((28, 28), 28, 4),
+        ((47, 90), 44, 4),
+        ((8, 8), 8, 2),
+        ((1, 3), 8, 2),
+    ],
+)
+def test_sizes_follow_the_shorter_side(size, image_size, patch_size):
+    chosen = settings(size=size)
+    assert chosen.data.image_size == image_size
+    assert chosen.model.args["patch_size"] == patch_size
+
+
+def test_what_is_chosen_can_be_built_whatever_the_folder():
+    numbers = itertools.product(
+        (2, 20, 3000, 10**6), (1, 31, 50, 3000), (Machine(1), Machine(64), Machine(8, gpu=True))
+    )
+    for images, pixels, machine in numbers:
+        chosen = settings(images=images, size=(pixels, pixels), machine=machine)
+        args = chosen.model.args
+        assert chosen.data.image_size % args["patch_size"] == 0
+        assert args["embed_dim"] % args["num_heads"] == 0
+        assert chosen.baseline.epochs == chosen.phase_a.max_epochs + chosen.phase_b.epochs
+        assert 0 < chosen.data.val_fraction <= 0.5
+
+
+def test_more_images_have_fewer_epochs_and_a_faster_machine_a_larger_model():
+    few, many = settings(images=2000), settings(images=200_000)
+    assert few.phase_b.epochs > many.phase_b.epochs
+    assert few.model.args["embed_dim"] >= many.model.args["embed_dim"]
+    assert few.data.batch_size < many.data.batch_size
+    gpu = settings(images=2000, machine=Machine(8, gpu=True))
+    assert gpu.model.args["embed_dim"] > few.model.args["embed_dim"]
+    assert gpu.data.image_size > few.data.image_size
+
+
+def test_a_small_folder_holds_out_an_image_of_each_class():
+    names = [f"class of {number} things" for number in range(10)]
+    assert settings(images=20, classes=names).data.val_fraction == 0.5
+    assert settings(images=200).data.val_fraction == 0.2
+    assert settings(images=2000).data.val_fraction == 0.1
+    own = choose(facts(images=20, val=5), "photos", TWO_CORES)
+    assert own.given("data.val_fraction") is None
+
+
+@pytest.mark.parametrize("names", ["0123456789", ["digit-0", "digit-7"], "AbC"])
+def test_digits_and_letters_are_not_mirrored(names):
+    chosen = settings(classes=list(names))
+    assert not chosen.phase_b.augment.flip and not chosen.phase_a.augment.flip
+    words = settings(classes=["digital watch", "ab"])
+    assert words.phase_b.augment.flip and words.phase_a.augment.flip
+
+
+def test_what_the_user_set_stays_and_the_rest_follows():
+    chosen = settings(
+        [
+            "data.image_size=30",
+            "model.args.embed_dim=50",
+            "phase_b.epochs=6",
+            "phase_b.augment.flip=false",
+            "phase_b.alpha=0.5",
+        ]
+    )
+    assert (chosen.data.image_size, chosen.model.args["patch_size"]) == (30, 3)
+    assert (chosen.model.args["embed_dim"], chosen.model.args["num_heads"]) == (50, 1)
+    assert (chosen.phase_a.max_epochs, chosen.baseline.epochs) == (3, 9)
+    assert chosen.phase_a.augment.flip and not chosen.phase_b.augment.flip
+    assert chosen.phase_b.alpha == 0.5
+    fewer = settings(["data.train_images=100"])
+    assert fewer.phase_b.epochs > settings().phase_b.epochs
+
+
+def test_a_line_for_each_choice_names_the_setting():
+    chosen = choose(facts(), "photos", TWO_CORES, {"data": {"batch_size": 7}})
+    keys = [line.split("=")[0] for line in chosen.lines()]
+    known = config.flatten(config.parse(chosen.tree, "test"))
+    assert keys and set(keys) <= known.keys()
+    assert "as you set it" in next(line for line in chosen.lines() if "batch_size=7" in line)
+
+
+def test_published_weights_are_taken_for_their_maps_alone():
+    chosen = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
+    assert chosen.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
+    assert chosen.phase_b.mean_heads and chosen.phase_b.match_grid and not chosen.phase_b.alpha
+    assert chosen.baseline.epochs == chosen.phase_b.epochs
+    assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
+
+
+def test_the_file_says_the_same_with_its_reasons():
+    chosen = choose(facts(), "photos: mine", TWO_CORES, {"seed": 3, "log": {"to": []}})
+    text = chosen.as_yaml("a head\nof two lines")
+    assert yaml.safe_load(text) == chosen.tree
+    assert list(chosen.tree) == ["seed", "data", "model", "phase_a", "log", "phase_b", "baseline"]
+    of_file = config.parse(chosen.tree, "test").with_choices(text)
+    assert pickle.loads(pickle.dumps(of_file)).choices == text  # ranks send it to each other
+    assert text.startswith("# a head\n# of two lines\n")
+    for reason in chosen.reasons.values():
+        assert f"# {reason}\n" in text
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["data=[1]", "data.image_size=x", "model.args=3", "phase_b.epochs=-1", "model.args.depth={}"],
+)
+def test_unusable_settings_are_refused_as_ever(given):
+    with pytest.raises(UserError):
+        settings([given])
+
+
+# what a folder is like
+
+
+def test_facts_are_those_of_the_training_images(tmp_path):
+    photos(tmp_path / "train", size=(40, 30), mode="L")
+    photos(tmp_path / "validation", count=2)
+    photos(tmp_path / "test", count=3)
+    giant = Image.new("L", (3000, 2000))
+    giant.save(tmp_path / "train" / "cat" / "giant.png")
+    found = facts_of(tmp_path)
+    assert found.counts == {"cat": 13, "dog": 12}
+    assert (found.width, found.height, found.grey) == (40, 30, True)
+    assert (found.val, found.test) == (4, 6)
+    Image.new("RGB", (40, 30)).save(tmp_path / "train" / "cat" / "colour.png")
+    assert not facts_of(tmp_path).grey
+
+
+def load(root, **more):
+    return load_data(DataSettings(name="folder", root=root, image_size=8, **more))
+
+
+def test_validation_images_of_their_own(tmp_path):
+    photos(tmp_path / "train")
+    photos(tmp_path / "val", count=2)
+    as_test = load(tmp_path)
+    assert (len(as_test.train), len(as_test.val), len(as_test.test)) == (21, 3, 4)
+    photos(tmp_path / "test", count=3)
+    data = load(tmp_path)
+    assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
+    assert data.val.source.files.root == tmp_path / "val"
+    assert data.val.labels.tolist() == [0, 0, 1, 1]
+    assert len(load(tmp_path, train_images=10).val) == 4
+
+
+def test_class_folders_without_a_folder_for_training(tmp_path):
+    inside = load(photos(tmp_path / "photos" / "train").parent)
+    shutil.copytree(tmp_path / "photos" / "train", tmp_path / "flat")
+    flat = load(tmp_path / "flat")
+    assert flat.test is None
+    assert flat.sha256 == inside.sha256
+
+
+# a run
+
+
+def run(in_process, *arguments, cwd):
+    return in_process(*arguments, *sets(), cwd=cwd)
+
+
+def metrics(path) -> list[dict]:
+    timed = ("seconds", "images_per_s", "data_share", "maps_share")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
+
+
+def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
+    photos(tmp_path / "mine")
+    code, out, err = run(in_process, "run", "--data", "mine", cwd=tmp_path)
+    assert code == 0, err
+    lines = err.splitlines()
+    assert lines[0].startswith("mine: 24 training images of 2 classes")
+    assert any(line.startswith("  data.image_size=8 ") for line in lines)
+    for row in ("teacher (phase A)", "standard, distilled", "standard, plain"):
+        assert row in out
+    first = tmp_path / "runs" / "mine"
+    student = metrics(first / "phase_b" / "standard" / "metrics.jsonl")
+    assert len(student) == 2
+
+    code, again, err = in_process("run", "--data", str(tmp_path / "mine"), cwd=tmp_path)
+    assert (code, "goes on with the settings" in err) == (0, True), err
+    assert "epoch" not in err
+    assert again.splitlines()[1:] == out.splitlines()[1:]
+
+    code, _, err = in_process("run", first / "choices.yaml", "--run-dir", "other", cwd=tmp_path)
+    assert code == 0, err
+    for part in ("phase_b", "plain"):
+        path = f"{part}/standard/metrics.jsonl"
+        assert metrics(tmp_path / "other" / path) == metrics(first / path)
+
+    for command, message in (
+        (("run", "--data", "mine", "--set", "data.image_size=16"), "image_size is 8, asked 16"),
+        (("run", "digits", "--data", "mine"), "leave digits out"),
+        (("run", "--data", "elsewhere", "--run-dir", first), "holds a run on other images"),
+        (("run", "--data", "mine", "--run-dir", "b", "--set", "data.root=x"), "--set data.root"),
+    ):
+        code, out, err = in_process(*command, cwd=tmp_path)
+        assert (code, out) == (2, "") and message in err.splitlines()[-1], err
+
+
+def test_train_and_plan_on_a_folder(in_process, tmp_path):
+    photos(tmp_path / "mine" / "train", mode="L")
+    code, out, err = in_process("plan", "--data", "mine", "--steps", "0", "--json", cwd=tmp_path)
+    assert code == 0, err
+    assert json.loads(out)["images"] == 19
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    plain = sets([*TINY[:2], "baseline.epochs=3", "threads=1"])
+    code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
+    assert code == 0, err
+    trained = tmp_path / "runs" / "mine" / "plain" / "standard"
+    assert out == f"{trained.relative_to(tmp_path)}/student\n"
+    assert len(metrics(trained / "metrics.jsonl")) == 3
+    code, _, err = in_process("train", "--data", "mine", "--resume", cwd=tmp_path)
+    assert code == 0 and "epoch" not in err, err
+
+
+FOLDERS = {
+    "absent": (lambda root: None, "no folder 'mine/train'"),
+    "a file": (lambda root: root.write_text("x"), "no folder 'mine/train'"),
+    "empty": (lambda root: root.mkdir(), "no folder 'mine/train'"),
+    "one class": (lambda root: photos(root, ["cat"]), "one class only, 'cat'"),
+    "folders too deep": (
+        lambda root: photos(root / "download"),
+        "if the folders in mine/download are the classes, name it",
+    ),
+    "validation alone": (lambda root: photos(root / "val"), "no folder 'mine/train'"),
+    "an empty class": (lambda root: (photos(root) / "fox").mkdir(), "mine/fox holds no image"),
+    "one image of a class": (lambda root: photos(root, count=1), "class by class"),
+    "unreadable": (
+        lambda root: (photos(root) / "cat" / "3.png").write_bytes(b"no image"),
+        "mine/cat/3.png: not readable",
+    ),
+    "cut off": (
+        lambda root: cut(photos(root, count=300) / "cat" / "200.png"),
+        "mine/cat/200.png: not readable",
+    ),
+}
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:20])
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, case, command):
+    make, message = FOLDERS[case]
+    make(tmp_path / "mine")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = in_process(command, "--data", "mine", cwd=tmp_path)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+    assert sorted(tmp_path.rglob("*")) == before
