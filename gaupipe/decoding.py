@@ -1,7 +1,8 @@
 """The pixels of an image file, in RGB. A file that cannot be read to its end is refused by name.
 
-Pillow decodes, and says what is wrong with a file. Most JPEGs go through torchvision's decoder,
-which takes two thirds of the time and gives the same pixels: both are libjpeg-turbo.
+Pillow decodes, and says what is wrong with a file. Most JPEGs go past it to torchvision's decoder,
+which takes two thirds of the time and gives the same pixels: both are libjpeg-turbo. torchvision
+0.29 calls its decoders deprecated; without them Pillow reads every file.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import contextlib
 import functools
 import io
 import os
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
@@ -52,7 +54,10 @@ def identify(file: BinaryIO, name: str) -> Image.Image:
     """An image of which the header has been read and no pixels yet. Raises what Pillow raises."""
     own = suffixes().get(suffix_of(name))
     formats = [known for known in (own, *COMMON) if known in Image.OPEN]
-    return Image.open(file, formats=formats)
+    image = Image.open(file, formats=formats)
+    if Image.MAX_IMAGE_PIXELS and image.width * image.height > Image.MAX_IMAGE_PIXELS:
+        raise Image.DecompressionBombError  # where Pillow itself may only warn
+    return image
 
 
 def read_rgb(file: BinaryIO, name: str) -> Image.Image:
@@ -74,12 +79,24 @@ def read_pixels(content: bytes, name: str) -> Tensor:
     """The pixels of :func:`read_rgb` of a file with this content: uint8 [3, height, width], one
     pixel's colours side by side in memory. Raises what :func:`read_rgb` raises."""
     if suffixes().get(suffix_of(name), "JPEG") in COMMON and _is_plain_jpeg(content):
-        from torchvision.io import ImageReadMode, decode_jpeg
-
-        with contextlib.suppress(RuntimeError):  # Pillow says what is wrong, or reads it
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            return decode_jpeg(data, mode=ImageReadMode.RGB)
+        with contextlib.suppress(RuntimeError, ValueError):  # Pillow says what is wrong
+            return decode_jpeg()(content)
     return torch.from_numpy(np.array(read_rgb(io.BytesIO(content), name))).permute(2, 0, 1)
+
+
+@functools.cache
+def decode_jpeg() -> Callable[[bytes], Tensor]:
+    """The decoder for JPEGs that Pillow need not read. It raises RuntimeError or ValueError."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from torchvision.io import ImageReadMode
+
+        rgb, decode = ImageReadMode.RGB.value, torch.ops.image.decode_jpeg.default
+        return lambda content: decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), rgb)
+    return _leave_to_pillow
+
+
+def _leave_to_pillow(_content: bytes) -> Tensor:
+    raise RuntimeError("no decoder but Pillow")
 
 
 def _is_plain_jpeg(content: bytes) -> bool:
@@ -144,22 +161,40 @@ def refusing(name: str) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silences Pillow's warnings of odd metadata, which nobody reads here.
+class _Quiet:
+    """Filters of warnings belong to the whole process: the first thread that wants them puts them
+    in place, and the last one takes them away."""
 
-    Its warning of an image so large that it may be an attack becomes an error.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        yield
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._threads += 1
+            if self._threads == 1:
+                self._filters = warnings.catch_warnings()
+                self._filters.__enter__()
+                warnings.simplefilter("ignore")
+
+    def __exit__(self, *_exception: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if not self._threads:
+                self._filters.__exit__(None, None, None)
+
+
+_QUIET = _Quiet()
+
+
+def quiet() -> contextlib.AbstractContextManager[None]:
+    """Silences Pillow's warnings of odd metadata, which nobody reads here."""
+    return _QUIET
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "of no format that Pillow reads"
-    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+    if isinstance(error, Image.DecompressionBombError):
         return f"more than {Image.MAX_IMAGE_PIXELS:,} pixels"
     text = getattr(error, "strerror", None) or str(error)
     return " ".join(text.split()) or type(error).__name__

@@ -4,6 +4,7 @@ images that are kept. Whatever is kept, and whoever reads, a seed gives the same
 import io
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,8 @@ def all_images(data: ImageData, workers=0) -> list[torch.Tensor]:
     """What trainings and evaluations read."""
     train = Batches(data.train, data, CPU, 5, workers)
     epochs = [batch for a in (SQUARE, FULL) for e in (0, 1) for batch in train.epoch(e, a)]
-    views = train.views(np.arange(3, 20), FULL, 3)
-    val = Batches(data.val, data, CPU, 3, workers).in_order()
+    views = train.views(np.arange(3, 18), FULL, 3)
+    val = Batches(data.val, data, CPU, 3).in_order()
     images = [batch.images for batch in (*epochs, *views, *val)]
     return images + [batch.geometry.offset for batch in epochs if batch.geometry is not None]
 
@@ -131,21 +132,33 @@ JPEGS = {
 }
 
 
+@pytest.fixture(params=["torchvision", "Pillow"])
+def decoder(request, monkeypatch):
+    """The decoder of most JPEGs."""
+    if request.param == "Pillow":
+        monkeypatch.setitem(sys.modules, "torchvision.io", None)
+    decoding.decode_jpeg.cache_clear()
+    yield request.param
+    decoding.decode_jpeg.cache_clear()
+
+
 @pytest.mark.parametrize("name", JPEGS)
-def test_a_jpeg_has_the_pixels_that_pillow_gives_it(name):
+def test_a_jpeg_has_the_pixels_that_pillow_gives_it(name, decoder):
     np.testing.assert_array_equal(by_gaupipe(JPEGS[name]), by_pillow(JPEGS[name]))
 
 
-def test_most_jpegs_go_past_pillow(monkeypatch):
+def test_most_jpegs_go_past_pillow(decoder, monkeypatch):
+    if decoder == "Pillow":
+        pytest.skip("nothing else is there")
     monkeypatch.setattr(decoding, "read_rgb", None)
     for name in ("colour", "not subsampled", "progressive", "grey", "not turned", "comment"):
         assert by_gaupipe(JPEGS[name]).shape[2] == 3, name
 
 
-def test_a_jpeg_cut_off_anywhere_is_refused_or_read_as_pillow_does():
+def test_a_jpeg_cut_off_anywhere_is_refused_or_read_as_pillow_does(decoder):
     for name in ("colour", "progressive", "turned"):
         content = JPEGS[name]
-        for length in range(0, len(content), 7):
+        for length in range(0, len(content), 11):
             cut = content[:length]
             assert np.array_equal(by_gaupipe(cut), by_pillow(cut)), (name, length)
         for length in range(1, 12):
@@ -153,7 +166,7 @@ def test_a_jpeg_cut_off_anywhere_is_refused_or_read_as_pillow_does():
             assert np.array_equal(by_gaupipe(cut), by_pillow(cut)), (name, -length)
 
 
-def test_damaged_jpegs_are_refused_or_read_as_pillow_does():
+def test_damaged_jpegs_are_refused_or_read_as_pillow_does(decoder):
     draw = np.random.default_rng(0)
     for _ in range(300):
         content = bytearray(JPEGS["colour"])
@@ -207,7 +220,7 @@ def test_a_crop_of_a_full_size_image_lies_where_its_place_says(height, width):
         outside += abs(x0) + scale_x > 1.01 or abs(y0) + scale_y > 1.01
     assert bool(outside) == (abs(height - width) > 1)
     areas = places[:, 2:].prod(1) * side * side / (height * width)
-    assert areas.min() < 0.2 and areas.max() > 0.6  # scale 0.08 to 1 of the full size
+    assert areas.min() < 0.2 and areas.max() > 0.4  # scale 0.08 to 1 of the full size
 
 
 @pytest.mark.parametrize("height,width,size", [(375, 500, 224), (500, 333, 32), (7, 9, 16)])
@@ -246,12 +259,21 @@ def test_a_view_of_a_full_size_image_can_be_drawn_alone(root):
 # ---- what is kept --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_kept_images_are_those_that_are_decoded(root, workers):
+def test_kept_images_are_those_that_are_decoded(root):
     expected = all_images(load(root, cache="none"))
     for cache in ("none", "memory", "file", "auto"):
-        assert same(all_images(load(root, cache=cache), workers), expected), cache
+        assert same(all_images(load(root, cache=cache)), expected), cache
     assert len(folders(root)) == 2  # squares, and images of full size
+
+
+def test_processes_read_what_a_thread_reads(root):
+    expected = all_images(load(root, cache="none"))
+    all_images(load(root))
+    for cache in ("none", "file"):
+        data = load(root, cache=cache)
+        for kind in ("square", "full"):
+            data.train.source.find(kind)
+        assert same(all_images(data, workers=1), expected), cache
 
 
 def test_what_is_kept_is_decoded_once(root, decoded):
@@ -308,7 +330,7 @@ def test_an_image_that_changes_after_its_digest_is_refused_when_it_is_kept(root,
 
 def test_an_image_that_cannot_be_decoded_is_refused_by_name(root):
     path = root / "train" / "dog" / "05.jpg"
-    os.truncate(path, path.stat().st_size // 2)
+    os.truncate(path, path.stat().st_size - 20)
     data = load(root)
     with pytest.raises(UserError, match=r"05\.jpg: not readable as an image \(.*truncated"):
         next(Batches(data.train, data, CPU, 5).epoch(0, SQUARE))
@@ -373,6 +395,7 @@ def test_a_damaged_cache_is_made_anew(root, damage, decoded):
 
 def train_epoch(root: Path, kill: int | None = None) -> None:
     """Keeps the squares; is killed at a file operation in the cache."""
+    os.environ["GAUPIPE_CACHE"] = str(root.parent / "cache")
     if kill is not None:
         kill_this_process(root.parent / "cache", kill, 0)
     torch.set_num_threads(1)
@@ -403,6 +426,7 @@ def _pair(root: Path):
 
 
 def hold(root: Path, barrier, done) -> None:
+    os.environ["GAUPIPE_CACHE"] = str(root.parent / "cache")
     torch.set_num_threads(1)
     decoded_here = []
 
