@@ -3,6 +3,7 @@ training step waits for images.
 
     python benchmarks/input.py
     python benchmarks/input.py --images 4000 --rounds 5 --workers 1
+    python benchmarks/input.py --workers 0 --parts decoders,loaders
     python benchmarks/input.py --parts step,layout
 
 JPEG files go to a temporary folder below --folder and are deleted. Those of 500 pixels are --files
@@ -10,7 +11,8 @@ different images, each under several names (hard links). All have just been writ
 is the work, not the disk. Both loaders make normalised float32 batches on the device, of the same
 pixels: squares of 32 pixels of the small images, and of 224 pixels of the large ones, bilinear; or
 random resized crops of the full-size images, flipped. Each loader has read all images once before
-it is timed. Things compared take turns in one process.
+it is timed. Things compared take turns in one process. With --workers 0 on a CPU, processor time is
+counted, which leaves out what else runs on the machine; else the time that passes.
 """
 
 from __future__ import annotations
@@ -32,12 +34,14 @@ from timing import seconds, spread
 from timm.data import ImageDataset, create_loader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torchvision.transforms import v2
 
 import gaupipe.models  # noqa: F401  (registers the models)
 from gaupipe import machine
 from gaupipe.augment import Augment, AugmentSettings
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, ImageData, load_data
+from gaupipe.decoding import read_pixels
 
 BATCH = 128
 SEEN = {32: 32, 500: 224}
@@ -58,12 +62,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="training steps in a round")
     parser.add_argument("--parts", default="loaders,step,layout")
+    parser.add_argument("--threads", type=int, help="of torch; default: all processor cores")
     parser.add_argument("--folder", type=Path, help="default: that of temporary files")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     device, parts = torch.device(arguments.device), arguments.parts.split(",")
     workers = arguments.workers or [max(1, machine.cores() - 1)]
-    torch.set_num_threads(machine.cores())
+    torch.set_num_threads(arguments.threads or machine.cores())
     print(f"torch {torch.__version__}, timm {timm.__version__}, {machine.cores()} cores, {device}")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         os.environ["GAUPIPE_CACHE"] = f"{folder}/cache"
@@ -71,6 +76,8 @@ def main() -> None:
             root = Path(folder) / str(size)
             written = write(root, size, arguments.images, arguments.files)
             print(f"\n{arguments.images:,} files of {size} pixels, {written / 1e3:.1f} kB each")
+            if "decoders" in parts:
+                compare_decoders(root, size, arguments.rounds)
             for count in workers if "loaders" in parts else []:
                 compare_loaders(root, size, count, device, arguments.rounds)
             if "step" in parts:
@@ -111,6 +118,45 @@ def write_jpeg(size: int, seed: int, path: Path) -> int:
     return path.stat().st_size
 
 
+def compare_decoders(root: Path, size: int, rounds: int) -> None:
+    """Prints the processor time of an image, and ratios to Pillow with torchvision's transforms."""
+    files = sorted((root / "train" / "a").iterdir())[: 1000 if size < 100 else 100]
+    seen = SEEN[size]
+    square = v2.Compose([v2.ToImage(), v2.Resize(seen, antialias=True), v2.CenterCrop(seen)])
+    source = load(root, size, "none").train.source
+
+    def by_pillow(path: Path) -> object:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+
+    def square_by_pillow(path: Path) -> object:
+        with Image.open(path) as image:
+            return square(image.convert("RGB"))
+
+    def pixels(path: Path) -> object:
+        return read_pixels(path.read_bytes(), path.name)
+
+    names = {str(path): number for number, path in enumerate(sorted(root.rglob("*.jpg")))}
+    ways: dict[str, Callable[[Path], object]] = {
+        "pixels, Pillow": by_pillow,
+        "pixels, gaupipe": pixels,
+        "squares, Pillow": square_by_pillow,
+        "squares, gaupipe": lambda path: source.__getitems__([names[str(path)]]),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, read in ways.items():
+            began = time.process_time()
+            for path in files:
+                read(path)
+            if number:
+                times[name].append((time.process_time() - began) / len(files) * 1e6)
+    for name, values in times.items():
+        base = times[f"{name.split(',')[0]}, Pillow"]
+        ratios = [own / other for own, other in zip(values, base, strict=True)]
+        print(f"{name}: {spread(values, ',.0f')} microseconds, {spread(ratios)} of Pillow")
+
+
 Epoch = Callable[[], Iterable[Tensor]]
 """The normalised images of an epoch, batch by batch."""
 
@@ -148,6 +194,7 @@ def load(root: Path, size: int, cache: str) -> ImageData:
 def compare_loaders(root: Path, size: int, workers: int, device: torch.device, rounds: int) -> None:
     """Prints images a second of timm's loader, and ratios to it."""
     decoding, kept = load(root, size, "none"), load(root, size, "file")
+    clock = time.perf_counter if workers or device.type == "cuda" else time.process_time
     for crops in (False, True):
         epochs = {
             "timm": of_timm(root, size, workers, device, crops),
@@ -157,13 +204,13 @@ def compare_loaders(root: Path, size: int, workers: int, device: torch.device, r
         rates: dict[str, list[float]] = {name: [] for name in epochs}
         for number in range(rounds + 1):
             for name, epoch in epochs.items():
-                count, began = 0, time.perf_counter()
+                count, began = 0, clock()
                 for images in epoch():
                     count += len(images)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 if number:  # the first round warms up
-                    rates[name].append(count / (time.perf_counter() - began))
+                    rates[name].append(count / (clock() - began))
         what = "crops of full-size images" if crops else "squares"
         print(f"{what}, {workers} workers: timm {spread(rates['timm'], ',.0f')} images/s")
         for name in list(epochs)[1:]:

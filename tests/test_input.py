@@ -4,6 +4,7 @@ images that are kept. Whatever is kept, and whoever reads, a seed gives the same
 import io
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from gaupipe.config import DataSettings
 from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.decoding import read_pixels, read_rgb
 from gaupipe.errors import UserError
+from gaupipe.interruption import spare_worker
 from gaupipe.loader import Loader
 from processes import FORKS, exit_code, kill_this_process
 
@@ -547,3 +549,27 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
     assert Loader(source, CPU, 3).number_of_workers() == 3
     digits = load_data(DataSettings(train_images=50)).train.source
     assert Loader(digits, CPU, "auto").number_of_workers() == 0
+
+
+def read_images(connection) -> None:
+    """As a process that the loader starts."""
+    spare_worker(0)
+    connection.send("reads")
+    signal.pause()
+
+
+def train_with_reader(connection) -> None:
+    FORKS.Process(target=read_images, args=(connection,)).start()
+    signal.pause()
+
+
+def test_a_process_that_reads_images_ends_with_the_one_that_trains():
+    ours, theirs = FORKS.Pipe()
+    training = FORKS.Process(target=train_with_reader, args=(theirs,))
+    training.start()
+    theirs.close()
+    assert ours.recv() == "reads"
+    training.kill()
+    training.join()
+    with pytest.raises(EOFError):  # nobody holds the other end any more
+        ours.recv()
