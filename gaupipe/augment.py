@@ -10,7 +10,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,10 +30,10 @@ ATTEMPTS = 10
 
 
 def uniforms(
-    seed: int, epoch: int, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
+    seed: int, epoch: int | np.ndarray, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
 ) -> np.ndarray:
     """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and
-    of nothing else.
+    of nothing else. ``epoch`` is one for all, or that of each image [B].
 
     Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as
     its key and (image id, epoch, stream, number of four draws) as its counter. ``stream`` below
@@ -41,8 +41,9 @@ def uniforms(
     """
     ids = np.asarray(image_ids, dtype=np.uint64)[:, None]
     blocks = np.arange(-(-k // 4), dtype=np.uint64)[None]
+    epochs = np.asarray(epoch, dtype=np.uint64).reshape(-1, 1)
     counter = np.broadcast_arrays(
-        ids & _WORD, ids >> _HALF, np.uint64(epoch), np.uint64(stream << 16) | blocks
+        ids & _WORD, ids >> _HALF, epochs, np.uint64(stream << 16) | blocks
     )
     words = np.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), axis=-1)
     return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
@@ -79,13 +80,15 @@ class Augment:
         self.seed = seed
 
     def __call__(
-        self, images: Tensor, image_ids: Tensor, epoch: int
+        self, images: Tensor, image_ids: Tensor, epoch: int, places: Tensor | None = None
     ) -> tuple[Tensor, Geometry | None]:
         """(views, where they lie) of a batch.
 
         images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
         image_ids   int64 [B]
         epoch       counted from 0
+        places      where the ``images`` lie, if they are crops of full-size images already, which
+                    are then not cropped again: float64 [B, 4], as :class:`Crops` returns it
 
         The views have the shape, dtype and device of the images. The geometry is None when nothing
         moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
@@ -94,8 +97,11 @@ class Augment:
         settings, (height, width) = self.settings, images.shape[-2:]
         size = (height, width)
         place = _Place(len(images), size)
-        if settings.resized_crop:
-            boxes = self._resized_crops(settings.resized_crop, image_ids, epoch, size)
+        if places is not None:
+            place.start(places.numpy())
+        elif settings.resized_crop:
+            draws = self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP)
+            boxes = crop_boxes(draws, size, settings.resized_crop)
             images = torch.stack(
                 [
                     F.resized_crop(image, *box, list(size), antialias=True)
@@ -133,30 +139,6 @@ class Augment:
         """Which images are mirrored: bool [B]."""
         return self.settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
 
-    def _resized_crops(
-        self,
-        settings: ResizedCropSettings,
-        image_ids: Tensor,
-        epoch: int,
-        size: tuple[int, int],
-    ) -> np.ndarray:
-        """(top, left, height, width) in pixels, int64 [B, 4], drawn as torchvision's
-        RandomResizedCrop draws it."""
-        height, width = size
-        boxes, found = _boxes(
-            self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP),
-            size,
-            settings.scale,
-            settings.ratio,
-        )
-        low, high = (
-            settings.ratio
-        )  # the largest box in the middle of the image, when no attempt fits
-        h = height if width / height >= low else round(width / low)
-        w = width if width / height <= high else round(height * high)
-        boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
-        return boxes
-
     def _randaugment(
         self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
     ) -> Tensor:
@@ -189,6 +171,64 @@ class Augment:
         return images
 
 
+def crop_boxes(
+    draws: np.ndarray, size: tuple[int, int], settings: ResizedCropSettings
+) -> np.ndarray:
+    """Parts (top, left, height, width) of images of this size in pixels, int64 [B, 4], drawn as
+    torchvision's RandomResizedCrop draws them, from uniform numbers [B, 4 * ATTEMPTS]."""
+    height, width = size
+    boxes, found = _boxes(draws, size, settings.scale, settings.ratio)
+    low, high = settings.ratio  # the largest box in the middle, when no attempt fits
+    h = height if width / height >= low else round(width / low)
+    w = width if width / height <= high else round(height * high)
+    boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
+    return boxes
+
+
+@dataclass(frozen=True)
+class Crops:
+    """The resized crops of some full-size images, one of each: those that :class:`Augment` would
+    draw of the images themselves in the epochs ``views`` [B]."""
+
+    settings: ResizedCropSettings
+    seed: int
+    image_ids: np.ndarray
+    views: np.ndarray
+
+    def of(self, images: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """(crops uint8 [B, 3, size, size], their places) of images [3, height, width], of any
+        height and width.
+
+        The places say where each crop lies in the square that the image becomes without a crop:
+        (offset x, offset y, scale x, scale y) in border coordinates, float64 [B, 4]. A crop may lie
+        outside the square, which is the middle of the image.
+        """
+        draws = uniforms(self.seed, self.views, self.image_ids, 4 * ATTEMPTS, RESIZED_CROP)
+        crops, places = [], np.empty((len(draws), 4))
+        for image, drawn, place in zip(images, draws, places, strict=True):
+            height, width = image.shape[-2:]
+            box = crop_boxes(drawn[None], (height, width), self.settings)[0]
+            top, left, h, w = box.tolist()
+            part = image[:, top : top + h, left : left + w]
+            if (h, w) != (size, size):
+                part = F.resize_image(part, [size, size], antialias=True)
+            crops.append(part)
+            start, extent = middle_square(height, width, size)
+            place[:2] = (2 * (box[1::-1] - start) + box[:1:-1]) / extent - 1
+            place[2:] = box[:1:-1] / extent
+        return torch.stack(crops).contiguous(), torch.from_numpy(places)
+
+
+def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of an image that becomes a square of ``size`` pixels, when its shorter side is
+    resized to ``size`` and the middle of the longer side is kept: (left, top) and (width, height)
+    in pixels of the image, float64 [2] each."""
+    pixels = np.array([width, height], dtype=np.float64)
+    resized = np.array([size * side // min(height, width) for side in (width, height)])
+    start = np.array([round((side - size) / 2) for side in resized.tolist()])
+    return start * pixels / resized, size * pixels / resized
+
+
 def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Tensor:
     """Views of the same size that start at pixel ``shifts`` [B, 2] (x, y) of their image, 0
     outside it, then mirrored from left to right where ``flips`` [B] says so."""
@@ -212,6 +252,10 @@ class _Place:
     def __init__(self, images: int, size: tuple[int, int]) -> None:
         self.pixels = np.array(size[::-1], dtype=np.float64)
         self.offset, self.scale = np.zeros((images, 2)), np.ones((images, 2))
+
+    def start(self, places: np.ndarray) -> None:
+        """The images are crops that lie there: [B, 4], offset and scale."""
+        self._then(places[:, :2], places[:, 2:])
 
     def _then(self, offset: np.ndarray, scale: np.ndarray) -> None:
         self.offset = self.offset + self.scale * offset

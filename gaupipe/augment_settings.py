@@ -33,6 +33,9 @@ class ResizedCropSettings(Section):
     """Smallest and largest share of the image's area that the part has."""
     ratio: Range = (3 / 4, 4 / 3)
     """Smallest and largest ratio of width to height, before the part is enlarged."""
+    full_size: bool = False
+    """Take the part from the image file at its full size, as is usual for ImageNet, and not from
+    the square of ``data.image_size`` pixels. Images held in memory have only the square."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ResizedCropSettings:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 
 from gaupipe.attention import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
@@ -36,6 +43,8 @@ IRRELEVANT = (
     "log.every",
     "log.project",
     "data.workers",
+    "data.cache",
+    "data.cache_gb",
     "data.eval_batch_size",
     "data.root",
     "data.download",
@@ -119,6 +128,15 @@ def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
 ModelArgs = Annotated[dict[str, Any], AfterValidator(_usable_model_args)]
 
 
+def _number_of_workers(value: Any) -> Any:
+    if value != "auto" and (isinstance(value, bool) or value not in range(1025)):
+        raise ValueError("should be auto or a whole number from 0 to 1024")
+    return value
+
+
+Workers = Annotated[int | Literal["auto"], BeforeValidator(_number_of_workers)]
+
+
 class DataSettings(Section):
     """The data set, and how its images become tensors."""
 
@@ -143,8 +161,16 @@ class DataSettings(Section):
     """Training images in a step."""
     eval_batch_size: Positive = 512
     """Images in a batch where nothing is trained: validation, export, evaluation."""
-    workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that decode images; 0 is right for data sets held in memory."""
+    workers: Workers = "auto"
+    """Processes that decode images, 0 to 1024; with 0 a thread of the process that trains decodes.
+    ``auto`` is 0 for images held in memory or in the cache, and for few images; else it is chosen
+    by the processor cores, and is larger with a GPU."""
+    cache: Literal["auto", "memory", "file", "none"] = "auto"
+    """Where the decoded images of image files are kept from one epoch to the next: ``file`` in the
+    user's cache (GAUPIPE_CACHE), also for later commands; ``memory`` in each process. ``auto`` is
+    ``file`` or else ``memory`` where they fit, and ``none`` decodes in every epoch."""
+    cache_gb: Weight = 8.0
+    """Decoded images that take more GB than this are not kept by ``cache: auto``."""
     buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of

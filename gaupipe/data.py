@@ -6,7 +6,6 @@ source with the held-out images left out. Splits do not depend on the seed of a 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -15,21 +14,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from gaupipe import distributed
-from gaupipe.augment import Augment, Mix, mix
+from gaupipe.augment import Augment, Crops, Mix, mix
 from gaupipe.buckets import Buckets, slices
 from gaupipe.config import DataSettings
+from gaupipe.decoded_images import DecodedImages
 from gaupipe.errors import UserError
 from gaupipe.gaussians import Geometry
 from gaupipe.image_sources import ArrayImages, Source, open_sources
-from gaupipe.interruption import spare_worker, spared
+from gaupipe.loader import Loaded, Loader, Request, fetch
 
 T = TypeVar("T")
 
@@ -59,41 +58,21 @@ class Split:
         images, _ = self.source.__getitems__([int(self.positions[image_id])])
         return images[0].permute(1, 2, 0).numpy()
 
+    def view(self, image_id: int, augment: Augment, epoch: int) -> np.ndarray:
+        """What ``augment`` makes of one image in an epoch: uint8 [height, width, C]."""
+        ids = np.array([image_id])
+        [request] = requests(self, [ids], augment, [np.array([epoch])])
+        loaded = fetch(self.source, request)
+        views, _ = augment(loaded.images, loaded.ids, epoch, loaded.places)
+        return views[0].permute(1, 2, 0).numpy()
 
-class _Batches(Dataset):
-    """Makes a DataLoader fetch whole batches.
-
-    A batch is images uint8 [B, C, height, width], labels [B] and image ids [B]. In place of a batch
-    with an image that cannot be read comes the UserError: raised in a worker, it would arrive as a
-    traceback.
-    """
-
-    def __init__(self, split: Split) -> None:
-        self.split = split
-
-    def __getitems__(self, image_ids: list[int]) -> tuple[Tensor, Tensor, Tensor] | UserError:
-        try:
-            positions = self.split.positions[image_ids].tolist()
-            images, labels = self.split.source.__getitems__(positions)
-        except UserError as error:
-            return error
-        return images, labels, torch.tensor(image_ids)
-
-
-class _Order:
-    """A batch sampler whose batches can be changed between epochs while the loader's workers live
-    on."""
-
-    def __init__(self) -> None:
-        self.batches: list[np.ndarray] = []
-        """The image ids of each batch."""
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for image_ids in self.batches:
-            yield image_ids.tolist()
+    def trial(self, count: int) -> Split:
+        """The first ``count`` images, on which a training is tried."""
+        positions = self.positions[:count]
+        source = self.source
+        if isinstance(source, DecodedImages):
+            source = source.trial(positions)
+        return Split(source, positions)
 
 
 @dataclass
@@ -150,26 +129,12 @@ class Batches:
         data: ImageData,
         device: torch.device,
         batch_size: int,
-        workers: int = 0,
+        workers: int | Literal["auto"] = 0,
         buckets: int = 1,
     ) -> None:
         self.split, self.device, self.batch_size = split, device, batch_size
         self.buckets = Buckets(len(split), buckets)
-        self.order = _Order()
-        # tensorstore must not be in use before a fork, so workers start from a clean process
-        context: dict[str, Any] = {
-            "multiprocessing_context": "forkserver",
-            "persistent_workers": True,
-        }
-        self.loader = DataLoader(
-            _Batches(split),
-            batch_sampler=self.order,
-            collate_fn=_as_is,
-            num_workers=workers,
-            worker_init_fn=spare_worker,
-            generator=torch.Generator(),
-            **(context if workers else {}),
-        )
+        self.loader = Loader(split.source, device, workers)
         self.waited = {"data": 0.0, "maps": 0.0}
         """Seconds that :meth:`epoch` has waited for images, and for stored maps."""
         self.mean = torch.tensor(data.mean, device=device).view(-1, 1, 1) * 255
@@ -188,9 +153,8 @@ class Batches:
     def in_order(self, image_ids: np.ndarray | None = None) -> Iterator[Batch]:
         """The images of ``image_ids``, or all of the split in canonical order, as they are."""
         chosen = np.arange(len(self.split)) if image_ids is None else image_ids
-        self.order.batches = slices(chosen, self.batch_size)
-        for images, labels, ids in self._fetched():
-            yield Batch(self._normalised(images.to(self.device)), labels.to(self.device), ids)
+        for loaded in self.loader(requests(self.split, slices(chosen, self.batch_size))):
+            yield self._unchanged(loaded)
 
     def of_rank(self) -> Iterator[Batch]:
         """The images of this rank's buckets as they are, bucket by bucket, each in canonical order:
@@ -199,11 +163,10 @@ class Batches:
             bucket: slices(self.buckets.members(bucket), self.batch_size)
             for bucket in self.buckets.of_rank()
         }
-        self.order.batches = [ids for of_bucket in batches.values() for ids in of_bucket]
+        wanted = requests(self.split, [ids for of_bucket in batches.values() for ids in of_bucket])
         of = [bucket for bucket, of_bucket in batches.items() for _ in of_bucket]
-        for (images, labels, ids), bucket in zip(self._fetched(), of, strict=True):
-            views = self._normalised(images.to(self.device))
-            yield Batch(views, labels.to(self.device), ids, parts=[(bucket, len(ids))])
+        for loaded, bucket in zip(self.loader(wanted), of, strict=True):
+            yield self._unchanged(loaded, [(bucket, len(loaded.ids))])
 
     def epoch(
         self,
@@ -221,15 +184,20 @@ class Batches:
         :meth:`views` draws it, and ``maps`` are of that view: nothing has moved between them.
         """
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
-        self.order.batches = [np.concatenate([*parts.values()]) for parts in order]
+        drawn = number if view is None else view
+        batches = [np.concatenate([*parts.values()]) for parts in order]
+        wanted = requests(
+            self.split, batches, augment, [np.full(len(ids), drawn) for ids in batches]
+        )
+        self._keep(wanted)
         nothing: Iterator[Any] = itertools.repeat(None)
-        stored = nothing if maps is None else maps.prefetch(self.order.batches)
+        stored = nothing if maps is None else maps.prefetch(batches)
         of_world = self.batch_sizes[first:]
-        images_of, stored = self._timed(self._fetched(), "data"), self._timed(stored, "maps")
+        images_of, stored = self._timed(self.loader(wanted), "data"), self._timed(stored, "maps")
         fetched = zip(images_of, stored, order, of_world)  # noqa: B905
-        for (images, labels, ids), found, parts, whole in fetched:
-            drawn = number if view is None else view
-            views, geometry = augment(images.to(self.device), ids, drawn)
+        for loaded, found, parts, whole in fetched:
+            ids = loaded.ids
+            views, geometry = augment(self._on_device(loaded.images), ids, drawn, loaded.places)
             geometry = geometry if view is None else None
             sizes = [(bucket, len(of_bucket)) for bucket, of_bucket in parts.items()]
             views, mixed = mix(
@@ -242,7 +210,7 @@ class Batches:
             )
             yield Batch(
                 views,
-                labels.to(self.device),
+                self._on_device(loaded.labels),
                 ids,
                 geometry,
                 mixed,
@@ -256,29 +224,34 @@ class Batches:
 
         View v is what ``augment`` makes of an image in epoch v. The ids of a batch are entries.
         """
-        self.order.batches = slices(entries // count, self.batch_size)
-        first = 0
-        for images, labels, ids in self._fetched():
-            batch = entries[first : first + len(ids)]
-            first += len(ids)
-            images = images.to(self.device)
+        batches = slices(entries, self.batch_size)
+        wanted = requests(
+            self.split,
+            [batch // count for batch in batches],
+            augment,
+            [batch % count for batch in batches],
+        )
+        for loaded, batch in zip(self.loader(wanted), batches, strict=True):
+            images = self._on_device(loaded.images)
             for view in np.unique(batch % count):
                 chosen = torch.from_numpy(np.flatnonzero(batch % count == view))
-                places = chosen.to(self.device)
-                images[places] = augment(images[places], ids[chosen], int(view))[0]
-            yield Batch(
-                self._normalised(images), labels.to(self.device), torch.from_numpy(batch.copy())
-            )
+                at, cropped = chosen.to(self.device), loaded.places
+                of_view = None if cropped is None else cropped[chosen]
+                images[at] = augment(images[at], loaded.ids[chosen], int(view), of_view)[0]
+            labels = self._on_device(loaded.labels)
+            yield Batch(self._normalised(images), labels, torch.from_numpy(batch.copy()))
 
-    def _fetched(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(images uint8, labels, ids) in the order that was set. Raises the UserError of an
-        image that cannot be read."""
-        with spared() if self.loader.num_workers else contextlib.nullcontext():
-            batches = iter(self.loader)
-        for batch in batches:
-            if isinstance(batch, UserError):
-                raise batch
-            yield batch
+    def _keep(self, wanted: Sequence[Request]) -> None:
+        """Keeps the images, decoded, for this epoch and later ones."""
+        if wanted and isinstance(self.split.source, DecodedImages):
+            self.split.source.keep(wanted[0].kind)
+
+    def _unchanged(self, loaded: Loaded, parts: Sequence[tuple[int, int]] = ()) -> Batch:
+        images = self._normalised(self._on_device(loaded.images))
+        return Batch(images, self._on_device(loaded.labels), loaded.ids, parts=parts)
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)
 
     def _timed(self, items: Iterable[T], what: str) -> Iterator[T]:
         """The same items; the time until each is there goes into :attr:`waited`."""
@@ -294,11 +267,24 @@ class Batches:
             yield item
 
     def _normalised(self, images: Tensor) -> Tensor:
-        return (images.float() - self.mean) / self.std
+        return torch.sub(images, self.mean).div_(self.std)
 
 
-def _as_is(batch: Any) -> Any:
-    return batch
+def requests(
+    split: Split,
+    batches: Sequence[np.ndarray],
+    augment: Augment | None = None,
+    views: Sequence[np.ndarray] = (),
+) -> list[Request]:
+    """For each batch of image ids what a loader is asked for. With crops of full-size images those
+    that ``augment`` draws for these ``views``."""
+    crop = augment.settings.resized_crop if augment else None
+    if augment and crop and crop.full_size and isinstance(split.source, DecodedImages):
+        return [
+            Request(split.positions[ids], ids, Crops(crop, augment.seed, ids, drawn))
+            for ids, drawn in zip(batches, views, strict=True)
+        ]
+    return [Request(split.positions[ids], ids) for ids in batches]
 
 
 def train_and_val(
@@ -306,10 +292,10 @@ def train_and_val(
 ) -> tuple[Batches, Batches]:
     """What a ViT is trained on and scored on: batches of the training and of the validation
     images, of the sizes that the settings say."""
-    sizes = {"workers": settings.workers, "buckets": settings.num_buckets}
+    size, eval_size, workers = settings.batch_size, settings.eval_batch_size, settings.workers
     return (
-        Batches(data.train, data, device, settings.batch_size, **sizes),
-        Batches(data.val, data, device, settings.eval_batch_size, **sizes),
+        Batches(data.train, data, device, size, workers, settings.num_buckets),
+        Batches(data.val, data, device, eval_size, workers, settings.num_buckets),
     )
 
 
@@ -376,6 +362,8 @@ def load_data(settings: DataSettings) -> ImageData:
         if settings.train_images < len(kept):
             _, kept = _stratified(kept, labels[kept], settings.train_images)
     split = Split(train, kept)
+    if isinstance(train, DecodedImages):
+        train.chosen = np.union1d(kept, held_out)
     if isinstance(train, ArrayImages):
         mean, std = _mean_and_std(train.images[torch.from_numpy(kept)])
     else:

@@ -42,7 +42,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     What killed calls left is removed by the next one.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone_in(folder.parent) as alone:
+    with alone_in(folder.parent) as alone:
         if alone:
             _clear(folder)
         fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.partial-"))
@@ -61,7 +61,7 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _alone_in(parent: Path) -> Iterator[bool]:
+def alone_in(parent: Path) -> Iterator[bool]:
     """Waits until no other process replaces a folder in ``parent``; False where the file system
     knows no locks."""
     descriptor = os.open(parent, os.O_RDONLY)

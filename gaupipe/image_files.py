@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -10,11 +11,16 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from gaupipe.decoding import identify, quiet, refusing
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
+
+SAMPLE = 64
+"""Files that stand for all where a guess is enough."""
 
 READERS = 8
 """Threads that read files at once; what they wait for is the disk or the network."""
@@ -31,12 +37,19 @@ class ImageFiles:
     be decoded to its end shows when it is.
     """
 
+    threads = True
+    """Whether several threads may read."""
+
     def __init__(self, root: Path, names: list[str]) -> None:
         self.root, self.names = root, names
-        digest = hashlib.sha256()
+        self.place = str(root.resolve())
+        """Where the files are."""
+        digest, contents = hashlib.sha256(), bytearray()
         for name, content in zip(names, content_digests(root, names), strict=True):
             digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(content))
+            contents += bytes.fromhex(content)
         self._fingerprint = digest.digest()
+        self._contents = np.frombuffer(bytes(contents), dtype=np.uint8).reshape(len(names), 32)
 
     def name(self, position: int) -> str:
         """What messages call the file."""
@@ -48,6 +61,56 @@ class ImageFiles:
     def fingerprint(self) -> bytes:
         """A digest of all names and contents in their order."""
         return self._fingerprint
+
+    def contents(self, positions: np.ndarray) -> bytes:
+        """Tells the contents of some files from any others, in their order."""
+        return self._contents[positions].tobytes()
+
+    def check(self, position: int, content: bytes) -> None:
+        """Raises UserError if this is not the content of the file that the fingerprint is of."""
+        if hashlib.sha256(content).digest() != self._contents[position].tobytes():
+            raise UserError(
+                f"{self.name(position)}: has changed since the data set was opened; start again"
+            )
+
+    @functools.cached_property
+    def mean_bytes(self) -> float:
+        """Of a file, about."""
+        sample = np.linspace(0, len(self.names) - 1, SAMPLE).astype(np.int64)
+        sizes = [os.stat(self.name(position)).st_size for position in sample.tolist()]
+        return sum(sizes) / len(sizes)
+
+
+class HubImages:
+    """The images of a Hugging Face data set, as timm's reader hands them out."""
+
+    threads = False
+    mean_bytes = 50_000.0
+
+    def __init__(self, data_set: str, reader: Any) -> None:
+        self.data_set = self.place = data_set
+        self.reader = reader
+
+    def name(self, position: int) -> str:
+        """What messages call the image."""
+        return f"image {position} of {self.data_set}"
+
+    def open(self, position: int) -> BinaryIO:
+        return self.reader[position][0]
+
+    def fingerprint(self) -> bytes:
+        """A digest of the library's own fingerprint, which tells where the data came from.
+
+        No content is read for it.
+        """
+        return hashlib.sha256(self.reader.dataset._fingerprint.encode()).digest()
+
+    def contents(self, _positions: np.ndarray) -> bytes:
+        """As of :class:`ImageFiles`, by the fingerprint."""
+        return self.fingerprint()
+
+    def check(self, position: int, content: bytes) -> None:
+        """Nothing is known of a single image."""
 
 
 def content_digests(root: Path, names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gaupipe.config import DataSettings
-from gaupipe.decoding import read_rgb, refusing
+from gaupipe.decoded_images import DecodedImages
 from gaupipe.errors import UserError
-from gaupipe.image_files import ImageFiles
+from gaupipe.image_files import HubImages, ImageFiles
 from gaupipe.image_folder import (
     LeftOut,
     find_classes,
@@ -70,68 +70,6 @@ class ArrayImages(Dataset):
 
     def fingerprint(self) -> bytes:
         return hashlib.sha256(self.images.numpy().tobytes()).digest()
-
-
-class HubImages:
-    """The images of a Hugging Face data set, as timm's reader hands them out."""
-
-    def __init__(self, data_set: str, reader: Any) -> None:
-        self.data_set, self.reader = data_set, reader
-
-    def name(self, position: int) -> str:
-        """What messages call the image."""
-        return f"image {position} of {self.data_set}"
-
-    def open(self, position: int) -> BinaryIO:
-        return self.reader[position][0]
-
-    def fingerprint(self) -> bytes:
-        """A digest of the library's own fingerprint, which tells where the data came from.
-
-        No content is read for it.
-        """
-        return hashlib.sha256(self.reader.dataset._fingerprint.encode()).digest()
-
-
-class DecodedImages(Dataset):
-    """Images that are decoded when they are asked for.
-
-    They are resized so that the shorter side is ``size``, bilinear with antialiasing, and cropped
-    to the square in the middle. An image that cannot be decoded raises UserError. ``class_names``
-    are as those of :class:`ArrayImages`.
-    """
-
-    def __init__(
-        self,
-        files: ImageFiles | HubImages,
-        labels: np.ndarray,
-        size: int,
-        class_names: Sequence[str] = (),
-    ) -> None:
-        from torchvision.transforms import v2
-
-        self.class_names = tuple(class_names)
-        self.files = files
-        self.labels = np.asarray(labels, dtype=np.int64)
-        self.to_square = v2.Compose(
-            [v2.ToImage(), v2.Resize(size, antialias=True), v2.CenterCrop(size)]
-        )
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        images = torch.stack([self._pixels(position) for position in positions])
-        return images, torch.from_numpy(self.labels[np.asarray(positions)])
-
-    def _pixels(self, position: int) -> Tensor:
-        """uint8 [3, size, size]."""
-        name = self.files.name(position)
-        with refusing(name), self.files.open(position) as file:
-            return self.to_square(read_rgb(file, name)).as_subclass(Tensor)
-
-    def fingerprint(self) -> bytes:
-        return self.files.fingerprint()
 
 
 Source = ArrayImages | DecodedImages
@@ -232,8 +170,7 @@ def _class_images(
 ) -> DecodedImages:
     files = [file for images in classes.values() for file in images]
     labels = [numbers[name] for name, images in classes.items() for _ in images]
-    size = settings.image_size or 224
-    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), size, list(numbers))
+    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
 
 
 def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
@@ -286,13 +223,13 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
         return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
-        return DecodedImages(HubImages(settings.name, reader), labels, size or 224)
+        return DecodedImages(HubImages(settings.name, reader), labels, settings)
     files = _files(data_set)
     start = len(os.path.join(data_set.root, ""))
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
     files_of = ImageFiles(Path(data_set.root), names)
-    return DecodedImages(files_of, labels, size or 224, class_names)
+    return DecodedImages(files_of, labels, settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import parent_process, resource_tracker
 from types import FrameType
 from typing import Any
 
@@ -122,7 +122,16 @@ def spared() -> Iterator[None]:
 
 def spare_worker(_number: int) -> None:
     """What a process that reads images does first: it leaves Ctrl-C and the first SIGTERM to the
-    process that trains, which ends it."""
+    process that trains, and ends with it. torch's own watch is on the fork server, which lives as
+    long as its children."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)

@@ -230,6 +230,8 @@ def drawing(settings: Settings) -> dict[str, Any]:
     augment = settings.phase_b.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
         augment.pop(name, None)
+    if (crop := augment["resized_crop"]) and not crop["full_size"]:
+        del crop["full_size"]  # stores of earlier versions do not have it
     return {"seed": settings.seed, "augment": augment}
 
 

@@ -235,16 +235,11 @@ def images_of(maps: store.Store) -> ImageData:
 
 def image_pixels(maps: store.Store, data: ImageData, image: int, view: int = 0) -> np.ndarray:
     """What a store's maps of an image, or of one of its views, are of: uint8 [height, width, C]."""
-    seen, drawing = data.train.image(image), maps.schema.extra.get("views")
-    return seen if drawing is None else draw_view(seen, drawing, image, view)
-
-
-def draw_view(pixels: np.ndarray, drawing: dict, image: int, view: int) -> np.ndarray:
-    """One of the views that a store's maps are of: uint8 [height, width, C]."""
+    drawing = maps.schema.extra.get("views")
+    if drawing is None:
+        return data.train.image(image)
     augment = Augment(AugmentSettings.model_validate(drawing["augment"]), drawing["seed"])
-    images = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    drawn, _ = augment(images, torch.tensor([image]), view)
-    return drawn[0].permute(1, 2, 0).numpy()
+    return data.train.view(image, augment, view)
 
 
 def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:

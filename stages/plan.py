@@ -23,7 +23,9 @@ import store
 from gaupipe.building import select_device
 from gaupipe.config import LogSettings, Settings
 from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
+from gaupipe.decoded_images import DecodedImages, Kind
 from gaupipe.errors import UserError
+from gaupipe.machine import available_memory, free_disk
 from gaupipe.stored_maps import check_export, chosen
 from gaupipe.student import build_student
 from gaupipe.teacher import Teacher
@@ -32,9 +34,7 @@ from gaupipe.vit_teacher import VitTeacher
 from stages import export_maps, phase_a, phase_b, plan_world, trained_teacher
 from stages.resources import (
     Plan,
-    available_memory,
     check_resources,
-    free_disk,
     gigabytes,
     make_plan,
     sizes_of,
@@ -90,8 +90,11 @@ def run(
     if world_size is not None:
         share = plan_world.share(settings, data, sizes, plan, seconds, world_size, bandwidth)
         counts["world"] = share
+    place, image_bytes = kept_images(settings, data)
     return {
         **counts,
+        "kept_images_in": place,
+        "kept_images_bytes": image_bytes,
         "phase_a_disk_bytes": plan.phase_a_disk_bytes,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
@@ -99,6 +102,20 @@ def run(
         "seconds": seconds,
         "problem": find_problem(plan, run_dir, str(export.kind)),
     }
+
+
+def kept_images(settings: Settings, data: ImageData) -> tuple[str, int]:
+    """Where the decoded images of image files are kept (:attr:`DataSettings.cache`), and how many
+    bytes they take there; ``none`` and 0 of other images."""
+    source = data.train.source
+    if not isinstance(source, DecodedImages):
+        return "none", 0
+    crops = [phase.augment.resized_crop for phase in (settings.phase_a, settings.phase_b)]
+    full = [crop is not None and crop.full_size for crop in crops]
+    kinds: list[Kind] = ["square"] if not all(full) else []
+    kinds += ["full"] if any(full) else []
+    kept = [(place, size) for place, size in map(source.would_keep, kinds) if place != "none"]
+    return (kept[0][0], sum(size for _, size in kept)) if kept else ("none", 0)
 
 
 def build_teacher(settings: Settings, data: ImageData) -> StartedTeacher:
@@ -222,8 +239,8 @@ def first_images(data: ImageData, count: int) -> ImageData:
     train, val = data.train, data.val
     return dataclasses.replace(
         data,
-        train=Split(train.source, train.positions[:count]),
-        val=Split(val.source, val.positions[:1]),
+        train=train.trial(count),
+        val=val.trial(1),
         test=None,
     )
 
@@ -335,6 +352,9 @@ def _bytes(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     )
     remark = f"per-image parameters {per_image}, a checkpoint {checkpoint}; {free} free"
     yield "disk, phase A", gigabytes(plan["phase_a_disk_bytes"]), remark
+    if plan["kept_images_bytes"]:
+        place = {"file": "a file in the user's cache"}.get(plan["kept_images_in"], "memory")
+        yield "decoded images", gigabytes(plan["kept_images_bytes"]), f"kept in {place}: data.cache"
     for kind, size in plan["store_bytes"].items():
         yield f"store, {kind}", gigabytes(size), "before compression"
 

@@ -14,11 +14,12 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.building import select_device
 from gaupipe.config import Settings
 from gaupipe.data import Batches, ImageData
+from gaupipe.machine import free_disk
 from gaupipe.student import build_student, check_baseline
 from gaupipe.training import score_model
 from stages import phase_b
 from stages.plan import clock, data_of, duration, first_images, two_epochs
-from stages.resources import free_disk, gigabytes
+from stages.resources import gigabytes
 
 
 def run(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from gaupipe import distributed
 from gaupipe.config import RowSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.image_state import record_words
+from gaupipe.machine import available_memory, free_disk
 from gaupipe.stored_maps import KINDS, default_kind
 from gaupipe.student import MapShape
 from gaupipe.vit_teacher import VitTeacher
@@ -239,14 +239,6 @@ def gigabytes(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def free_disk(folder: Path) -> int:
-    """Bytes free where ``folder`` is or will be."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def size_on_disk(folder: Path) -> int:
     """Bytes that the files below ``folder`` take; sparse files only what is written."""
     return sum(
@@ -254,27 +246,3 @@ def size_on_disk(folder: Path) -> int:
         for root, _, names in os.walk(folder)
         for name in names
     )
-
-
-def available_memory(
-    meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")
-) -> int | None:
-    """Bytes that a new process can use without pushing out others, within the container's limit
-    where there is one.
-
-    ``meminfo`` is the kernel's file, ``group`` the container's folder of cgroup v2. None if the
-    kernel does not say.
-    """
-    try:
-        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit = int((group / "memory.max").read_text())  # "max" where there is none
-        used = int((group / "memory.current").read_text())
-        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        files = int(counters["active_file"]) + int(counters["inactive_file"])
-    except (OSError, KeyError, ValueError):
-        return free
-    return min(free, limit - used + files)

@@ -14,6 +14,7 @@ import zarr
 from typer.testing import CliRunner
 
 import store
+from gaupipe import machine
 from gaupipe.cli import app
 from gaupipe.config import load, parse
 from gaupipe.data import load_data
@@ -162,8 +163,8 @@ def test_available_memory_is_the_machines_within_a_containers_limit(tmp_path, fi
     (tmp_path / "memory.stat").write_text("anon 800\nactive_file 10\ninactive_file 20\n")
     for name, content in files.items():
         (tmp_path / name).write_text(content + "\n")
-    assert resources.available_memory(tmp_path / "meminfo", tmp_path) == expected
-    assert resources.available_memory(tmp_path / "none", tmp_path) is None
+    assert machine.available_memory(tmp_path / "meminfo", tmp_path) == expected
+    assert machine.available_memory(tmp_path / "none", tmp_path) is None
 
 
 def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
