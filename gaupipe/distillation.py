@@ -1,6 +1,6 @@
 """The student's side of L_feat: a forward pass that compares attention maps block by block.
 
-Axis letters: B images, H heads, T tokens on a grid (h, w).
+Axis letters: B images, H heads, T tokens on a grid (h, w), Q chosen queries.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.attention.kernels import (
+    ChosenRows,
+    attention_with_chosen_divergence,
     attention_with_normaliser,
+    chosen_divergence,
+    entropy_of,
     has_normaliser_kernel,
     map_divergence,
+    map_of_factors,
     separable_divergence,
 )
-from gaupipe.augment import Mix, mixed_map
+from gaupipe.augment import Mix, mixed_map, mixed_rows
 from gaupipe.gaussians import Geometry
 from gaupipe.losses import feature_loss, without_keys
+from gaupipe.maps import take_queries
 from gaupipe.models import run_blocks
 from gaupipe.stored_maps import StoredAttention
 
@@ -38,6 +44,7 @@ class TeacherMaps:
     grid        (h, w) of the student
     geometry    where the views of the batch lie in the images that the maps are of
     mixed       which images of the batch were mixed, and where
+    queries     [B, Q] int64: the queries of each view that are compared; None is all
     """
 
     stored: StoredAttention
@@ -47,22 +54,50 @@ class TeacherMaps:
     mean_heads: bool = False
     geometry: Geometry | None = None
     mixed: Mix | None = None
+    queries: Tensor | None = None
 
     def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student,
-        where it has factors."""
+        """The two factors ([B, H, T, h], [B, H, T, w]) of the rows that are compared with a block
+        of the student, where they have factors."""
         if self.mean_heads or self.mixed:
             return None
-        return self.stored.axes(*self._choice(layer))
+        return self.stored.axes(*self._choice(layer, self.queries))
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
         maps = mixed_map(self.stored.map(*self._choice(layer)), self.mixed, self.grid)
         return maps.mean(1, keepdim=True) if self.mean_heads else maps
 
-    def _choice(self, layer: int) -> tuple:
+    def rows(self, layer: int) -> Tensor:
+        """The rows [B, H or 1, Q, T] of the map that are compared with a block of the student."""
+        if self.queries is None:
+            return self.map(layer)
+
+        def rows(queries: Tensor) -> Tensor:
+            return self.stored.map(*self._choice(layer, queries))
+
+        maps = mixed_rows(rows, self.queries, self.mixed, self.grid)
+        return maps.mean(1, keepdim=True) if self.mean_heads else maps
+
+    def chosen_rows(self, layer: int, queries: Tensor, hidden: Tensor | None) -> ChosenRows:
+        """The rows of ``queries`` [B, Q], for a block of the student that hides keys [T, T] from
+        each query."""
+        unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
+        if factors := self.axes(layer):
+            entropy = None
+            if hidden is None:
+                along_y, along_x = map(entropy_of, factors)
+                entropy = along_y + along_x
+            return ChosenRows(queries, partial(map_of_factors, *factors, unseen), unseen, entropy)
+
+        def rows() -> Tensor:
+            return self.rows(layer) if unseen is None else without_keys(self.rows(layer), unseen)
+
+        return ChosenRows(queries, rows, unseen)
+
+    def _choice(self, layer: int, queries: Tensor | None = None) -> tuple:
         new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
-        return self.layers[layer], self.heads, self.geometry, new_grid
+        return self.layers[layer], self.heads, self.geometry, new_grid, queries
 
 
 def forward_with_feature_loss(
@@ -85,11 +120,14 @@ def forward_with_feature_loss(
     With ``copy`` the student attends with the teacher's maps in place of its own (attention copy):
     the logits then say nothing of Q and K, which learn from the divergence alone.
 
+    Where the teacher has chosen ``queries``, L_feat is the mean over these alone, and no map of all
+    queries is made, neither of the student nor of the teacher.
+
     A student may have class and register tokens, which the teacher has not: what is compared are
     the rows of its patches over the keys of patches, renormalised (:func:`patch_map`).
     """
     divergences = []
-    prefix = student.num_prefix_tokens
+    prefix, queries = student.num_prefix_tokens, teacher.queries
 
     def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
         weight = 1.0 if layer_weights is None else layer_weights[layer]
@@ -99,10 +137,21 @@ def forward_with_feature_loss(
         patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
         hidden = attention.hidden_keys(patch_q.shape[-2], q.device)  # [T, T]
         dropout = attention.attn_drop.p if attention.training else 0.0
-        fused = temperature == 1.0 and direction == "teacher_student" and not (prefix or copy)
-        fused = fused and has_normaliser_kernel(q, dropout)
-        factors = teacher.axes(layer) if fused else None  # [B, H, T, h], [B, H, T, w]
-        if factors or (fused and not torch.compiler.is_compiling()):
+        plain = temperature == 1.0 and direction == "teacher_student"
+        by_hand = plain and patch_q.shape[-2] > 1 and not torch.compiler.is_compiling()
+        fused = plain and not (prefix or copy) and has_normaliser_kernel(q, dropout)
+        factors, heads = None, None
+        if fused and queries is None:
+            factors = teacher.axes(layer)  # [B, H, T, h], [B, H, T, w]
+        if by_hand and queries is not None:
+            rows = teacher.chosen_rows(layer, queries, hidden)
+            if fused:
+                heads, divergence = attention_with_chosen_divergence(
+                    q, k, v, rows, hidden, attention.scale
+                )
+            else:
+                divergence = chosen_divergence(patch_q, patch_k, rows, attention.scale)
+        elif factors or (fused and by_hand):
             heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
             scores = q, k, normaliser
             if factors:
@@ -114,18 +163,23 @@ def forward_with_feature_loss(
 
             def compare(q: Tensor, k: Tensor) -> Tensor:
                 # softmax over the scores of patches is the whole row's, renormalised over patches
-                log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
-                return feature_loss(log_map, teacher.map(layer), temperature, direction, hidden)
+                if queries is None:
+                    log_map, unseen = attention.log_map(q, k, None, False), hidden  # [B, H, T, T]
+                else:
+                    unseen = None if hidden is None else hidden[queries][:, None]
+                    visible, chosen = None if unseen is None else ~unseen, take_queries(q, queries)
+                    log_map = StudentAttention.log_map(attention, chosen, k, visible, False)
+                return feature_loss(log_map, teacher.rows(layer), temperature, direction, unseen)
 
             divergence = checkpoint(
                 compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
             )
-            if copy:
-                shown = teacher.map(layer)  # [B, H or 1, T, T]
-                shown = shown if hidden is None else without_keys(shown, hidden)
-                heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
-            else:
-                heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
+        if copy:
+            shown = teacher.map(layer)  # [B, H or 1, T, T]
+            shown = shown if hidden is None else without_keys(shown, hidden)
+            heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
+        elif heads is None:
+            heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
         divergences.append(weight * divergence)
         mh = attention.merge(heads, tokens)  # [B, prefix + T, d]
         return attention.proj_drop(attention.combine(mh, merge_heads(v)))

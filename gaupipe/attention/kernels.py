@@ -8,6 +8,7 @@ memory. Axis letters: B images, H heads, T tokens, d model width, d_m = d / H he
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gaupipe.gaussians import outer
 from gaupipe.losses import without_keys
+from gaupipe.maps import take_queries
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -237,7 +239,133 @@ class _RemadeMapTimesKeys(torch.autograd.Function):
         return None, rows.expand(-1, grad.shape[1], -1, -1).mT @ grad
 
 
-def _maps(along_y: Tensor, along_x: Tensor, hidden: Tensor | None) -> Tensor:
+@dataclass
+class ChosenRows:
+    """A teacher's rows for some of a student's queries.
+
+    queries     [B, Q] int64
+    make_rows   gives the rows [B, H or 1, Q, T]; called once for the loss and once for its
+                gradient, so that no row is kept in between
+    hidden      [B, 1, Q, T] bool: keys that the student does not see, and that have 0 in the rows
+    entropy     [B, H or 1, Q] of the rows, where it is known
+    """
+
+    queries: Tensor
+    make_rows: Callable[[], Tensor]
+    hidden: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def divergence(
+        self, q: Tensor, k: Tensor, scale: float, normaliser: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """KL(P || softmax(scale q k')) [B, H, Q] for Q and K [B, H, T, d_m], and the log-normaliser
+        Z [B, H, Q, 1] of the student's rows, which may be given.
+
+        KL = Z - sum_j P_j scale q k_j - H(P).
+        """
+        rows = self.make_rows()
+        chosen, keys = _chosen_and_keys(q, k, self.queries)
+        if normaliser is None:
+            scores = (chosen * scale) @ keys.mT  # [B, H, Q, T]
+            towards = torch.linalg.vecdot(scores, rows)
+            if self.hidden is not None:
+                scores = scores.masked_fill_(self.hidden, -torch.inf)
+            normaliser = scores.logsumexp(-1, keepdim=True)
+        else:
+            towards = torch.linalg.vecdot(chosen * scale, rows @ keys)
+        entropy = entropy_of(rows) if self.entropy is None else self.entropy
+        return normaliser.squeeze(-1) - towards - entropy, normaliser
+
+    def slopes(
+        self, q: Tensor, k: Tensor, scale: float, normaliser: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients in the chosen queries [B, H, Q, d_m] and in the keys [B, H, T, d_m] of
+        divergences with gradients ``grad`` [B, H, Q]: that in the scores is softmax - P."""
+        chosen, keys = _chosen_and_keys(q, k, self.queries)
+        slope = ((chosen * scale) @ keys.mT).sub_(normaliser).exp_()
+        if self.hidden is not None:
+            slope = slope.masked_fill_(self.hidden, 0.0)
+        slope = slope.sub_(self.make_rows()).mul_(grad.unsqueeze(-1) * scale)
+        return (slope @ keys).to(q.dtype), (slope.mT @ chosen).to(k.dtype)
+
+    def places(self, of: Tensor) -> Tensor:
+        """Where the chosen queries [B, H, Q, d_m] lie among all of them, for ``scatter``."""
+        return self.queries[:, None, :, None].expand_as(of)
+
+
+def chosen_divergence(q: Tensor, k: Tensor, teacher: ChosenRows, scale: float) -> Tensor:
+    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, mean over images, heads
+    and the chosen queries, for the student's Q and K [B, H, T, d_m]."""
+    return _ChosenDivergence.apply(q, k, teacher, scale).mean()
+
+
+class _ChosenDivergence(torch.autograd.Function):
+    """KL(P || softmax(scale q k')) [B, H, Q] of chosen queries, with its gradient by hand."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, teacher: ChosenRows, scale: float) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            divergence, normaliser = teacher.divergence(q, k, scale)
+        ctx.save_for_backward(q, k, normaliser)
+        ctx.teacher, ctx.scale = teacher, scale
+        return divergence
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        q, k, normaliser = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            by_chosen, by_keys = ctx.teacher.slopes(q, k, ctx.scale, normaliser, grad)
+        places = ctx.teacher.places(by_chosen)
+        return torch.zeros_like(q).scatter_(2, places, by_chosen), by_keys, None, None
+
+
+def attention_with_chosen_divergence(
+    q: Tensor, k: Tensor, v: Tensor, teacher: ChosenRows, hidden: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k' scale) v [B, H, T, d_m] without ``hidden`` keys [T, T] bool, and
+    :func:`chosen_divergence`, by the CPU's fused kernel (see :func:`has_normaliser_kernel`).
+
+    The kernel gives the log-normaliser, and the gradients of both are added in place.
+    """
+    heads, divergence = _AttentionWithChosenDivergence.apply(q, k, v, teacher, hidden, scale)
+    return heads, divergence.mean()
+
+
+class _AttentionWithChosenDivergence(torch.autograd.Function):
+    """softmax(q k' scale) v without ``hidden`` keys, and KL [B, H, Q] of chosen queries."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, teacher, hidden, scale) -> tuple[Tensor, Tensor]:
+        wide, mask = pad_to(v, q.shape[-1]), additive_mask(hidden, q.dtype)
+        heads, of_all = cpu_attention(q, k, wide, mask, scale)
+        normaliser = take_queries(of_all, teacher.queries).unsqueeze(-1)
+        ctx.save_for_backward(q, k, wide, mask, heads, of_all, normaliser)
+        ctx.teacher, ctx.scale, ctx.width = teacher, scale, v.shape[-1]
+        divergence, _ = teacher.divergence(q, k, scale, normaliser)
+        return heads[..., : ctx.width], divergence
+
+    @staticmethod
+    def backward(ctx, grad_heads: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, wide, mask, heads, of_all, normaliser = ctx.saved_tensors
+        dq, dk, dv = cpu_attention_gradient(
+            pad_to(grad_heads, q.shape[-1]), q, k, wide, heads, of_all, mask, ctx.scale
+        )
+        by_chosen, by_keys = ctx.teacher.slopes(q, k, ctx.scale, normaliser, grad)
+        dq.scatter_add_(2, ctx.teacher.places(by_chosen), by_chosen)
+        return dq, dk.add_(by_keys), dv[..., : ctx.width], None, None, None
+
+
+def _chosen_and_keys(q: Tensor, k: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
+    """The chosen of the queries, and the keys laid out for several products; float32 or wider."""
+    return at_least_float32(take_queries(q, queries)), at_least_float32(k).contiguous()
+
+
+def entropy_of(rows: Tensor) -> Tensor:
+    """-sum p log p over the last axis of probabilities [..., T]: [...]."""
+    return -torch.linalg.vecdot(rows, rows.clamp_min(SMALLEST).log_())
+
+
+def map_of_factors(along_y: Tensor, along_x: Tensor, hidden: Tensor | None) -> Tensor:
     """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where
     there are some."""
     maps = outer(along_y, along_x)
@@ -257,17 +385,17 @@ class _MapTimesKeys(torch.autograd.Function):
         ctx, along_y: Tensor, along_x: Tensor, hidden: Tensor | None, k: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(along_y, along_x, hidden)
-        maps = _maps(along_y, along_x, hidden)
+        maps = map_of_factors(along_y, along_x, hidden)
         if hidden is None:
             entropy = torch.special.entr(along_y).sum(-1) + torch.special.entr(along_x).sum(-1)
         else:
-            entropy = -torch.linalg.vecdot(maps, maps.clamp_min(SMALLEST).log_())
+            entropy = entropy_of(maps)
         ctx.mark_non_differentiable(entropy)
         return maps.to(k.dtype) @ k, entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, None, Tensor]:
-        return None, None, None, _maps(*ctx.saved_tensors).to(grad.dtype).mT @ grad
+        return None, None, None, map_of_factors(*ctx.saved_tensors).to(grad.dtype).mT @ grad
 
 
 def has_normaliser_kernel(q: Tensor, dropout: float) -> bool:
@@ -310,6 +438,44 @@ def flex_with_normaliser(
     return flex_attention(q, k, v, block_mask=mask, scale=scale, return_lse=True)
 
 
+def additive_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``hidden`` keys, bool, as -inf to add to the scores; None stays None."""
+    if hidden is None:
+        return None
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k' scale + mask) v [B, H, T, d_m] and the log-normalisers [B, H, T], by the CPU's
+    fused kernel; without gradients of the latter. q, k and v have one width."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+
+
+def cpu_attention_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Tensor,
+    log_normaliser: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in q, k and v of the heads of :func:`cpu_attention`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, heads, log_normaliser, 0.0, False, attn_mask=mask, scale=scale
+    )
+
+
+def pad_to(x: Tensor, width: int) -> Tensor:
+    """x [..., w] with zeros up to the width, [..., width]; x itself where it has that width."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 class _AttentionWithNormaliser(torch.autograd.Function):
     """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of each query, both
     differentiable, by the CPU's fused kernel.
@@ -324,13 +490,9 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         ctx.width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - ctx.width))
-        mask = None
-        if hidden is not None:
-            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        v = pad_to(v, q.shape[-1])
+        mask = additive_mask(hidden, q.dtype)
+        heads, log_normaliser = cpu_attention(q, k, v, mask, scale)
         ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
         ctx.scale = scale
         return heads[..., : ctx.width], log_normaliser
@@ -342,19 +504,17 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
         width, dtype = q.shape[-1], q.dtype
         grad = torch.cat(
-            [F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)],
+            [pad_to(grad_heads, width), grad_normaliser.unsqueeze(-1).to(dtype)],
             dim=-1,
         )
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = cpu_attention_gradient(
             grad,
             F.pad(q, (0, 1)),
             F.pad(k, (0, 1)),
             F.pad(v, (0, 1), value=1.0),
             F.pad(heads, (0, 1)),
             log_normaliser,
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=ctx.scale,
+            mask,
+            ctx.scale,
         )
         return dq[..., :width], dk[..., :width], dv[..., : ctx.width], None, None
