@@ -129,29 +129,17 @@ def forward_with_feature_loss(
     divergences = []
     prefix, queries = student.num_prefix_tokens, teacher.queries
 
-    def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
-        weight = 1.0 if layer_weights is None else layer_weights[layer]
-        if teacher.layers[layer] is None or not (weight or copy):
-            return attention(tokens)
+    def attend_and_compare(
+        layer: int, attention: StudentAttention, tokens: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """V [B, H, prefix + T, d_m], the heads, None where the teacher's are copied, and the
+        divergence."""
         q, k, v = attention.project(tokens)  # [B, H, prefix + T, d_m]
-        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
-        hidden = attention.hidden_keys(patch_q.shape[-2], q.device)  # [T, T]
         dropout = attention.attn_drop.p if attention.training else 0.0
-        plain = temperature == 1.0 and direction == "teacher_student"
-        by_hand = plain and patch_q.shape[-2] > 1 and not torch.compiler.is_compiling()
-        fused = plain and not (prefix or copy) and has_normaliser_kernel(q, dropout)
-        factors, heads = None, None
-        if fused and queries is None:
-            factors = teacher.axes(layer)  # [B, H, T, h], [B, H, T, w]
-        if by_hand and queries is not None:
-            rows = teacher.chosen_rows(layer, queries, hidden)
-            if fused:
-                heads, divergence = attention_with_chosen_divergence(
-                    q, k, v, rows, hidden, attention.scale
-                )
-            else:
-                divergence = chosen_divergence(patch_q, patch_k, rows, attention.scale)
-        elif factors or (fused and by_hand):
+        fused = temperature == 1.0 and direction == "teacher_student" and not (prefix or copy)
+        fused = fused and queries is None and has_normaliser_kernel(q, dropout)
+        factors = teacher.axes(layer) if fused else None  # [B, H, T, h], [B, H, T, w]
+        if factors or (fused and not torch.compiler.is_compiling()):
             heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
             scores = q, k, normaliser
             if factors:
@@ -159,33 +147,70 @@ def forward_with_feature_loss(
             else:
                 make_map = partial(teacher.map, layer)
                 divergence = map_divergence(*scores, make_map, attention.scale, hidden)
-        else:
+            return v, heads, divergence
 
-            def compare(q: Tensor, k: Tensor) -> Tensor:
-                # softmax over the scores of patches is the whole row's, renormalised over patches
-                if queries is None:
-                    log_map, unseen = attention.log_map(q, k, None, False), hidden  # [B, H, T, T]
-                else:
-                    unseen = None if hidden is None else hidden[queries][:, None]
-                    visible, chosen = None if unseen is None else ~unseen, take_queries(q, queries)
-                    log_map = StudentAttention.log_map(attention, chosen, k, visible, False)
-                return feature_loss(log_map, teacher.rows(layer), temperature, direction, unseen)
+        def compare(q: Tensor, k: Tensor) -> Tensor:
+            # softmax over the scores of patches is the whole row's, renormalised over patches
+            if queries is None:
+                log_map, unseen = attention.log_map(q, k, None, False), hidden  # [B, H, T, T]
+            else:
+                unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
+                visible, chosen = None if unseen is None else ~unseen, take_queries(q, queries)
+                log_map = StudentAttention.log_map(attention, chosen, k, visible, False)
+            return feature_loss(log_map, teacher.rows(layer), temperature, direction, unseen)
 
-            divergence = checkpoint(
-                compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
+        divergence = checkpoint(
+            compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+        )
+        return v, None if copy else attention.attend(q, k, v, None, False), divergence
+
+    def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
+        weight = 1.0 if layer_weights is None else layer_weights[layer]
+        if teacher.layers[layer] is None or not (weight or copy):
+            return attention(tokens)
+        patches = tokens.shape[1] - prefix  # T
+        hidden = attention.hidden_keys(patches, tokens.device)  # [T, T]
+        plain = temperature == 1.0 and direction == "teacher_student"
+        by_hand = plain and patches > 1 and not torch.compiler.is_compiling()
+        if by_hand and queries is not None:
+            rows = teacher.chosen_rows(layer, queries, hidden)
+            v, heads, divergence = attend_and_compare_chosen(
+                attention, tokens, rows, hidden, prefix, copy
             )
+        else:
+            v, heads, divergence = attend_and_compare(layer, attention, tokens, hidden)
         if copy:
             shown = teacher.map(layer)  # [B, H or 1, T, T]
             shown = shown if hidden is None else without_keys(shown, hidden)
             heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
-        elif heads is None:
-            heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
+        assert heads is not None
         divergences.append(weight * divergence)
         mh = attention.merge(heads, tokens)  # [B, prefix + T, d]
         return attention.proj_drop(attention.combine(mh, merge_heads(v)))
 
     logits = run_blocks(student, images, attend)
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
+
+
+def attend_and_compare_chosen(
+    attention: StudentAttention,
+    tokens: Tensor,
+    rows: ChosenRows,
+    hidden: Tensor | None,
+    prefix: int,
+    copy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """V [B, H, prefix + T, d_m], the heads, None for attention copy, and the divergence from the
+    teacher's ``rows`` alone."""
+    v, products = attention.products(tokens)
+    q, k = products[0]
+    dropout = attention.attn_drop.p if attention.training else 0.0
+    if len(products) == 1 and not (prefix or copy) and has_normaliser_kernel(q, dropout):
+        return v, *attention_with_chosen_divergence(q, k, v, rows, hidden, attention.scale)
+    of_patches = [(q[..., prefix:, :], k[..., prefix:, :]) for q, k in products]
+    divergence = chosen_divergence(rows, attention.scale, *of_patches)
+    return v, None if copy else attention.attend_to_products(v, products), divergence
 
 
 def patch_map(rows: Tensor, prefix: int) -> Tensor:

@@ -26,11 +26,14 @@ left of it is what the stored numbers' rounding left."""
 def take_queries(values: Tensor, queries: Tensor | None) -> Tensor:
     """Of what each query has, [B, H, T, ...], the part of the ``queries`` [B, Q] int64 of each
     image: [B, H, Q, ...]. None takes all."""
-    if queries is None:
-        return values
-    images = torch.arange(len(values), device=values.device)[:, None, None]
-    heads = torch.arange(values.shape[1], device=values.device)[:, None]
-    return values[images, heads, queries[:, None]]
+    return values if queries is None else values[places_of(queries, values.shape[1])]
+
+
+def places_of(queries: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The index that takes ``queries`` [B, Q] of every head from values [B, H, T, ...]."""
+    images = torch.arange(len(queries), device=queries.device)
+    of_heads = torch.arange(heads, device=queries.device)
+    return images[:, None, None], of_heads[:, None], queries[:, None]
 
 
 def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ memory. Axis letters: B images, H heads, T tokens, d model width, d_m = d / H he
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from gaupipe.gaussians import outer
 from gaupipe.losses import without_keys
-from gaupipe.maps import take_queries
+from gaupipe.maps import places_of, take_queries
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -256,15 +256,16 @@ class ChosenRows:
     entropy: Tensor | None = None
 
     def divergence(
-        self, q: Tensor, k: Tensor, scale: float, normaliser: Tensor | None = None
+        self, scored: Sequence[Tensor], scale: float, normaliser: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """KL(P || softmax(scale q k')) [B, H, Q] for Q and K [B, H, T, d_m], and the log-normaliser
-        Z [B, H, Q, 1] of the student's rows, which may be given.
+        """KL(P || softmax(scale (q k' + ...))) [B, H, Q] for Q and K [B, H, T, d_m], and the
+        log-normaliser Z [B, H, Q, 1] of the student's rows, which may be given. ``scored`` is q and
+        k of each product in turn.
 
         KL = Z - sum_j P_j scale q k_j - H(P).
         """
         rows = self.make_rows()
-        chosen, keys = _chosen_and_keys(q, k, self.queries)
+        chosen, keys = self._side_by_side(scored)
         if normaliser is None:
             scores = (chosen * scale) @ keys.mT  # [B, H, Q, T]
             towards = torch.linalg.vecdot(scores, rows)
@@ -277,46 +278,64 @@ class ChosenRows:
         return normaliser.squeeze(-1) - towards - entropy, normaliser
 
     def slopes(
-        self, q: Tensor, k: Tensor, scale: float, normaliser: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The gradients in the chosen queries [B, H, Q, d_m] and in the keys [B, H, T, d_m] of
-        divergences with gradients ``grad`` [B, H, Q]: that in the scores is softmax - P."""
-        chosen, keys = _chosen_and_keys(q, k, self.queries)
+        self, scored: Sequence[Tensor], scale: float, normaliser: Tensor, grad: Tensor
+    ) -> list[Tensor]:
+        """The gradients in the chosen queries [B, H, Q, d_m] and in the keys [B, H, T, d_m] of each
+        product in turn, of divergences with gradients ``grad`` [B, H, Q]: that in the scores is
+        softmax - P."""
+        chosen, keys = self._side_by_side(scored)
         slope = ((chosen * scale) @ keys.mT).sub_(normaliser).exp_()
         if self.hidden is not None:
             slope = slope.masked_fill_(self.hidden, 0.0)
         slope = slope.sub_(self.make_rows()).mul_(grad.unsqueeze(-1) * scale)
-        return (slope @ keys).to(q.dtype), (slope.mT @ chosen).to(k.dtype)
+        widths = [k.shape[-1] for k in scored[1::2]]
+        of_queries = (slope @ keys).split(widths, dim=-1)
+        of_keys = (slope.mT @ chosen).split(widths, dim=-1)
+        found = [x for pair in zip(of_queries, of_keys, strict=True) for x in pair]
+        return [x.to(of.dtype) for x, of in zip(found, scored, strict=True)]
 
-    def places(self, of: Tensor) -> Tensor:
-        """Where the chosen queries [B, H, Q, d_m] lie among all of them, for ``scatter``."""
-        return self.queries[:, None, :, None].expand_as(of)
+    def _side_by_side(self, scored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The chosen queries [B, H, Q, .] and the keys [B, H, T, .] whose product is the sum of all
+        products; float32 or wider, the keys laid out for several products."""
+        chosen = [at_least_float32(take_queries(q, self.queries)) for q in scored[::2]]
+        keys = [at_least_float32(k) for k in scored[1::2]]
+        if len(keys) == 1:
+            return chosen[0], keys[0].contiguous()
+        return torch.cat(chosen, dim=-1), torch.cat(keys, dim=-1)
 
 
-def chosen_divergence(q: Tensor, k: Tensor, teacher: ChosenRows, scale: float) -> Tensor:
+def chosen_divergence(
+    teacher: ChosenRows, scale: float, *products: tuple[Tensor, Tensor]
+) -> Tensor:
     """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, mean over images, heads
-    and the chosen queries, for the student's Q and K [B, H, T, d_m]."""
-    return _ChosenDivergence.apply(q, k, teacher, scale).mean()
+    and the chosen queries, for a student whose scores are the sum of ``products`` (q, k), each [B,
+    H, T, d_m]."""
+    scored = (x for product in products for x in product)
+    return _ChosenDivergence.apply(teacher, scale, *scored).mean()
 
 
 class _ChosenDivergence(torch.autograd.Function):
-    """KL(P || softmax(scale q k')) [B, H, Q] of chosen queries, with its gradient by hand."""
+    """KL(P || softmax(scale (q k' + ...))) [B, H, Q] of chosen queries, with its gradient by
+    hand."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, teacher: ChosenRows, scale: float) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            divergence, normaliser = teacher.divergence(q, k, scale)
-        ctx.save_for_backward(q, k, normaliser)
+    def forward(ctx, teacher: ChosenRows, scale: float, *scored: Tensor) -> Tensor:
+        with torch.autocast(scored[0].device.type, enabled=False):
+            divergence, normaliser = teacher.divergence(scored, scale)
+        ctx.save_for_backward(normaliser, *scored)
         ctx.teacher, ctx.scale = teacher, scale
         return divergence
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        q, k, normaliser = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
-            by_chosen, by_keys = ctx.teacher.slopes(q, k, ctx.scale, normaliser, grad)
-        places = ctx.teacher.places(by_chosen)
-        return torch.zeros_like(q).scatter_(2, places, by_chosen), by_keys, None, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        normaliser, *scored = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            found = ctx.teacher.slopes(scored, ctx.scale, normaliser, grad)
+        for number in range(0, len(scored), 2):
+            grad_q = torch.zeros_like(scored[number])
+            grad_q[places_of(ctx.teacher.queries, grad_q.shape[1])] = found[number]
+            found[number] = grad_q
+        return None, None, *found
 
 
 def attention_with_chosen_divergence(
@@ -341,7 +360,7 @@ class _AttentionWithChosenDivergence(torch.autograd.Function):
         normaliser = take_queries(of_all, teacher.queries).unsqueeze(-1)
         ctx.save_for_backward(q, k, wide, mask, heads, of_all, normaliser)
         ctx.teacher, ctx.scale, ctx.width = teacher, scale, v.shape[-1]
-        divergence, _ = teacher.divergence(q, k, scale, normaliser)
+        divergence, _ = teacher.divergence([q, k], scale, normaliser)
         return heads[..., : ctx.width], divergence
 
     @staticmethod
@@ -350,14 +369,9 @@ class _AttentionWithChosenDivergence(torch.autograd.Function):
         dq, dk, dv = cpu_attention_gradient(
             pad_to(grad_heads, q.shape[-1]), q, k, wide, heads, of_all, mask, ctx.scale
         )
-        by_chosen, by_keys = ctx.teacher.slopes(q, k, ctx.scale, normaliser, grad)
-        dq.scatter_add_(2, ctx.teacher.places(by_chosen), by_chosen)
+        by_chosen, by_keys = ctx.teacher.slopes([q, k], ctx.scale, normaliser, grad)
+        dq[places_of(ctx.teacher.queries, q.shape[1])] += by_chosen
         return dq, dk.add_(by_keys), dv[..., : ctx.width], None, None, None
-
-
-def _chosen_and_keys(q: Tensor, k: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """The chosen of the queries, and the keys laid out for several products; float32 or wider."""
-    return at_least_float32(take_queries(q, queries)), at_least_float32(k).contiguous()
 
 
 def entropy_of(rows: Tensor) -> Tensor:
