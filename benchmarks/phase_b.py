@@ -9,9 +9,10 @@ One process; a round runs one plain and, for every share of the queries, one dis
 (forward, backward, AdamW) of the same model on the same images in random order, and the ratio to
 the plain step is taken within the round; the table shows the median with the quartiles in brackets.
 The maps come from a real store of Gaussians on disk through the reader's prefetch, in shuffled
-order; "wait" is the share of the distilled step in which it is waited for. Memory is what the step
-needs beyond the model and the optimizer's state: on a GPU its peak allocation, on a CPU the peak of
-resident memory.
+order; "wait" is the share of the distilled step in which it is waited for. On a CPU the time is the
+processor's, reading included, so that what else runs on the machine counts less. Memory is what the
+step needs beyond the model and the optimizer's state: on a GPU its peak allocation, on a CPU the
+peak of resident memory.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def measure(
     for _ in range(rounds):
         took = {}
         for share in random.sample([*steps], len(steps)):
-            took[share] = seconds(steps[share], device, time.perf_counter)
+            started = time.perf_counter()
+            took[share] = seconds(steps[share], device)
             if share is not None:
-                waits[share].append(waited / took[share])
+                waits[share].append(waited / (time.perf_counter() - started))
         for share in shares:
             ratios[share].append(took[share] / took[None])
     return {

@@ -287,10 +287,10 @@ class ChosenRows:
         slope = ((chosen * scale) @ keys.mT).sub_(normaliser).exp_()
         if self.hidden is not None:
             slope = slope.masked_fill_(self.hidden, 0.0)
-        slope = slope.sub_(self.make_rows()).mul_(grad.unsqueeze(-1) * scale)
+        slope, grad = slope.sub_(self.make_rows()), grad.unsqueeze(-1) * scale
         widths = [k.shape[-1] for k in scored[1::2]]
-        of_queries = (slope @ keys).split(widths, dim=-1)
-        of_keys = (slope.mT @ chosen).split(widths, dim=-1)
+        of_queries = (slope @ keys).mul_(grad).split(widths, dim=-1)
+        of_keys = (slope.mT @ chosen.mul_(grad)).split(widths, dim=-1)
         found = [x for pair in zip(of_queries, of_keys, strict=True) for x in pair]
         return [x.to(of.dtype) for x, of in zip(found, scored, strict=True)]
 
