@@ -13,12 +13,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gaupipe.attention.functional import StudentAttention, merge_heads
-from gaupipe.attention.kernels import (
+from gaupipe.attention.chosen_queries import (
     ChosenRows,
     attention_with_chosen_divergence,
-    attention_with_normaliser,
     chosen_divergence,
+)
+from gaupipe.attention.functional import StudentAttention, merge_heads
+from gaupipe.attention.kernels import (
+    attention_with_normaliser,
     entropy_of,
     has_normaliser_kernel,
     map_divergence,
