@@ -1,6 +1,6 @@
 """The student's side of L_feat: a forward pass that compares attention maps block by block.
 
-Axis letters: B images, H heads, T tokens on a grid (h, w).
+Axis letters: B images, H heads, T tokens on a grid (h, w), Q chosen queries.
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gaupipe.attention.chosen_queries import (
+    ChosenRows,
+    attention_with_chosen_divergence,
+    chosen_divergence,
+)
 from gaupipe.attention.functional import StudentAttention, merge_heads
 from gaupipe.attention.kernels import (
     attention_with_normaliser,
+    entropy_of,
     has_normaliser_kernel,
     map_divergence,
+    map_of_factors,
     separable_divergence,
 )
-from gaupipe.augment import Mix, mixed_map
+from gaupipe.augment import Mix, mixed_map, mixed_rows
 from gaupipe.gaussians import Geometry
 from gaupipe.losses import feature_loss, without_keys
+from gaupipe.maps import take_queries
 from gaupipe.models import run_blocks
 from gaupipe.stored_maps import StoredAttention
 
@@ -38,6 +46,7 @@ class TeacherMaps:
     grid        (h, w) of the student
     geometry    where the views of the batch lie in the images that the maps are of
     mixed       which images of the batch were mixed, and where
+    queries     [B, Q] int64: the queries of each view that are compared; None is all
     """
 
     stored: StoredAttention
@@ -47,22 +56,50 @@ class TeacherMaps:
     mean_heads: bool = False
     geometry: Geometry | None = None
     mixed: Mix | None = None
+    queries: Tensor | None = None
 
     def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The two factors ([B, H, T, h], [B, H, T, w]) of the map for a block of the student,
-        where it has factors."""
+        """The two factors ([B, H, T, h], [B, H, T, w]) of the rows that are compared with a block
+        of the student, where they have factors."""
         if self.mean_heads or self.mixed:
             return None
-        return self.stored.axes(*self._choice(layer))
+        return self.stored.axes(*self._choice(layer, self.queries))
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
         maps = mixed_map(self.stored.map(*self._choice(layer)), self.mixed, self.grid)
         return maps.mean(1, keepdim=True) if self.mean_heads else maps
 
-    def _choice(self, layer: int) -> tuple:
+    def rows(self, layer: int) -> Tensor:
+        """The rows [B, H or 1, Q, T] of the map that are compared with a block of the student."""
+        if self.queries is None:
+            return self.map(layer)
+
+        def rows(queries: Tensor) -> Tensor:
+            return self.stored.map(*self._choice(layer, queries))
+
+        maps = mixed_rows(rows, self.queries, self.mixed, self.grid)
+        return maps.mean(1, keepdim=True) if self.mean_heads else maps
+
+    def chosen_rows(self, layer: int, queries: Tensor, hidden: Tensor | None) -> ChosenRows:
+        """The rows of ``queries`` [B, Q], for a block of the student that hides keys [T, T] from
+        each query."""
+        unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
+        if factors := self.axes(layer):
+            entropy = None
+            if hidden is None:
+                along_y, along_x = map(entropy_of, factors)
+                entropy = along_y + along_x
+            return ChosenRows(queries, partial(map_of_factors, *factors, unseen), unseen, entropy)
+
+        def rows() -> Tensor:
+            return self.rows(layer) if unseen is None else without_keys(self.rows(layer), unseen)
+
+        return ChosenRows(queries, rows, unseen)
+
+    def _choice(self, layer: int, queries: Tensor | None = None) -> tuple:
         new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
-        return self.layers[layer], self.heads, self.geometry, new_grid
+        return self.layers[layer], self.heads, self.geometry, new_grid, queries
 
 
 def forward_with_feature_loss(
@@ -85,22 +122,24 @@ def forward_with_feature_loss(
     With ``copy`` the student attends with the teacher's maps in place of its own (attention copy):
     the logits then say nothing of Q and K, which learn from the divergence alone.
 
+    Where the teacher has chosen ``queries``, L_feat is the mean over these alone, and no map of all
+    queries is made, neither of the student nor of the teacher.
+
     A student may have class and register tokens, which the teacher has not: what is compared are
     the rows of its patches over the keys of patches, renormalised (:func:`patch_map`).
     """
     divergences = []
-    prefix = student.num_prefix_tokens
+    prefix, queries = student.num_prefix_tokens, teacher.queries
 
-    def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
-        weight = 1.0 if layer_weights is None else layer_weights[layer]
-        if teacher.layers[layer] is None or not (weight or copy):
-            return attention(tokens)
+    def attend_and_compare(
+        layer: int, attention: StudentAttention, tokens: Tensor, hidden: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """V [B, H, prefix + T, d_m], the heads, None where the teacher's are copied, and the
+        divergence."""
         q, k, v = attention.project(tokens)  # [B, H, prefix + T, d_m]
-        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
-        hidden = attention.hidden_keys(patch_q.shape[-2], q.device)  # [T, T]
         dropout = attention.attn_drop.p if attention.training else 0.0
         fused = temperature == 1.0 and direction == "teacher_student" and not (prefix or copy)
-        fused = fused and has_normaliser_kernel(q, dropout)
+        fused = fused and queries is None and has_normaliser_kernel(q, dropout)
         factors = teacher.axes(layer) if fused else None  # [B, H, T, h], [B, H, T, w]
         if factors or (fused and not torch.compiler.is_compiling()):
             heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
@@ -110,28 +149,70 @@ def forward_with_feature_loss(
             else:
                 make_map = partial(teacher.map, layer)
                 divergence = map_divergence(*scores, make_map, attention.scale, hidden)
-        else:
+            return v, heads, divergence
 
-            def compare(q: Tensor, k: Tensor) -> Tensor:
-                # softmax over the scores of patches is the whole row's, renormalised over patches
-                log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
-                return feature_loss(log_map, teacher.map(layer), temperature, direction, hidden)
-
-            divergence = checkpoint(
-                compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
-            )
-            if copy:
-                shown = teacher.map(layer)  # [B, H or 1, T, T]
-                shown = shown if hidden is None else without_keys(shown, hidden)
-                heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
+        def compare(q: Tensor, k: Tensor) -> Tensor:
+            # softmax over the scores of patches is the whole row's, renormalised over patches
+            if queries is None:
+                log_map, unseen = attention.log_map(q, k, None, False), hidden  # [B, H, T, T]
             else:
-                heads = attention.attend(q, k, v, None, False)  # [B, H, prefix + T, d_m]
+                unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
+                visible, chosen = None if unseen is None else ~unseen, take_queries(q, queries)
+                log_map = StudentAttention.log_map(attention, chosen, k, visible, False)
+            return feature_loss(log_map, teacher.rows(layer), temperature, direction, unseen)
+
+        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
+        divergence = checkpoint(
+            compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+        )
+        return v, None if copy else attention.attend(q, k, v, None, False), divergence
+
+    def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
+        weight = 1.0 if layer_weights is None else layer_weights[layer]
+        if teacher.layers[layer] is None or not (weight or copy):
+            return attention(tokens)
+        patches = tokens.shape[1] - prefix  # T
+        hidden = attention.hidden_keys(patches, tokens.device)  # [T, T]
+        plain = temperature == 1.0 and direction == "teacher_student"
+        by_hand = plain and patches > 1 and not torch.compiler.is_compiling()
+        if by_hand and queries is not None:
+            rows = teacher.chosen_rows(layer, queries, hidden)
+            v, heads, divergence = attend_and_compare_chosen(
+                attention, tokens, rows, hidden, prefix, copy
+            )
+        else:
+            v, heads, divergence = attend_and_compare(layer, attention, tokens, hidden)
+        if copy:
+            shown = teacher.map(layer)  # [B, H or 1, T, T]
+            shown = shown if hidden is None else without_keys(shown, hidden)
+            heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
+        assert heads is not None
         divergences.append(weight * divergence)
         mh = attention.merge(heads, tokens)  # [B, prefix + T, d]
         return attention.proj_drop(attention.combine(mh, merge_heads(v)))
 
     logits = run_blocks(student, images, attend)
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
+
+
+def attend_and_compare_chosen(
+    attention: StudentAttention,
+    tokens: Tensor,
+    rows: ChosenRows,
+    hidden: Tensor | None,
+    prefix: int,
+    copy: bool,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """V [B, H, prefix + T, d_m], the heads, None for attention copy, and the divergence from the
+    teacher's ``rows`` alone."""
+    v, products = attention.products(tokens)
+    q, k = products[0]
+    dropout = attention.attn_drop.p if attention.training else 0.0
+    if len(products) == 1 and not (prefix or copy) and has_normaliser_kernel(q, dropout):
+        return v, *attention_with_chosen_divergence(q, k, v, rows, hidden, attention.scale)
+    of_patches = [(q[..., prefix:, :], k[..., prefix:, :]) for q, k in products]
+    divergence = chosen_divergence(rows, attention.scale, *of_patches)
+    return v, None if copy else attention.attend_to_products(v, products), divergence
 
 
 def patch_map(rows: Tensor, prefix: int) -> Tensor:

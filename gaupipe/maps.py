@@ -5,10 +5,13 @@ A *map* is a float32 tensor [..., T, T] whose rows, one a query, are probabiliti
 to 1. Tokens are in row-major order on a grid (h, w), as in :mod:`gaupipe.gaussians`. A token is
 the image's patch: a *cell* of 1/h by 1/w of the image around the token's centre.
 
-Axis letters: B images, H heads, T tokens (T = h * w), P class and register tokens, k kept keys.
+Axis letters: B images, H heads, T tokens (T = h * w), Q chosen queries, P class and register
+tokens, k kept keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,6 +21,19 @@ from gaupipe.gaussians import Geometry, on_token, token_weights
 LEAST_IN_VIEW = 1e-4
 """A row with less of its attention than this inside a view says nothing about the view: what is
 left of it is what the stored numbers' rounding left."""
+
+
+def take_queries(values: Tensor, queries: Tensor | None) -> Tensor:
+    """Of what each query has, [B, H, T, ...], the part of the ``queries`` [B, Q] int64 of each
+    image: [B, H, Q, ...]. None takes all."""
+    return values if queries is None else values[places_of(queries, values.shape[1])]
+
+
+def places_of(queries: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The index that takes ``queries`` [B, Q] of every head from values [B, H, T, ...]."""
+    images = torch.arange(len(queries), device=queries.device)
+    of_heads = torch.arange(heads, device=queries.device)
+    return images[:, None, None], of_heads[:, None], queries[:, None]
 
 
 def top_k(maps: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -85,12 +101,37 @@ def move_map(
     if geometry is None and new_grid in (None, grid):
         return maps
     new_grid = new_grid or grid
-    rows = interpolate_queries(maps, geometry, grid, new_grid)
+    return _move_keys(interpolate_queries(maps, geometry, grid, new_grid), geometry, grid, new_grid)
+
+
+def move_chosen_rows(
+    rows: Callable[[Tensor], Tensor],
+    queries: Tensor,
+    geometry: Geometry | None,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int] | None = None,
+) -> Tensor:
+    """The rows [B, H, Q, T'] of :func:`move_map` that belong to the ``queries`` [B, Q] of the
+    views, int64.
+
+    ``rows`` gives the rows [B, H, Q, T] of the untransformed images for queries [B, Q] of theirs.
+    """
+    if geometry is None and new_grid in (None, grid):
+        return rows(queries)
+    new_grid = new_grid or grid
+    taken = interpolate_chosen_queries(rows, queries, geometry, grid, new_grid)
+    return _move_keys(taken, geometry, grid, new_grid)
+
+
+def _move_keys(
+    rows: Tensor, geometry: Geometry | None, grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Tensor:
+    """What :func:`move_map` does to the keys of rows [B, H, Q, T]: [B, H, Q, T']."""
     covers_y, covers_x = (
-        _cells_covered(geometry, axis, old, new).to(maps.device, torch.float32)
+        _cells_covered(geometry, axis, old, new).to(rows.device, torch.float32)
         for axis, old, new in ((1, grid[0], new_grid[0]), (0, grid[1], new_grid[1]))
     )
-    with torch.autocast(maps.device.type, enabled=False):
+    with torch.autocast(rows.device.type, enabled=False):
         # Taken from what is lost, not from what is left: a row that loses nothing is not touched.
         outside = 1 - torch.einsum("bi,bj->bij", covers_y.sum(1), covers_x.sum(1))
         lost = rows @ outside.flatten(1)[:, None, :, None]  # [B, H, T', 1]
@@ -130,6 +171,41 @@ def interpolate_queries(
         rows = weights_y[:, None] @ rows.unflatten(2, grid).flatten(3)  # [B, H, h', w * K]
         rows = weights_x[:, None, None] @ rows.unflatten(3, (grid[1], keys))  # [B, H, h', w', K]
     return rows.flatten(2, 3)
+
+
+def interpolate_chosen_queries(
+    rows: Callable[[Tensor], Tensor],
+    queries: Tensor,
+    geometry: Geometry | None,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+) -> Tensor:
+    """What :func:`interpolate_queries` gives for the ``queries`` [B, Q] of the view: [B, H, Q, K]
+    float32. ``rows`` gives the stored rows [B, H, Q, K] of stored queries [B, Q]."""
+    columns = new_grid[1]
+    (low_y, high_y, share_y), (low_x, high_x, share_x) = (
+        [values.to(queries.device).expand(len(queries), -1).gather(1, at) for values in found]
+        for found, at in (
+            (_neighbours(geometry, 1, grid[0], new_grid[0]), queries // columns),
+            (_neighbours(geometry, 0, grid[1], new_grid[1]), queries % columns),
+        )
+    )
+    sides_y = (low_y, 1 - share_y), (high_y, share_y)
+    sides_x = (low_x, 1 - share_x), (high_x, share_x)
+    parts = (
+        (weight_y * weight_x).float()[:, None, :, None] * rows(y * grid[1] + x).float()
+        for y, weight_y in sides_y
+        for x, weight_x in sides_x
+    )
+    return sum(parts, torch.zeros((), device=queries.device))
+
+
+def _neighbours(geometry: Geometry | None, axis: int, old: int, new: int) -> list[Tensor]:
+    """Between which of the ``old`` stored tokens of an axis each of the view's ``new`` ones lies:
+    the lower, the higher, and the share of the higher, [B or 1, new] int64, int64 and float64."""
+    u = on_token(_view_pixels(geometry, axis, old, _centres(new))).clamp(0, old - 1)
+    low = u.floor().long()
+    return [low, (low + 1).clamp_max(old - 1), u - low]
 
 
 def _cells_covered(geometry: Geometry | None, axis: int, old: int, new: int) -> Tensor:

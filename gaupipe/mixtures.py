@@ -22,7 +22,7 @@ from gaupipe.gaussians import (
     expected_axes,
     token_stretch,
 )
-from gaupipe.maps import interpolate_queries
+from gaupipe.maps import interpolate_chosen_queries, interpolate_queries, take_queries
 
 LEAST_STD = 0.3
 """Of the Gaussians that a fit starts from, in tokens: narrower ones have no gradient two tokens
@@ -59,9 +59,11 @@ def move_mixture_map(
     geometry: Geometry | None,
     grid: tuple[int, int],
     new_grid: tuple[int, int] | None = None,
+    queries: Tensor | None = None,
 ) -> Tensor:
     """Mixtures of the untransformed images [B or 1, H, T, M, 5] -> maps of their views [B, H, T',
-    T'], float32, on the grid ``new_grid`` (default: the same grid).
+    T'], float32, on the grid ``new_grid`` (default: the same grid); or, of B images, the rows [B,
+    H, Q, T'] of the ``queries`` [B, Q] of the views, int64.
 
     Every Gaussian is moved into the view's coordinates, as by :func:`gaupipe.gaussians.move`:
     attention that lies outside the view reads its border. The view's query takes the rows, not the
@@ -70,7 +72,7 @@ def move_mixture_map(
     """
     new_grid = new_grid or grid
     if geometry is None and new_grid == grid:
-        return mixture_map(mixtures, grid)
+        return mixture_map(take_queries(mixtures, queries), grid)
     old, new = (
         torch.tensor(token_stretch(each), device=mixtures.device) for each in (grid, new_grid)
     )
@@ -84,8 +86,14 @@ def move_mixture_map(
         )
         mean, std = (mean - offset * new) / scale, std / scale.abs()
         weights = weights.expand(*mean.shape[:-1], 1)
-    rows = mixture_map(torch.cat([weights, mean, std], dim=-1), new_grid)
-    return interpolate_queries(rows, geometry, grid, new_grid)
+    moved = torch.cat([weights, mean, std], dim=-1)
+    if queries is None:
+        return interpolate_queries(mixture_map(moved, new_grid), geometry, grid, new_grid)
+
+    def rows(stored: Tensor) -> Tensor:
+        return mixture_map(take_queries(moved, stored), new_grid)
+
+    return interpolate_chosen_queries(rows, queries, geometry, grid, new_grid)
 
 
 @torch.no_grad()

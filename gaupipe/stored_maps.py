@@ -1,14 +1,15 @@
 """The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
 
 One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis
-letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width, K
-keys or Gaussians of a query.
+letters: B images, L blocks, H heads, T tokens, Q chosen queries, P raw numbers of a Gaussian, E
+embedding width, K keys or Gaussians of a query.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from gaupipe.gaussians import (
     outer,
     resample_queries,
 )
-from gaupipe.maps import from_top_k, move_map, top_k
+from gaupipe.maps import from_top_k, move_chosen_rows, move_map, take_queries, top_k
 from gaupipe.mixtures import fit, move_mixture_map
 from gaupipe.teacher import Decoder, Teacher
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 Grid = tuple[int, int]
 AT_ONCE = 2**18
 """Numbers of a map that are computed at once on a CPU: they stay in its cache."""
+Rows = Callable[[int, Sequence[int] | None, Tensor | None], Tensor]
+"""(block, heads, queries) -> rows of a map; None are all heads, and all queries."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
@@ -127,12 +130,13 @@ class StoredGaussians:
         heads: Sequence[int] | None = None,
         geometry: Geometry | None = None,
         new_grid: Grid | None = None,
+        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
         gaussians = move(_part(self.gaussians, layer, heads).float(), geometry, self.grid)
         if new_grid:
             gaussians = resample_queries(gaussians, self.grid, new_grid)
-        return expected_axes(gaussians, new_grid or self.grid)
+        return expected_axes(take_queries(gaussians, queries), new_grid or self.grid)
 
     def map(
         self,
@@ -140,27 +144,33 @@ class StoredGaussians:
         heads: Sequence[int] | None = None,
         geometry: Geometry | None = None,
         new_grid: Grid | None = None,
+        queries: Tensor | None = None,
     ) -> Tensor:
         """A block's map [B, H, T, T] float32, rows sum to 1, of chosen heads (all for None), for
-        views of the images and on another grid where these are given."""
-        return outer(*self.axes(layer, heads, geometry, new_grid))
+        views of the images and on another grid where these are given; of ``queries`` [B, Q] int64
+        the rows [B, H, Q, T] alone."""
+        return outer(*self.axes(layer, heads, geometry, new_grid, queries))
 
 
 class StoredRows:
     """Maps of a batch on a ``grid`` (h, w), read from a store.
 
-    ``rows`` gives, for a block and a choice of heads, the map [B, H, T, T] float32.
+    ``rows`` gives, for a block and a choice of heads, the map [B, H, T, T] float32, or of queries
+    [B, Q] the rows [B, H, Q, T].
     """
 
-    def __init__(self, rows: Callable[[int, Sequence[int] | None], Tensor], grid: Grid) -> None:
+    def __init__(self, rows: Rows, grid: Grid) -> None:
         self.rows, self.grid = rows, grid
 
-    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
+    def axes(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> None:
         """A map of this kind has no factors."""
 
-    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
         """As :meth:`StoredGaussians.map`."""
-        return move_map(self.rows(layer, heads), geometry, self.grid, new_grid)
+        if queries is None:
+            return move_map(self.rows(layer, heads, None), geometry, self.grid, new_grid)
+        rows = partial(self.rows, layer, heads)
+        return move_chosen_rows(rows, queries, geometry, self.grid, new_grid)
 
 
 class StoredMixtures(StoredRows):
@@ -169,10 +179,10 @@ class StoredMixtures(StoredRows):
     def __init__(self, mixtures: Tensor, grid: Grid) -> None:
         self.mixtures, self.grid = mixtures, grid
 
-    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
         """As :meth:`StoredGaussians.map`."""
         mixtures = _part(self.mixtures, layer, heads).float()
-        return move_mixture_map(mixtures, geometry, self.grid, new_grid)
+        return move_mixture_map(mixtures, geometry, self.grid, new_grid, queries)
 
 
 StoredAttention = StoredGaussians | StoredRows
@@ -232,8 +242,8 @@ class DenseKind(GaussianKind):
         def read(stored: Stored) -> StoredRows:
             values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
 
-            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
-                part = _part(values, layer, heads).float()
+            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
+                part = take_queries(_part(values, layer, heads), queries).float()
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
             return StoredRows(rows, maps.schema.grid)
@@ -261,9 +271,11 @@ class TopKKind(GaussianKind):
             keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
             weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
 
-            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
-                part = _part(weights, layer, heads).float()
-                return from_top_k(_part(keys, layer, heads), part, schema.tokens)
+            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
+                of_keys, of_weights = (
+                    take_queries(_part(values, layer, heads), queries) for values in (keys, weights)
+                )
+                return from_top_k(of_keys, of_weights.float(), schema.tokens)
 
             return StoredRows(rows, schema.grid)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import store
 from gaupipe import config, distributed, loggers
 from gaupipe.attention import STUDENTS
-from gaupipe.augment import Augment, mixed_targets
+from gaupipe.augment import Augment, draw_queries, mixed_targets
 from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings
@@ -33,6 +33,7 @@ from gaupipe.folders import write_whole
 from gaupipe.gaussians import expected_map
 from gaupipe.interruption import Pauses
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
+from gaupipe.maps import take_queries
 from gaupipe.progress import EpochProgress
 from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import KINDS, Reader, StoredRows
@@ -74,10 +75,15 @@ class PhaseB:
         assert self.maps is not None
         return self.maps
 
-    def teacher_maps(self, batch: Batch) -> TeacherMaps:
-        """The stored attention of a batch, on the device, moved and mixed as its images were."""
-        phase, depth = self.settings.phase_b, len(self.student.blocks)
+    def teacher_maps(self, batch: Batch, epoch: int | None = None) -> TeacherMaps:
+        """The stored attention of a batch, on the device, moved and mixed as its images were; of
+        the queries that an epoch, counted from 0, compares, or of all."""
+        phase, depth, queries = self.settings.phase_b, len(self.student.blocks), None
         assert batch.stored is not None  # read with the images, from the same store
+        if epoch is not None and phase.feature_queries < 1:
+            tokens, seed = self.student.patch_embed.num_patches, self.settings.seed
+            queries = draw_queries(seed, epoch, batch.ids, tokens, phase.feature_queries)
+            queries = queries.to(self.device, non_blocking=True)
         return TeacherMaps(
             self.read(batch.stored),
             layer_map(self.settings, depth, self.teacher_store.schema.layers),
@@ -86,6 +92,7 @@ class PhaseB:
             phase.mean_heads,
             batch.geometry,
             batch.mixed,
+            queries,
         )
 
     @cached_property
@@ -116,18 +123,21 @@ class StudentLosses(nn.Module):
         self.forward_with_loss = compiled(forward_with_feature_loss)
         self.zero = torch.zeros((), device=job.device)  # L_feat where no maps are compared
 
-    def forward(self, batch: Batch, gamma: float, copy: bool = False) -> dict[str, Tensor]:
+    def forward(
+        self, batch: Batch, gamma: float, copy: bool = False, epoch: int = 0
+    ) -> dict[str, Tensor]:
         """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
         means over the batch.
 
-        L_feat is there unless ``gamma``, its weight, is 0. ``copy``: attention copy.
+        L_feat is there unless ``gamma``, its weight, is 0. ``copy``: attention copy. The ``epoch``,
+        counted from 0, and the image ids say which queries are compared.
         """
         phase, loss_feat = self.job.settings.phase_b, self.zero
         if gamma or copy:
             logits, loss_feat = self.forward_with_loss(
                 self.student,
                 batch.images,
-                self.job.teacher_maps(batch),
+                self.job.teacher_maps(batch, epoch),
                 phase.layer_weights,
                 phase.temperature,
                 phase.direction,
@@ -310,7 +320,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
                 with update.forward():
-                    losses = losses_of(batch, gamma, copy)
+                    losses = losses_of(batch, gamma, copy, epoch.number)
                 update(losses["loss"], batch.weight)
                 projection.measure(student, update.batch, epoch)
                 epoch.add(len(batch), **losses)
@@ -449,8 +459,9 @@ def average(maps: store.Store, read: Reader, at_once: int = 256) -> Reader:
     def read_mean(stored: dict[str, np.ndarray]) -> StoredRows:
         whole = mean.expand(len(stored["labels"]), *mean.shape)
 
-        def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
-            return whole[:, layer] if heads is None else whole[:, layer][:, list(heads)]
+        def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
+            part = whole[:, layer] if heads is None else whole[:, layer][:, list(heads)]
+            return take_queries(part, queries)
 
         return StoredRows(rows, schema.grid)
 

@@ -13,6 +13,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
+from gaupipe.maps import take_queries
 from gaupipe.models import forward_with_maps, run_blocks
 from gaupipe.stored_maps import StoredGaussians, StoredRows
 
@@ -46,7 +47,9 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
         attention = StoredGaussians(stored, GRID)
     else:
         maps = expected_map(stored, GRID)
-        attention = StoredRows(lambda layer, heads: maps[:, layer], GRID)
+        attention = StoredRows(
+            lambda layer, heads, queries: take_queries(maps[:, layer], queries), GRID
+        )
     return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
 
 

@@ -154,6 +154,7 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
                 "phase_b.model_args={patch_size: 1}",
                 "phase_b.match_grid=true",
                 "phase_b.rezero=true",
+                "phase_b.feature_queries=0.1",
             ],
         ),
     ],
@@ -178,7 +179,8 @@ def test_the_ways_to_distil(tmp_path, kind, overrides):
     ).all()
 
 
-def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
+@pytest.mark.parametrize("share", [1, 0.25])
+def test_compiled_passes_learn_the_same(tmp_path, monkeypatch, share):
     """Traced by torch.compile, run without its code generator, which takes a minute a model."""
     traced = []
 
@@ -195,6 +197,7 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
         "phase_b.gamma_schedule=stop_after",
         "phase_b.gamma_epochs=1",
         "phase_b.augment={flip: true, mixup: 0.5}",
+        f"phase_b.feature_queries={share}",
     ]
     losses = []
     for compiled in ("false", "true"):

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh
+from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh, merge_heads
 from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.summed_scores import has_summed_scores, summed_scores_attention
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
@@ -58,20 +59,58 @@ class Belief2Attention(StudentAttention):
         q, k, v = super().project(x)
         if self.z is None:
             return q, k, v
-        z = (
-            self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-        )  # [B, H, T, d_m]
+        z = self.symmetric(x)
         return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
+
+    def symmetric(self, x: Tensor) -> Tensor:
+        """Z [B, H, T, d_m] of tokens x [B, T, d]."""
+        assert self.z is not None
+        return self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         if self.z is None:
             return super().attend(q, k, v, attn_mask, is_causal)
+        if attn_mask is None and not is_causal and q.shape == k.shape and self.sums_scores(q):
+            return summed_scores_attention(v, self.scale, (q, k))
         wide = F.pad(
             v, (0, self.head_dim)
         )  # some fused kernels need one width for queries, keys and values
         return super().attend(q, k, wide, attn_mask, is_causal)[..., : self.head_dim]
+
+    def sums_scores(self, x: Tensor) -> bool:
+        """Whether scores of tokens x [B, T, d], or of their queries, are summed without padding V,
+        see :mod:`gaupipe.attention.summed_scores`."""
+        return has_summed_scores(x, self.attn_drop.p if self.training else 0.0)
+
+    def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """As the base; (Q, K) and (Z, Z) where the scores are summed."""
+        if self.z is None or not self.sums_scores(x):
+            return super().products(x)
+        q, k, v = super().project(x)
+        z = self.symmetric(x)
+        return v, [(q, k), (z, z)]
+
+    def attend_to_products(self, v: Tensor, products: list[tuple[Tensor, Tensor]]) -> Tensor:
+        if len(products) == 1:
+            return super().attend_to_products(v, products)
+        return summed_scores_attention(v, self.scale, *products)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
+    ) -> Tensor:
+        """As the base. Where the scores are summed, [Q, Z] and [K, Z] are not put together."""
+        special = attn_mask is not None or is_causal or rope is not None
+        if self.z is None or special or not self.sums_scores(x):
+            return super().forward(x, attn_mask, is_causal, rope)
+        v, products = self.products(x)
+        heads = self.attend_to_products(v, products)
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         d = perpendicular(mh, v)

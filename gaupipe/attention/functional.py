@@ -74,6 +74,18 @@ class StudentAttention(Attention):
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return self.q_norm(q), self.k_norm(k), v
 
+    def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """V of tokens x [B, T, d], and pairs of queries and keys, all [B, H, T, d_m]: the scores
+        are the sum of the pairs' products. One pair, as :meth:`project` has it, unless a variant
+        says otherwise."""
+        q, k, v = self.project(x)
+        return v, [(q, k)]
+
+    def attend_to_products(self, v: Tensor, products: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """:meth:`attend`, without a mask, for what :meth:`products` gives: [B, H, T, d_m]."""
+        ((q, k),) = products
+        return self.attend(q, k, v, None, False)
+
     def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
         """Queries or keys [B, H, T, .] turned by rotary positions ``rope`` as timm's models make
         them. What is wider than d_m (Z of "belief2") has no position."""

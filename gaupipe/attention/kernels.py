@@ -237,7 +237,12 @@ class _RemadeMapTimesKeys(torch.autograd.Function):
         return None, rows.expand(-1, grad.shape[1], -1, -1).mT @ grad
 
 
-def _maps(along_y: Tensor, along_x: Tensor, hidden: Tensor | None) -> Tensor:
+def entropy_of(rows: Tensor) -> Tensor:
+    """-sum p log p over the last axis of probabilities [..., T]: [...]."""
+    return -torch.linalg.vecdot(rows, rows.clamp_min(SMALLEST).log_())
+
+
+def map_of_factors(along_y: Tensor, along_x: Tensor, hidden: Tensor | None) -> Tensor:
     """The map of two factors, [B, H, T, T]; without its hidden keys, and renormalised, where
     there are some."""
     maps = outer(along_y, along_x)
@@ -257,17 +262,17 @@ class _MapTimesKeys(torch.autograd.Function):
         ctx, along_y: Tensor, along_x: Tensor, hidden: Tensor | None, k: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(along_y, along_x, hidden)
-        maps = _maps(along_y, along_x, hidden)
+        maps = map_of_factors(along_y, along_x, hidden)
         if hidden is None:
             entropy = torch.special.entr(along_y).sum(-1) + torch.special.entr(along_x).sum(-1)
         else:
-            entropy = -torch.linalg.vecdot(maps, maps.clamp_min(SMALLEST).log_())
+            entropy = entropy_of(maps)
         ctx.mark_non_differentiable(entropy)
         return maps.to(k.dtype) @ k, entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, None, None, Tensor]:
-        return None, None, None, _maps(*ctx.saved_tensors).to(grad.dtype).mT @ grad
+        return None, None, None, map_of_factors(*ctx.saved_tensors).to(grad.dtype).mT @ grad
 
 
 def has_normaliser_kernel(q: Tensor, dropout: float) -> bool:
@@ -310,6 +315,44 @@ def flex_with_normaliser(
     return flex_attention(q, k, v, block_mask=mask, scale=scale, return_lse=True)
 
 
+def additive_mask(hidden: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``hidden`` keys, bool, as -inf to add to the scores; None stays None."""
+    if hidden is None:
+        return None
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k' scale + mask) v [B, H, T, d_m] and the log-normalisers [B, H, T], by the CPU's
+    fused kernel; without gradients of the latter. q, k and v have one width."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, attn_mask=mask, scale=scale
+    )
+
+
+def cpu_attention_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: Tensor,
+    log_normaliser: Tensor,
+    mask: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients in q, k and v of the heads of :func:`cpu_attention`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, heads, log_normaliser, 0.0, False, attn_mask=mask, scale=scale
+    )
+
+
+def pad_to(x: Tensor, width: int) -> Tensor:
+    """x [..., w] with zeros up to the width, [..., width]; x itself where it has that width."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
 class _AttentionWithNormaliser(torch.autograd.Function):
     """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of each query, both
     differentiable, by the CPU's fused kernel.
@@ -324,13 +367,9 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         ctx, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
         ctx.width = v.shape[-1]
-        v = F.pad(v, (0, q.shape[-1] - ctx.width))
-        mask = None
-        if hidden is not None:
-            mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        heads, log_normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        v = pad_to(v, q.shape[-1])
+        mask = additive_mask(hidden, q.dtype)
+        heads, log_normaliser = cpu_attention(q, k, v, mask, scale)
         ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
         ctx.scale = scale
         return heads[..., : ctx.width], log_normaliser
@@ -342,19 +381,17 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         q, k, v, mask, heads, log_normaliser = ctx.saved_tensors
         width, dtype = q.shape[-1], q.dtype
         grad = torch.cat(
-            [F.pad(grad_heads, (0, width - ctx.width)), grad_normaliser.unsqueeze(-1).to(dtype)],
+            [pad_to(grad_heads, width), grad_normaliser.unsqueeze(-1).to(dtype)],
             dim=-1,
         )
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = cpu_attention_gradient(
             grad,
             F.pad(q, (0, 1)),
             F.pad(k, (0, 1)),
             F.pad(v, (0, 1), value=1.0),
             F.pad(heads, (0, 1)),
             log_normaliser,
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=ctx.scale,
+            mask,
+            ctx.scale,
         )
         return dq[..., :width], dk[..., :width], dv[..., : ctx.width], None, None
