@@ -986,7 +986,7 @@ def _settings(
 def _chosen_settings(data: Path, overrides: list[str], run_dir: Path | None) -> tuple[Any, Path]:
     from stages.chosen_settings import settings_for
 
-    folder = run_dir or Path("runs") / (data.resolve().name or "images")
+    folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.agree(
         distributed.on_main(lambda: settings_for(data, overrides, folder))
     )
