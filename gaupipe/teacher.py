@@ -10,8 +10,15 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, sample
+from gaupipe.attention.gaussian import START_STD, GaussianAttention, predicted_gaussians
+from gaupipe.gaussians import (
+    RAW_SIZE,
+    expected_axes,
+    from_raw,
+    initial_raw,
+    raw_at_tokens,
+    sample,
+)
 from gaupipe.models import run_blocks
 
 
@@ -42,6 +49,10 @@ class Teacher(nn.Module):
     per-image parameters are that residual itself, or with a ``compression`` (embedding, hidden) an
     embedding that a :class:`Decoder` turns into it. The prior is learned from every image; without
     one it stays where it starts, at mean 0 and std 1.
+
+    With ``predicts`` there are no per-image parameters: the residual of a query is a linear map of
+    the query's token, one for each block and head (``predictor``), which starts at 0. The prior
+    then starts on the query's own token.
     """
 
     def __init__(
@@ -50,6 +61,7 @@ class Teacher(nn.Module):
         parametrisation: str = "loc_scale",
         prior: bool = True,
         compression: tuple[int, int] | None = None,
+        predicts: bool = False,
     ) -> None:
         super().__init__()
         self.vit = vit
@@ -64,8 +76,13 @@ class Teacher(nn.Module):
             self.grid[0] * self.grid[1],
             RAW_SIZE[parametrisation],
         )
-        self.prior = nn.Parameter(
-            initial_raw(parametrisation).expand(self.raw_shape).clone(), requires_grad=prior
+        start = initial_raw(parametrisation)
+        if predicts:
+            start = raw_at_tokens(parametrisation, self.grid, START_STD)
+        self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
+        outputs = self.heads * self.raw_shape[-1]
+        self.predictor = (
+            nn.Parameter(torch.zeros(self.layers, outputs, vit.embed_dim)) if predicts else None
         )
         self.decoder = (
             Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
@@ -82,6 +99,12 @@ class Teacher(nn.Module):
         """The weights of its ViT, for a student that starts from them."""
         return self.vit.state_dict()
 
+    @property
+    def predicts_gaussians(self) -> bool:
+        """Whether Gaussians come from the tokens of an image: :meth:`look` and :meth:`forward`
+        then need no others."""
+        return self.predictor is not None
+
     def residual(self, parameters: Tensor) -> Tensor:
         """What per-image parameters ``[B, *per_image_shape]`` add to the prior: [B, L, H, T, P]."""
         if self.decoder is None:
@@ -96,9 +119,31 @@ class Teacher(nn.Module):
             raw = raw + self.residual(parameters)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
-    def forward(self, images: Tensor, gaussians: Tensor, noise: Tensor | None = None) -> Tensor:
+    def predicted(self, layer: int, tokens: Tensor) -> Tensor:
+        """Gaussians [B, H, T, 4] that a block's tokens [B, T, d], as the attention gets them,
+        predict for themselves."""
+        assert self.predictor is not None
+        return predicted_gaussians(
+            self.prior[layer], self.predictor[layer], tokens, self.parametrisation
+        )
+
+    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
+        tokens predict where they look."""
+        seen: list[Tensor] = []
+
+        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            seen.append(self.predicted(layer, tokens))
+            return attention(tokens, expected_axes(seen[-1], self.grid))
+
+        logits = run_blocks(self.vit, images, attend)
+        return logits, torch.stack(seen, dim=1)
+
+    def forward(
+        self, images: Tensor, gaussians: Tensor | None, noise: Tensor | None = None
+    ) -> Tensor:
         """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
-        1, L, H, T, 4] say.
+        1, L, H, T, 4] say, or, with None, where their tokens predict.
 
         Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
         T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
@@ -106,6 +151,8 @@ class Teacher(nn.Module):
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            if gaussians is None:
+                return attention(tokens, expected_axes(self.predicted(layer, tokens), self.grid))
             if noise is None:
                 return attention(tokens, expected_axes(gaussians[:, layer], self.grid))
             return attention.at_points(
@@ -125,7 +172,7 @@ class Teacher(nn.Module):
 def predict(
     teacher: Teacher,
     images: Tensor,
-    gaussians: Tensor,
+    gaussians: Tensor | None,
     mode: str,
     passes: int = 1,
     generator: torch.Generator | None = None,

@@ -3,6 +3,7 @@ shared prior."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -67,13 +68,13 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
 
 
 def fit_queries_and_keys(
-    student: VisionTransformer, maps: list[Tensor | None], images: Tensor, seed: int = 0
+    student: VisionTransformer, maps: Iterable[Tensor | None], images: Tensor, seed: int = 0
 ) -> list[float | None]:
     """Trains Q and K alone, block after block, until the student's attention maps look
     like given ones on these images.
 
-    maps    for each block [1, H or 1, T, T] float32, probabilities over keys: the expected maps of
-            the shared prior; None leaves a block as it is
+    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys: the expected
+            maps of the shared prior, or of each image; None leaves a block as it is
     images  [N, C, height, width], on the student's device
 
     Of a student with class and register tokens the attention from patches to patches is fitted.
@@ -101,7 +102,8 @@ def fit_queries_and_keys(
 def _fit(
     attention: StudentAttention, wanted: Tensor, tokens: Tensor, prefix: int, seed: int
 ) -> float:
-    """Fits the attention's map on tokens [N, prefix + T, d] to one map; its last divergence."""
+    """Fits the attention's map on tokens [N, prefix + T, d] to one map, or to one for each image;
+    its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
@@ -111,7 +113,8 @@ def _fit(
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
         log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        loss = feature_loss(log_map, wanted.expand_as(log_map), hidden=hidden)
+        shown = wanted if len(wanted) == 1 else wanted[chosen.to(wanted.device)]
+        loss = feature_loss(log_map, shown.expand_as(log_map), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -117,7 +117,7 @@ def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
     assert settings["plain ViT, ReZero"].phase_b.rezero
     assert (
-        not settings["prior alone"].phase_a.residual
+        settings["prior alone"].phase_a.per_image == "none"
         and settings["prior alone"].phase_b.optim.lr == 0.5
     )
     assert settings["no soft labels"].phase_b.alpha == 0 and settings[
@@ -192,7 +192,7 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))
     assert digest(as_run(base, 0, baseline=True)) != digest(as_run(base, 1, baseline=True))
     alone, shuffled = (
-        config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"])
+        config.load("digits", ["phase_a.per_image=none", f"phase_b.shuffle_maps={on}"])
         for on in ("no", "yes")
     )
     assert digest(as_run(alone, 0, baseline=False)) == digest(as_run(shuffled, 0, baseline=False))

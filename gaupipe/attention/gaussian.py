@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaupipe.gaussians import outer, point_axes
+from gaupipe.gaussians import from_raw, outer, point_axes
+
+START_STD = 1.0
+"""Std, in tokens, at which the Gaussians of a token start that predicts them."""
+
+
+def predicted_gaussians(
+    prior: Tensor, predictor: Tensor, tokens: Tensor, parametrisation: str = "loc_scale"
+) -> Tensor:
+    """Gaussians [B, H, T, 4] that tokens [B, T, d] predict for themselves: their raw numbers are
+    ``prior`` [H, T, P] plus a linear map of the token by ``predictor`` [H * P, d]. Computed in
+    float32 under autocast."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        raw = F.linear(tokens.to(predictor.dtype), predictor)  # [B, T, H * P]
+        raw = raw.unflatten(-1, (-1, prior.shape[-1])).transpose(1, 2)  # [B, H, T, P]
+        return from_raw(prior + raw, parametrisation)
 
 
 class GaussianAttention(nn.Module):
