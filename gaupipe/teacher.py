@@ -64,12 +64,14 @@ class Teacher(nn.Module):
         predicts: bool = False,
     ) -> None:
         super().__init__()
+        block: Any  # timm says Module
+        for block in vit.blocks:
+            block.attn.give_gaussians()
         self.vit = vit
         self.parametrisation = parametrisation
         self.has_prior = prior
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
-        first: Any = vit.blocks[0]
-        self.layers, self.heads = len(vit.blocks), first.attn.num_heads
+        self.layers, self.heads = len(vit.blocks), block.attn.num_heads
         self.raw_shape = (
             self.layers,
             self.heads,
@@ -95,9 +97,19 @@ class Teacher(nn.Module):
         """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
         return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
 
+    @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """The weights of its ViT, for a student that starts from them."""
-        return self.vit.state_dict()
+        """The weights of its ViT, for a student that starts from them, and by the names of a
+        student the shared prior of each block in ``loc_scale`` and what predicts Gaussians."""
+        given = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
+        own = {"prior": torch.cat([given[..., :2], given[..., 2:].clamp_min(1e-6).log()], dim=-1)}
+        if self.predictor is not None:
+            own["predictor"] = self.predictor.detach()
+        return self.vit.state_dict() | {
+            f"blocks.{layer}.attn.{name}": values[layer]
+            for name, values in own.items()
+            for layer in range(self.layers)
+        }
 
     @property
     def predicts_gaussians(self) -> bool:

@@ -336,11 +336,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     sizes = phase.compression
     compression = (sizes.embedding, sizes.hidden) if sizes else None
     vit = build_vit(settings.model, data, "gaussian")
-    if vit.num_prefix_tokens:
-        raise UserError(
-            "model.args: a class or register token has no place on the grid that Gaussians lie on: "
-            "take class_token and reg_tokens out"
-        )
     teacher = Teacher(
         vit, phase.parametrisation, phase.prior, compression, phase.predicts_gaussians
     )
