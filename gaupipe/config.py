@@ -443,11 +443,14 @@ class PhaseBSettings(Section):
     converted to the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Literal["none", "teacher", "prior"] = "none"
+    warm_start: Literal["none", "teacher", "prior", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
-    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. ``prior`` is
-    for ``phase_a.teacher: gaussian``: it copies the same weights as ``teacher``, and fits Q and K
-    to the attention of the shared prior."""
+    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
+    has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
+    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior,
+    or to the maps that the teacher predicts. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -542,7 +545,33 @@ class Settings(Section):
             raise ValueError(
                 "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
             )
+        if self.phase_b.warm_start == "prior" and self.phase_b.student == "gaussian":
+            raise ValueError(
+                "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
+                "take phase_b.warm_start=teacher, which copies the Gaussians"
+            )
+        if self.phase_b.warm_start == "exact":
+            self._check_exact()
         return self
+
+    def _check_exact(self) -> None:
+        """A student that is to be its teacher needs one that it can be."""
+        teacher, phase = self.phase_a, self.phase_b
+        needed = {
+            "phase_a.teacher=gaussian": teacher.learns_gaussians,
+            "phase_a.per_image=none": teacher.per_image == "none",
+            "phase_a.mode=expected": teacher.mode == "expected",
+            "phase_b.student=standard": phase.student == "standard",
+            "phase_b.attention_options={prior: true}": phase.attention_options.get("prior") is True,
+            "phase_b.rezero=false": not phase.rezero,
+            "phase_b.match_params=false": not phase.match_params,
+            "phase_b.model_args={} but for drop rates": all(
+                name.endswith("_rate") for name in phase.model_args
+            ),
+        }
+        missing = [name for name, there in needed.items() if not there]
+        if missing:
+            raise ValueError(f"phase_b.warm_start=exact needs {missing[0]}")
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:

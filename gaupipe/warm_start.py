@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention
 from gaupipe.errors import UserError
@@ -54,6 +54,33 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
         trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
         for name, weight in block.attn.start_from(trained).items():
             getattr(block.attn, name).weight.copy_(weight)
+
+
+@torch.no_grad()
+def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+    """Makes a student with log P of a prior in its scores compute what a teacher with the shared
+    prior alone does: :func:`warm_start`, which copies the prior too, and Q = 0. K keeps its start,
+    so that Q has a gradient.
+
+    Raises UserError for a student that has more than its teacher and Q and K.
+    """
+    warm_start(student, teacher)
+    own = [name for name, _ in student.named_parameters() if name not in teacher]
+    block: Any  # timm says Module
+    for layer, block in enumerate(student.blocks):
+        attention = block.attn
+        queries = [p[: attention.attn_dim] for p in attention.qkv.parameters()]
+        if not isinstance(attention.q_norm, nn.Identity):
+            queries += [p for name, p in attention.q_norm.named_parameters() if name == "bias"]
+        for part in queries:
+            part.zero_()
+        parts = tuple(f"blocks.{layer}.attn.{name}." for name in ("qkv", "q_norm", "k_norm"))
+        own = [name for name in own if not name.startswith(parts)]
+    if own:
+        raise UserError(
+            f"phase_b.warm_start=exact: the student has {own[0]}, and its teacher has none: take "
+            "what adds it out of model.args, or take phase_b.warm_start=teacher"
+        )
 
 
 def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:

@@ -47,7 +47,7 @@ from gaupipe.training import (
     score_model,
 )
 from gaupipe.vit_teacher import VitTeacher
-from gaupipe.warm_start import fit_queries_and_keys, warm_start
+from gaupipe.warm_start import fit_queries_and_keys, hand_over, warm_start
 from stages import export_maps, geometry, kept_epochs, phase_a, ranks
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, check_name, locked, without
@@ -421,7 +421,8 @@ def kind_of(schema: store.Schema) -> str:
 def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     """The warm start that the settings ask for."""
     phase, student = job.settings.phase_b, job.student
-    warm_start(student, teacher.weights())
+    start = hand_over if phase.warm_start == "exact" else warm_start
+    start(student, teacher.weights())
     if phase.warm_start != "prior":
         return
     assert isinstance(teacher, Teacher)  # the settings allow it for no other

@@ -3,6 +3,7 @@ whole from phase A to the student."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,9 +80,10 @@ def test_predicted_maps_and_their_gradients_are_those_of_an_independent_computat
             numbers["prior"], numbers["predictor"], numbers["x"][0, query], query, head, grid
         )
 
+    # in float32 stds of thousands of tokens cost three digits
+    slack = 1e-3 if scale == 4 else 3e-6
     for query in range(tokens):
         for head in range(heads):
-            slack = 1e-3 if scale == 4 else 3e-6  # stds of thousands of tokens
             np.testing.assert_allclose(
                 shown[0, head, query].detach(), own(numbers, query, head), atol=slack
             )
@@ -101,7 +103,8 @@ def test_predicted_maps_and_their_gradients_are_those_of_an_independent_computat
                 moved[name][place] += step
                 sides.append(loss(moved))
             slope = (sides[0] - sides[1]) / 2e-5
-            assert gradient[place].item() == pytest.approx(slope, rel=2e-3, abs=5e-4), (name, place)
+            close = pytest.approx(slope, rel=2e-3, abs=2e-4 + 2 * slack)
+            assert gradient[place].item() == close, (name, place)
 
 
 def teacher_of(parametrisation: str = "loc_scale", **options) -> Teacher:
@@ -130,7 +133,7 @@ def test_predicted_gaussians_are_of_the_view_that_the_teacher_sees():
     """So a batch's geometry moves nothing, and each image of a batch is by itself."""
     settings = config.load("digits", [*TINY, "phase_a.augment.flip=true", "data.train_images=64"])
     data = load_data(settings.data)
-    job = phase_a.build(settings, RunDirectory("unused").phase_a, data)
+    job = phase_a.build(settings, Path("unused"), data)
     torch.nn.init.normal_(job.teacher.predictor, std=0.3)
     batch = next(job.batches(data.train, 8).in_order(np.arange(8)))
     moved = Geometry(torch.zeros(8, 2), torch.tensor([[-1.0, 1.0]]).expand(8, 2))
