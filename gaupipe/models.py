@@ -167,8 +167,11 @@ def takes_grid(attention_type: type[nn.Module]) -> bool:
     return "grid" in inspect.signature(attention_type).parameters
 
 
-def grid_of(arguments: dict) -> tuple[int, int]:
-    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``."""
+def grid_of(arguments: dict) -> tuple[int, int] | None:
+    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
+    any size."""
+    if arguments["img_size"] is None or arguments["dynamic_img_size"]:
+        return None
     (height, width), patch = (to_2tuple(arguments[name]) for name in ("img_size", "patch_size"))
     return height // patch[0], width // patch[1]
 
