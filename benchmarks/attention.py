@@ -38,6 +38,10 @@ STUDENTS = {  # name in the table: (key, options)
     "belief2": ("belief2", {}),
     "belief2 zz=False": ("belief2", {"zz": False}),
 }
+ON_A_GRID = {  # which need a model without class tokens
+    "gaussian": ("gaussian", {}),
+    "prior": ("standard", {"prior": True}),
+}
 LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens asked for
     "atto": (384, 12),
     "tiny": (768, 12),
@@ -68,7 +72,9 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["layer", "model"])
     parser.add_argument("--shapes", default="atto,tiny,deit_s", help="of " + ", ".join(LAYERS))
-    parser.add_argument("--only", default="", help="contenders, of " + ", ".join(STUDENTS))
+    parser.add_argument(
+        "--only", default="", help="contenders, of " + ", ".join(STUDENTS | ON_A_GRID)
+    )
     parser.add_argument(
         "--match-params",
         action="store_true",
@@ -128,7 +134,7 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     for block in models[BASELINE].blocks:
         block.attn = Attention(block.attn.qkv.in_features, block.attn.num_heads, qkv_bias=True)
     for name in names:
-        key, options = STUDENTS[name]
+        key, options = (STUDENTS | ON_A_GRID)[name]
         models[name] = timm.create_model(
             entrypoint,
             attention=key,

@@ -66,6 +66,8 @@ class GaussianAttention(StudentAttention):
 
     def give_gaussians(self) -> None:
         """From now on Gaussians are given with the tokens."""
+        if self.grid is not None:
+            del self.places
         self.grid = self.prior = self.predictor = None
 
     def gaussians(self, x: Tensor) -> Tensor:
@@ -80,9 +82,9 @@ class GaussianAttention(StudentAttention):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a fused attention needs to read V through the expected map P: log P is a product Q
         K' of the logarithms of its factors, as Q [B, H, T, h + w], and of the keys' places."""
-        grid = self.grid
-        q = log_factors(self.gaussians(x), grid or (1, 1), self.head_dim)
-        v = self.values(x)
+        gaussians = self.gaussians(x)
+        assert self.grid is not None
+        q, v = log_factors(gaussians, self.grid, self.head_dim), self.values(x)
         return q.to(v.dtype), self.places.to(v.dtype).expand_as(q), v
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
