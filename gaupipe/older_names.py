@@ -20,7 +20,7 @@ def settle(phase: dict[str, Any]) -> None:
         older = "table" if check_residual(phase["residual"]) else "none"
         if phase["residual"] and (sizes is not None or per_image == "embedding"):
             older = "embedding"
-        _agree(per_image, older, f"residual {str(phase.pop('residual')).lower()}")
+        _agree(per_image, older, f"residual, an older name, {str(phase.pop('residual')).lower()}")
         per_image = per_image or older
     if "compression" in phase:
         older = "table" if sizes is None else "embedding"
@@ -35,8 +35,7 @@ def settle(phase: dict[str, Any]) -> None:
 def _agree(per_image: Any, older: str, said: str) -> None:
     if per_image not in (None, older):
         raise UserError(
-            f"per_image is {per_image}, and {said}, an older name, means {older}: leave one of "
-            "the two out"
+            f"per_image is {per_image}, and {said} means {older}: leave one of the two out"
         )
 
 

@@ -252,6 +252,24 @@ def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, 
     assert training.maps == Path("c/teachers") / teacher / maps
 
 
+@pytest.mark.parametrize(
+    "changes, student, teacher",
+    [
+        (["phase_a.per_image=none"], "6c3c9d94219a", "f30869bc3866"),
+        (
+            ["phase_a.per_image=embedding", "phase_a.compression={embedding: 32, hidden: 128}"],
+            "8878feacea0f",
+            "7202d8924e6b",
+        ),
+        (["phase_a.per_image=table"], "07d2af220add", "62e5c83cbc62"),
+    ],
+)
+def test_a_run_lies_where_the_older_names_of_its_settings_put_it(changes, student, teacher):
+    """As named by a version that knew ``residual`` and no ``per_image``."""
+    settings = as_run(config.load("digits", changes), 1, baseline=False)
+    assert (digest(settings, "x"), digest(as_teacher(settings), "x")) == (student, teacher)
+
+
 def swept(entries):
     return sweep_cells(entries, "mine.yaml", default_cells(config.load("digits"), ["standard"]))
 
