@@ -20,7 +20,7 @@ def settle(phase: dict[str, Any]) -> None:
         older = "table" if check_residual(phase["residual"]) else "none"
         if phase["residual"] and (sizes is not None or per_image == "embedding"):
             older = "embedding"
-        _agree(per_image, older, f"residual, an older name, {str(phase.pop('residual')).lower()}")
+        _agree(per_image, older, f"residual: {str(phase.pop('residual')).lower()} (an older name)")
         per_image = per_image or older
     if "compression" in phase:
         older = "table" if sizes is None else "embedding"
