@@ -29,18 +29,17 @@ import gaupipe.models  # noqa: F401  (registers the models)
 from gaupipe.attention import ATTENTION
 
 BASELINE = "timm"
+ON_A_GRID = ("gaussian", "prior")  # only in models without class tokens, and when named by --only
 STUDENTS = {  # name in the table: (key, options)
     "standard": ("standard", {}),
+    "gaussian": ("gaussian", {}),
+    "prior": ("standard", {"prior": True}),
     "belief": ("belief", {}),
     "xsa": ("xsa", {}),
     "attentionx": ("attentionx", {}),
     "belief_star": ("belief_star", {}),
     "belief2": ("belief2", {}),
     "belief2 zz=False": ("belief2", {"zz": False}),
-}
-ON_A_GRID = {  # which need a model without class tokens
-    "gaussian": ("gaussian", {}),
-    "prior": ("standard", {"prior": True}),
 }
 LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens asked for
     "atto": (384, 12),
@@ -72,9 +71,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=["layer", "model"])
     parser.add_argument("--shapes", default="atto,tiny,deit_s", help="of " + ", ".join(LAYERS))
-    parser.add_argument(
-        "--only", default="", help="contenders, of " + ", ".join(STUDENTS | ON_A_GRID)
-    )
+    parser.add_argument("--only", default="", help="contenders, of " + ", ".join(STUDENTS))
     parser.add_argument(
         "--match-params",
         action="store_true",
@@ -92,7 +89,8 @@ def main() -> None:
         100  # the contenders share their forward method, and with it one cache
     )
     torch.set_float32_matmul_precision("high")
-    names = arguments.only.split(",") if arguments.only else list(STUDENTS)
+    names = arguments.only.split(",") if arguments.only else []
+    names = names or [name for name in STUDENTS if name not in ON_A_GRID]
     measure = layer_ratios if arguments.what == "layer" else model_ratios
     tables = {}
     print_header(names)
@@ -134,7 +132,7 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     for block in models[BASELINE].blocks:
         block.attn = Attention(block.attn.qkv.in_features, block.attn.num_heads, qkv_bias=True)
     for name in names:
-        key, options = (STUDENTS | ON_A_GRID)[name]
+        key, options = STUDENTS[name]
         models[name] = timm.create_model(
             entrypoint,
             attention=key,

@@ -4,6 +4,7 @@ symmetric part."""
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
@@ -61,6 +62,16 @@ class Belief2Attention(StudentAttention):
             self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         )  # [B, H, T, d_m]
         return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> Tensor:
+        if self.z is None:
+            return super().attend(q, k, v, attn_mask, is_causal)
+        wide = F.pad(
+            v, (0, self.head_dim)
+        )  # some fused kernels need one width for queries, keys and values
+        return super().attend(q, k, wide, attn_mask, is_causal)[..., : self.head_dim]
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         d = perpendicular(mh, v)
