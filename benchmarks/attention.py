@@ -29,8 +29,11 @@ import gaupipe.models  # noqa: F401  (registers the models)
 from gaupipe.attention import ATTENTION
 
 BASELINE = "timm"
+ON_A_GRID = ("gaussian", "prior")  # only in models without class tokens, and when named by --only
 STUDENTS = {  # name in the table: (key, options)
     "standard": ("standard", {}),
+    "gaussian": ("gaussian", {}),
+    "prior": ("standard", {"prior": True}),
     "belief": ("belief", {}),
     "xsa": ("xsa", {}),
     "attentionx": ("attentionx", {}),
@@ -87,7 +90,8 @@ def main() -> None:
         100  # the contenders share their forward method, and with it one cache
     )
     torch.set_float32_matmul_precision("high")
-    names = arguments.only.split(",") if arguments.only else list(STUDENTS)
+    names = arguments.only.split(",") if arguments.only else []
+    names = names or [name for name in STUDENTS if name not in ON_A_GRID]
     measure = layer_ratios if arguments.what == "layer" else model_ratios
     tables = {}
     print_header(names)

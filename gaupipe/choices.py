@@ -250,7 +250,7 @@ def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
     reason = "the student learns from the maps in these first epochs"
     chosen.choose("phase_b.gamma_epochs", max(1, student // 3), reason)
     if teacher == "gaussian":
-        chosen.choose("phase_a.residual", False)
+        chosen.choose("phase_a.per_image", "none")
     elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
         chosen.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         size = chosen.given("data.image_size")

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from gaupipe import older_names
 from gaupipe.attention import STUDENTS
 from gaupipe.augment_settings import AugmentSettings
 from gaupipe.errors import UserError
@@ -259,8 +260,8 @@ class RowSettings(Section):
 
 
 class CompressionSettings(Section):
-    """The compression network: an embedding for each image and block, from which a decoder computes
-    the per-image parameters of the Gaussians."""
+    """The compression network of ``phase_a.per_image: embedding``: an embedding for each image and
+    block, from which a decoder computes the raw numbers of the image's Gaussians."""
 
     embedding: Annotated[int, Field(gt=0, le=65536)] = 256
     """Numbers in an embedding."""
@@ -290,12 +291,17 @@ class PhaseASettings(Section):
     learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
-    residual: bool = True
-    """Add per-image parameters to the shared prior. With ``false`` all images have the Gaussians of
-    the shared prior."""
+    per_image: Literal["table", "embedding", "predicted", "none"] = "table"
+    """What makes the Gaussians of an image differ from the shared prior. ``table`` learns raw
+    numbers for each training image. ``embedding`` learns an embedding for each training image and
+    block, and a decoder that turns it into raw numbers. With ``predicted`` each token predicts the
+    raw numbers of its own Gaussians by a learned linear map, so that unseen and augmented images
+    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior. The older
+    names ``residual: false`` (for ``none``), ``residual: true`` and ``compression`` (for
+    ``embedding``) are still read."""
     compression: CompressionSettings | None = None
-    """Learn an embedding for each image and block, and a decoder for each block that turns
-    embeddings into raw numbers of Gaussians. Null learns these raw numbers directly."""
+    """Sizes of the embeddings and of their decoder, for ``per_image: embedding``. Null takes the
+    defaults."""
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
     Per-image parameters have the learning rate ``rows.lr``."""
@@ -314,6 +320,16 @@ class PhaseASettings(Section):
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            given = dict(given)
+            older_names.settle(given)
+            if given.get("per_image") == "embedding" and given.get("compression") is None:
+                given["compression"] = {}
+        return given
+
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
         if not self.learns_gaussians:
@@ -325,9 +341,14 @@ class PhaseASettings(Section):
                 "augment: phase A learns where to look in single images: set mixup and cutmix in "
                 "phase_b.augment instead"
             )
-        if not (self.prior or self.residual):
+        if not self.prior and self.per_image == "none":
             raise ValueError(
-                "prior and residual are both off: nothing is left to learn where to look"
+                "prior is false and per_image none: nothing is left to learn where to look"
+            )
+        if self.predicts_gaussians and self.mode != "expected":
+            raise ValueError(
+                "per_image: predicted needs mode: expected: with sampled points every pass would "
+                "predict other Gaussians in later blocks"
             )
         return self
 
@@ -336,9 +357,10 @@ class PhaseASettings(Section):
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.compression is not None:
+        if self.per_image in ("embedding", "predicted"):
             raise ValueError(
-                f"compression: a teacher {self.teacher!r} has no Gaussians to compress"
+                f"per_image: a teacher {self.teacher!r} has no Gaussians, and none that are "
+                f"{self.per_image}"
             )
         return self
 
@@ -348,9 +370,14 @@ class PhaseASettings(Section):
         return self.teacher == "gaussian"
 
     @property
-    def per_image(self) -> bool:
+    def learns_of_images(self) -> bool:
         """Whether the teacher has parameters of single images."""
-        return self.learns_gaussians and self.residual
+        return self.learns_gaussians and self.per_image in ("table", "embedding")
+
+    @property
+    def predicts_gaussians(self) -> bool:
+        """Whether the teacher predicts the Gaussians of an image from its tokens."""
+        return self.learns_gaussians and self.per_image == "predicted"
 
     @property
     def shares_prior(self) -> bool:
@@ -446,11 +473,14 @@ class PhaseBSettings(Section):
     converted to the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Literal["none", "teacher", "prior"] = "none"
+    warm_start: Literal["none", "teacher", "prior", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
-    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. ``prior`` is
-    for ``phase_a.teacher: gaussian``: it copies the same weights as ``teacher``, and fits Q and K
-    to the attention of the shared prior."""
+    norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
+    has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
+    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior,
+    or to the maps that the teacher predicts. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step."""
     temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -558,7 +588,33 @@ class Settings(Section):
             raise ValueError(
                 "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
             )
+        if self.phase_b.warm_start == "prior" and self.phase_b.student == "gaussian":
+            raise ValueError(
+                "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
+                "take phase_b.warm_start=teacher, which copies the Gaussians"
+            )
+        if self.phase_b.warm_start == "exact":
+            self._check_exact()
         return self
+
+    def _check_exact(self) -> None:
+        """A student that is to be its teacher needs one that it can be."""
+        teacher, phase = self.phase_a, self.phase_b
+        needed = {
+            "phase_a.teacher=gaussian": teacher.learns_gaussians,
+            "phase_a.per_image=none": teacher.per_image == "none",
+            "phase_a.mode=expected": teacher.mode == "expected",
+            "phase_b.student=standard": phase.student == "standard",
+            "phase_b.attention_options={prior: true}": phase.attention_options.get("prior") is True,
+            "phase_b.rezero=false": not phase.rezero,
+            "phase_b.match_params=false": not phase.match_params,
+            "phase_b.model_args={} but for drop rates": all(
+                name.endswith("_rate") for name in phase.model_args
+            ),
+        }
+        missing = [name for name, there in needed.items() if not there]
+        if missing:
+            raise ValueError(f"phase_b.warm_start=exact needs {missing[0]}")
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
@@ -579,10 +635,25 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
     """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. Raises
-    UserError for one that is no such setting."""
+    UserError for one that is no such setting, and for two that contradict each other."""
+    asked: dict = {}
+    for override in overrides:
+        _apply(asked, override, settled=False)
+    _settle(asked, "--set")  # the words of one command agree; those of a file they overrule
     for override in overrides:
         _apply(tree, override)
     return tree
+
+
+def _settle(tree: dict, where: str) -> None:
+    """Brings older names of a tree of settings up to date. Raises UserError, naming ``where``."""
+    phase = tree.get("phase_a")
+    if not isinstance(phase, dict):
+        return
+    try:
+        older_names.settle(phase)
+    except UserError as error:
+        raise UserError(f"{where}: phase_a: {error}") from None
 
 
 def parse(tree: dict, where: str) -> Settings:
@@ -696,7 +767,7 @@ def _refuse_unusable(value: Any, depth: int = 0) -> None:
             _refuse_unusable(part, depth + 1)
 
 
-def _apply(tree: dict, override: str) -> None:
+def _apply(tree: dict, override: str, *, settled: bool = True) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
@@ -708,17 +779,26 @@ def _apply(tree: dict, override: str) -> None:
     if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with contextlib.suppress(ValueError):
             value = float(value)
-    place(tree, key, value, f"--set {override!r}")
+    place(tree, key, value, f"--set {override!r}", settled=settled)
 
 
-def place(tree: dict, key: str, value: Any, where: str) -> None:
-    """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value."""
+def place(tree: dict, key: str, value: Any, where: str, *, settled: bool = True) -> None:
+    """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value.
+
+    What an older name says is written by the name of today, unless ``settled`` is False.
+    """
+    root = tree
+    if settled:
+        _settle(root, where)
     *parents, leaf = key.split(".")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise UserError(f"{where}: {parent!r} is a value, not a section")
     tree[leaf] = value
+    section, *name = key.split(".")
+    if settled and section == "phase_a" and name:
+        older_names.follow(root["phase_a"], name[0])
 
 
 def _first_problem(error: ValidationError) -> str:

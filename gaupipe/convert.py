@@ -46,7 +46,7 @@ def convert(model: Model, attention: str, **options) -> Model:
     """
     attention_type = attention_class(attention)
     check_options(attention_type, options)
-    if not issubclass(attention_type, StudentAttention):
+    if not attention_type.compares:
         raise UserError(
             f"cannot convert to {attention!r}: it has no queries and keys that could take over the "
             "weights"
@@ -77,9 +77,14 @@ def swap(
     Raises UserError, naming ``where``, if ``old`` is neither one of timm's attentions with queries,
     keys and values for each head nor one of gaupipe's."""
     trained: Any = old
+    if getattr(old, "compares", True) and getattr(old, "prior", None) is not None:
+        raise UserError(
+            f"cannot convert {where}: its scores have log P of a learned prior, which no other "
+            "attention has"
+        )
     if isinstance(old, EvaAttention | AttentionRope):
         trained = with_one_matrix(old, where)
-    elif type(old) is not Attention and not isinstance(old, StudentAttention):
+    elif type(old) is not Attention and not getattr(old, "compares", False):
         raise UserError(
             f"cannot convert {where}: its attention is a {type(old).__name__}; only timm's "
             "Attention, AttentionRope and EvaAttention and gaupipe's own have the same queries, "

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
@@ -131,6 +132,9 @@ class GauViT(VisionTransformer):
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
         attn_layer = bind_options(attention_type, options)
+        if takes_grid(attention_type):
+            grid = grid_of({**TIMM_ARGUMENTS, **kwargs})
+            attn_layer = bind_options(attention_type, options, grid=grid)
         block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
             kwargs["mlp_ratio"] = matching_mlp_ratio(
@@ -139,9 +143,37 @@ class GauViT(VisionTransformer):
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
         super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
+        if self.num_prefix_tokens and self.priors():
+            raise UserError(
+                f"attention {attention!r}: a class or register token has no place on the grid that "
+                "Gaussians lie on: take class_token and reg_tokens out"
+            )
         placement = ("device", "dtype")
         self.gaupipe_args = {key: value for key, value in kwargs.items() if key not in placement}
         self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
+
+    def priors(self) -> set[str]:
+        """Names of the Gaussians that its attentions have learned for their tokens."""
+        return {name for name, _ in self.named_parameters() if name.endswith(".attn.prior")}
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """As timm's; and the priors, which would decay towards the middle of the grid."""
+        return {*super().no_weight_decay(), *self.priors()}
+
+
+def takes_grid(attention_type: type[nn.Module]) -> bool:
+    """Whether an attention is made for the places of the tokens."""
+    return "grid" in inspect.signature(attention_type).parameters
+
+
+def grid_of(arguments: dict) -> tuple[int, int] | None:
+    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
+    any size."""
+    if arguments["img_size"] is None or arguments["dynamic_img_size"]:
+        return None
+    (height, width), patch = (to_2tuple(arguments[name]) for name in ("img_size", "patch_size"))
+    return height // patch[0], width // patch[1]
 
 
 def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
@@ -304,7 +336,8 @@ def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
     args = {**notes["gaupipe_args"], **now}
     if "base" in args:
         return "gauvit_converted", args
-    if args["attention"] == "standard" and not args["rezero"] and args.get("mlp_ratio") != 0:
+    plain = args["attention"] == "standard" and not args["attention_options"]
+    if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
         return STOCK_ARCHITECTURE, {
             key: value for key, value in args.items() if key in TIMM_ARGUMENTS
         }

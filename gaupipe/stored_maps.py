@@ -311,8 +311,8 @@ class EmbeddingKind(GaussianKind):
             return "a trained ViT has no embeddings; choose topk, dense, mixture or gaussian"
         if teacher.decoder is None or not per_image:
             return (
-                "this teacher keeps no embeddings (phase_a.compression is null); choose gaussian "
-                "or dense"
+                "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
+                "gaussian or dense"
             )
         return None
 
@@ -351,10 +351,10 @@ class PriorKind(GaussianKind):
     def refusal(self, teacher, per_image) -> str | None:
         if not isinstance(teacher, Teacher):
             return "a trained ViT has another map for each image; choose topk, dense or mixture"
-        if per_image:
+        if per_image or teacher.predicts_gaussians:
             return (
-                "this teacher has Gaussians of single images (phase_a.residual is true); choose "
-                "gaussian or dense"
+                "this teacher has Gaussians of single images (phase_a.per_image is not none); "
+                "choose gaussian or dense"
             )
         return None
 
@@ -427,7 +427,8 @@ def default_kind(settings: Settings, encoding: str | None = None) -> str:
     phase = settings.phase_a
     if not phase.learns_gaussians:
         return "topk"
-    return "gaussian" if phase.residual or encoding == "uint8" else "prior"
+    alike = phase.per_image == "none" and encoding != "uint8"
+    return "prior" if alike else "gaussian"
 
 
 def chosen(
@@ -482,8 +483,9 @@ def check_export(
         raise UserError(f"{prefix}k {k}: a query has {tokens} keys to choose from")
     if k is not None and name == "mixture" and k < 2:
         raise UserError(f"{prefix}k {k}: one Gaussian a query is the kind gaussian")
-    if export.views is not None and isinstance(teacher, Teacher):
+    if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a trained ViT"
+            "themselves; views are for a teacher that sees them: a trained ViT, or "
+            "phase_a.per_image=predicted"
         )

@@ -13,7 +13,7 @@ from gaupipe.building import build_optimizer, build_vit
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
-from gaupipe.warm_start import warm_start
+from gaupipe.warm_start import hand_over, warm_start
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def check_student(settings: Settings, data: ImageData, shape: MapShape, weights:
     student = build_student(settings, data, "meta")
     check_fit(student, shape, settings, "the teacher")
     if settings.phase_b.warm_start != "none":
-        warm_start(student, weights)
+        (hand_over if settings.phase_b.warm_start == "exact" else warm_start)(student, weights)
     build_optimizer(student, settings.phase_b.optim, settings.phase_b.epochs, steps_per_epoch=100)
 
 

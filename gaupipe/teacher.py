@@ -10,8 +10,15 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.gaussians import RAW_SIZE, expected_axes, from_raw, initial_raw, sample
+from gaupipe.attention.gaussian import START_STD, GaussianAttention, predicted_gaussians
+from gaupipe.gaussians import (
+    RAW_SIZE,
+    expected_axes,
+    from_raw,
+    initial_raw,
+    raw_at_tokens,
+    sample,
+)
 from gaupipe.models import run_blocks
 
 
@@ -42,6 +49,10 @@ class Teacher(nn.Module):
     per-image parameters are that residual itself, or with a ``compression`` (embedding, hidden) an
     embedding that a :class:`Decoder` turns into it. The prior is learned from every image; without
     one it stays where it starts, at mean 0 and std 1.
+
+    With ``predicts`` there are no per-image parameters: the residual of a query is a linear map of
+    the query's token, one for each block and head (``predictor``), which starts at 0. The prior
+    then starts on the query's own token.
     """
 
     def __init__(
@@ -50,22 +61,30 @@ class Teacher(nn.Module):
         parametrisation: str = "loc_scale",
         prior: bool = True,
         compression: tuple[int, int] | None = None,
+        predicts: bool = False,
     ) -> None:
         super().__init__()
+        block: Any  # timm says Module
+        for block in vit.blocks:
+            block.attn.give_gaussians()
         self.vit = vit
         self.parametrisation = parametrisation
         self.has_prior = prior
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
-        first: Any = vit.blocks[0]
-        self.layers, self.heads = len(vit.blocks), first.attn.num_heads
+        self.layers, self.heads = len(vit.blocks), block.attn.num_heads
         self.raw_shape = (
             self.layers,
             self.heads,
             self.grid[0] * self.grid[1],
             RAW_SIZE[parametrisation],
         )
-        self.prior = nn.Parameter(
-            initial_raw(parametrisation).expand(self.raw_shape).clone(), requires_grad=prior
+        start = initial_raw(parametrisation)
+        if predicts:
+            start = raw_at_tokens(parametrisation, self.grid, START_STD)
+        self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
+        outputs = self.heads * self.raw_shape[-1]
+        self.predictor = (
+            nn.Parameter(torch.zeros(self.layers, outputs, vit.embed_dim)) if predicts else None
         )
         self.decoder = (
             Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
@@ -78,9 +97,25 @@ class Teacher(nn.Module):
         """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
         return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
 
+    @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """The weights of its ViT, for a student that starts from them."""
-        return self.vit.state_dict()
+        """The weights of its ViT, for a student that starts from them, and by the names of a
+        student the shared prior of each block in ``loc_scale`` and what predicts Gaussians."""
+        given = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
+        own = {"prior": torch.cat([given[..., :2], given[..., 2:].clamp_min(1e-6).log()], dim=-1)}
+        if self.predictor is not None:
+            own["predictor"] = self.predictor.detach()
+        return self.vit.state_dict() | {
+            f"blocks.{layer}.attn.{name}": values[layer]
+            for name, values in own.items()
+            for layer in range(self.layers)
+        }
+
+    @property
+    def predicts_gaussians(self) -> bool:
+        """Whether Gaussians come from the tokens of an image: :meth:`look` and :meth:`forward`
+        then need no others."""
+        return self.predictor is not None
 
     def residual(self, parameters: Tensor) -> Tensor:
         """What per-image parameters ``[B, *per_image_shape]`` add to the prior: [B, L, H, T, P]."""
@@ -96,15 +131,35 @@ class Teacher(nn.Module):
             raw = raw + self.residual(parameters)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
+    def predicted(self, layer: int, tokens: Tensor) -> Tensor:
+        """Gaussians [B, H, T, 4] that a block's tokens [B, T, d], as the attention gets them,
+        predict for themselves."""
+        assert self.predictor is not None
+        return predicted_gaussians(
+            self.prior[layer], self.predictor[layer], tokens, self.parametrisation
+        )
+
+    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
+        tokens predict where they look."""
+        seen: list[Tensor] = []
+
+        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            seen.append(self.predicted(layer, tokens))
+            return attention(tokens, expected_axes(seen[-1], self.grid))
+
+        logits = run_blocks(self.vit, images, attend)
+        return logits, torch.stack(seen, dim=1)
+
     def forward(
         self,
         images: Tensor,
-        gaussians: Tensor,
+        gaussians: Tensor | None,
         noise: Tensor | None = None,
         axes: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
         """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
-        1, L, H, T, 4] say.
+        1, L, H, T, 4] say, or, with None, where their tokens predict.
 
         Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
         T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
@@ -113,6 +168,8 @@ class Teacher(nn.Module):
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            if gaussians is None:
+                return attention(tokens, expected_axes(self.predicted(layer, tokens), self.grid))
             if noise is None:
                 factors = expected_axes(gaussians[:, layer], self.grid)
                 if axes is not None:
@@ -135,7 +192,7 @@ class Teacher(nn.Module):
 def predict(
     teacher: Teacher,
     images: Tensor,
-    gaussians: Tensor,
+    gaussians: Tensor | None,
     mode: str,
     passes: int = 1,
     generator: torch.Generator | None = None,

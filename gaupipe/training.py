@@ -24,6 +24,7 @@ from gaupipe.errors import UserError
 from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
 from gaupipe.interruption import Pauses
+from gaupipe.older_names import renamed
 
 Network = TypeVar("Network", bound=nn.Module)
 """What is trained: a ViT, or the teacher with Gaussians."""
@@ -157,7 +158,7 @@ class TrainingState(Generic[Network]):
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
-        recorded = state["identity"]
+        recorded = renamed(state["identity"])
         # a setting that a later version adds was at its default; phase A of version 0.1 recorded
         # no settings
         defaults = flatten(Settings()) if "seed" in recorded else {}

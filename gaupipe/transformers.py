@@ -155,7 +155,7 @@ class Converted(PreTrainedModel):
 def student_class(key: str, options: dict | None) -> type[StudentAttention]:
     """The class of an attention that a decoder can have. Raises UserError for another one."""
     attention_type = attention_class(key)
-    if not issubclass(attention_type, StudentAttention):
+    if not attention_type.compares:
         raise UserError(f"{key!r} has no queries and keys: a language model cannot have it")
     check_options(attention_type, options or {})
     return attention_type

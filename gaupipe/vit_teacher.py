@@ -151,7 +151,8 @@ class VitTeacher(nn.Module):
         attentions = [getattr(block, "attn", None) for block in getattr(self.model, "blocks", ())]
         standard = Attention, ATTENTION["standard"]
         if not isinstance(self.model, VisionTransformer) or not all(
-            type(attention) in standard for attention in attentions
+            type(attention) in standard and getattr(attention, "prior", None) is None
+            for attention in attentions
         ):
             raise UserError(
                 f"phase_b.warm_start: the weights of {self.name} do not fit a student: take "

@@ -3,11 +3,12 @@ shared prior."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention
 from gaupipe.errors import UserError
@@ -55,6 +56,33 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
             getattr(block.attn, name).weight.copy_(weight)
 
 
+@torch.no_grad()
+def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+    """Makes a student with log P of a prior in its scores compute what a teacher with the shared
+    prior alone does: :func:`warm_start`, which copies the prior too, and Q = 0. K keeps its start,
+    so that Q has a gradient.
+
+    Raises UserError for a student that has more than its teacher and Q and K.
+    """
+    warm_start(student, teacher)
+    own = [name for name, _ in student.named_parameters() if name not in teacher]
+    block: Any  # timm says Module
+    for layer, block in enumerate(student.blocks):
+        attention = block.attn
+        queries = [p[: attention.attn_dim] for p in attention.qkv.parameters()]
+        if not isinstance(attention.q_norm, nn.Identity):
+            queries += [p for name, p in attention.q_norm.named_parameters() if name == "bias"]
+        for part in queries:
+            part.zero_()
+        parts = tuple(f"blocks.{layer}.attn.{name}." for name in ("qkv", "q_norm", "k_norm"))
+        own = [name for name in own if not name.startswith(parts)]
+    if own:
+        raise UserError(
+            f"phase_b.warm_start=exact: the student has {own[0]}, and its teacher has none: take "
+            "what adds it out of model.args, or take phase_b.warm_start=teacher"
+        )
+
+
 def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     """The student's parameters by the names that they have in a teacher: of Q, K and V also the
     last alone, of the position embedding what belongs to patches."""
@@ -67,13 +95,13 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
 
 
 def fit_queries_and_keys(
-    student: VisionTransformer, maps: list[Tensor | None], images: Tensor, seed: int = 0
+    student: VisionTransformer, maps: Iterable[Tensor | None], images: Tensor, seed: int = 0
 ) -> list[float | None]:
     """Trains Q and K alone, block after block, until the student's attention maps look
     like given ones on these images.
 
-    maps    for each block [1, H or 1, T, T] float32, probabilities over keys: the expected maps of
-            the shared prior; None leaves a block as it is
+    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys: the expected
+            maps of the shared prior, or of each image; None leaves a block as it is
     images  [N, C, height, width], on the student's device
 
     Of a student with class and register tokens the attention from patches to patches is fitted.
@@ -101,7 +129,8 @@ def fit_queries_and_keys(
 def _fit(
     attention: StudentAttention, wanted: Tensor, tokens: Tensor, prefix: int, seed: int
 ) -> float:
-    """Fits the attention's map on tokens [N, prefix + T, d] to one map; its last divergence."""
+    """Fits the attention's map on tokens [N, prefix + T, d] to one map, or to one for each image;
+    its last divergence."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
@@ -111,7 +140,8 @@ def _fit(
         chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
         q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
         log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        loss = feature_loss(log_map, wanted.expand_as(log_map), hidden=hidden)
+        shown = wanted if len(wanted) == 1 else wanted[chosen.to(wanted.device)]
+        loss = feature_loss(log_map, shown.expand_as(log_map), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from gaupipe.losses import feature_loss
 from gaupipe.models import forward_with_maps
 from gaupipe.student import check_fit, layer_map
 from gaupipe.student_folder import load_folder
+from gaupipe.teacher import Teacher
 from gaupipe.vit_teacher import VitTeacher
 from stages import kept_epochs, phase_a, phase_b, ranks
 from stages.run_directory import RunDirectory, check_name
@@ -110,11 +112,12 @@ def run(
 def beside_teacher(
     run: RunDirectory, images: Split, data: ImageData, logits: Tensor
 ) -> dict[str, float]:
-    """Of a teacher that is a trained ViT with predictions: its top-1 accuracy and cross-entropy on
-    the split, and the share on which it predicts the class that ``logits`` [N, C] do. Nothing for
-    other teachers, which know no unseen images, and for one that is no longer there."""
+    """Of a teacher that is a trained ViT with predictions, or predicts its Gaussians: its top-1
+    accuracy and cross-entropy on the split, and the share on which it predicts the class that
+    ``logits`` [N, C] do. Nothing for other teachers, which know no unseen images, and for one that
+    is no longer there."""
     phase = run.settings().phase_a
-    if phase.learns_gaussians or run.teacher_digest() is None:
+    if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
     try:
         job = phase_a.load(run, data)
@@ -123,9 +126,10 @@ def beside_teacher(
     if not all(distributed.gathered(job is not None)) or job is None:
         return {}
     teacher = job.teacher
-    if not isinstance(teacher, VitTeacher) or not teacher.predicts:
+    if isinstance(teacher, VitTeacher) and not teacher.predicts:
         return {}
-    own, labels = predictions(teacher.predict, images, data, job.settings, job.device)
+    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher.predict
+    own, labels = predictions(predict, images, data, job.settings, job.device)
     scores = metrics(own, labels)
     return {
         "teacher_top1": scores["top1"],

@@ -168,7 +168,7 @@ def other_teacher(
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
     changes: dict[str, Any] = {"teacher": teacher, "teacher_args": {}}
-    changes |= {"compression": None, "download": download}
+    changes |= {"per_image": "table", "compression": None, "download": download}
     phase = settings.phase_a.model_copy(update=changes)
     settings = settings.model_copy(update={"phase_a": phase})
     return trained_teacher.build(settings, data or load_data(settings.data))

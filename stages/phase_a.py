@@ -46,18 +46,20 @@ from stages.teacher_job import TeacherJob
 
 @dataclass
 class PhaseA(TeacherJob):
-    """A teacher on its data; ``per_image`` is None for a teacher that is the shared prior alone."""
+    """A teacher on its data; ``per_image`` is None for a teacher without parameters of single
+    images."""
 
     teacher: Teacher
     per_image: ImageState | BucketedState | None
 
     @property
     def has_parameters_of_images(self) -> bool:
-        return self.settings.phase_a.per_image
+        return self.settings.phase_a.learns_of_images
 
     @torch.no_grad()
     def gaussians(self, image_ids: Tensor | None, count: int) -> Tensor:
-        """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
+        """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
+        a teacher that predicts them (:meth:`~gaupipe.teacher.Teacher.look`)."""
         parameters = None
         if self.per_image is not None and image_ids is not None:
             parameters = self.per_image.gather(image_ids, self.device)
@@ -68,6 +70,9 @@ class PhaseA(TeacherJob):
     def show(
         self, batch: Batch, generator: torch.Generator, maps: bool = False
     ) -> tuple[GaussianAttention, Tensor]:
+        if self.teacher.predicts_gaussians:
+            logits, gaussians = self.teacher.look(batch.images)
+            return GaussianAttention(self.teacher, gaussians), logits.float().log_softmax(-1)
         parameters = None
         if self.per_image is not None:
             parameters = self.per_image.gather(batch.ids, self.device).detach()
@@ -127,7 +132,9 @@ def run(
         teacher = build_teacher(asked, images)
         check_student(asked, images, MapShape.of(teacher), teacher.weights())
         export = chosen(asked)
-        check_export(export, teacher, teacher.grid, asked.phase_a.per_image, prefix="export.")
+        check_export(
+            export, teacher, teacher.grid, asked.phase_a.learns_of_images, prefix="export."
+        )
         if not force:  # before any per-image parameter is made
             check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
         return asked, images, build(asked, run.phase_a, images)
@@ -163,8 +170,10 @@ class TeacherLoss(nn.Module):
         parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
         noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
-        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        gaussians = None  # predicted ones are of the view already
+        if not self.teacher.predicts_gaussians:
+            gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+            gaussians = move(gaussians, batch.geometry, self.teacher.grid)
         logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
         return cross_entropy(logits, batch.labels)
 
@@ -206,7 +215,10 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
 
             trained = replace(job, teacher=state.kept)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
-            val_acc = score_teacher(trained, validation, seen=False)["acc"] if phase.prior else None
+            knows_unseen = phase.prior or phase.predicts_gaussians
+            val_acc = (
+                score_teacher(trained, validation, seen=False)["acc"] if knows_unseen else None
+            )
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or epoch.number + 1 == total
             save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
@@ -249,8 +261,11 @@ class Draws:
 def maps_of(job: PhaseA) -> Any:
     """What :func:`save_snapshot` needs of a teacher."""
 
-    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        gaussians = job.gaussians(image_ids, len(image_ids))
+    def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
+        if job.teacher.predicts_gaussians:
+            gaussians = job.teacher.eval().look(images.to(job.device))[1]
+        else:
+            gaussians = job.gaussians(image_ids, len(image_ids))
         return list(expected_map(gaussians, job.teacher.grid).unbind(1))
 
     return maps
@@ -258,7 +273,7 @@ def maps_of(job: PhaseA) -> Any:
 
 def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
     """What to say of a training accuracy that ended outside the window; None inside it."""
-    rate = "phase_a.rows.lr" if phase.per_image else "phase_a.optim.lr"
+    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
     if accuracy < phase.stop_accuracy:
         return (
             f"{phase.max_epochs} epochs were not enough for a training accuracy of "
@@ -275,7 +290,8 @@ def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
 @torch.no_grad()
 def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
-    shared prior alone. One sampled pass in ``stochastic`` mode."""
+    shared prior alone; a teacher that predicts Gaussians sees no difference. One sampled pass in
+    ``stochastic`` mode."""
     job.teacher.eval()
     draws = Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
@@ -284,7 +300,9 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
             generator = draws.generators[bucket]
-            gaussians = job.gaussians(batch.ids if seen else None, len(batch))
+            gaussians = None
+            if not job.teacher.predicts_gaussians:
+                gaussians = job.gaussians(batch.ids if seen else None, len(batch))
             mode = job.settings.phase_a.mode
             logits = predict(job.teacher, batch.images, gaussians, mode, generator=generator)
             yield logits, batch.labels
@@ -307,7 +325,7 @@ def build(
     device = select_device(settings)
     teacher = build_teacher(settings, data)
     per_image: ImageState | BucketedState | None = None
-    learns_of_images = with_images and settings.phase_a.per_image
+    learns_of_images = with_images and settings.phase_a.learns_of_images
     rows, images = folder / "rows", len(data.train)
     if learns_of_images and settings.data.buckets is None:
         per_image = build_per_image(settings, teacher, images, rows, to_read=to_read)
@@ -323,13 +341,10 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     sizes = phase.compression
     compression = (sizes.embedding, sizes.hidden) if sizes else None
     vit = build_vit(settings.model, data, "gaussian")
-    if vit.num_prefix_tokens:
-        raise UserError(
-            "model.args: a class or register token has no place on the grid that Gaussians lie on: "
-            "take class_token and reg_tokens out"
-        )
-    teacher = Teacher(vit, phase.parametrisation, phase.prior, compression)
-    if teacher.decoder and not phase.per_image:
+    teacher = Teacher(
+        vit, phase.parametrisation, phase.prior, compression, phase.predicts_gaussians
+    )
+    if teacher.decoder and not phase.learns_of_images:
         teacher.decoder.requires_grad_(False)  # nothing is decoded
     return teacher
 
@@ -383,6 +398,8 @@ def training_state(job: PhaseA) -> TrainingState[Teacher]:
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
+    if teacher.predictor is not None:
+        groups.append({"params": [teacher.predictor], "lr": phase.optim.lr, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = {"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr}
         groups.append({**decoder, "weight_decay": phase.optim.weight_decay})

@@ -48,13 +48,16 @@ from gaupipe.training import (
     score_model,
 )
 from gaupipe.vit_teacher import VitTeacher
-from gaupipe.warm_start import fit_queries_and_keys, warm_start
+from gaupipe.warm_start import fit_queries_and_keys, hand_over, warm_start
 from stages import export_maps, geometry, kept_epochs, phase_a, ranks
 from stages.key_attention import save_snapshot, student_attention
 from stages.run_directory import RunDirectory, check_name, locked, without
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
+
+WARM_START_BATCH = 64
+"""Of these how many a teacher predicts Gaussians for at a time."""
 
 
 @dataclass
@@ -428,22 +431,36 @@ def kind_of(schema: store.Schema) -> str:
 def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     """The warm start that the settings ask for."""
     phase, student = job.settings.phase_b, job.student
-    warm_start(student, teacher.weights())
+    start = hand_over if phase.warm_start == "exact" else warm_start
+    start(student, teacher.weights())
     if phase.warm_start != "prior":
         return
     assert isinstance(teacher, Teacher)  # the settings allow it for no other
-    with torch.no_grad():
-        prior = expected_map(teacher.gaussians(None), teacher.grid)  # [1, L, H, T, T]
-    if phase.mean_heads:
-        prior = prior.mean(2, keepdim=True)  # [1, L, 1, T, T]
-    elif phase.head_map is not None:
-        prior = prior[:, :, phase.head_map]
-    layers = layer_map(job.settings, len(student.blocks), teacher.layers)
-    maps = [None if layer is None else prior[:, layer] for layer in layers]
     ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
     batches = Batches(job.data.train, job.data, job.device, job.settings.data.batch_size)
     images = torch.cat([batch.images for batch in batches.in_order(ids)])
+    gaussians = gaussians_of(teacher, images)  # [N or 1, L, H, T, 4]
+
+    def map_of(layer: int) -> Tensor:
+        heads = (
+            gaussians[:, layer] if phase.head_map is None else gaussians[:, layer, phase.head_map]
+        )
+        maps = expected_map(heads, teacher.grid)  # [N or 1, H, T, T]
+        return maps.mean(1, keepdim=True) if phase.mean_heads else maps
+
+    layers = layer_map(job.settings, len(student.blocks), teacher.layers)
+    maps = (None if layer is None else map_of(layer) for layer in layers)
     fit_queries_and_keys(student, maps, images, job.settings.seed)
+
+
+@torch.no_grad()
+def gaussians_of(teacher: Teacher, images: Tensor) -> Tensor:
+    """Gaussians [1, L, H, T, 4] of the shared prior, or, of a teacher that predicts them, those of
+    the images [N, C, height, width]: [N, L, H, T, 4]."""
+    if not teacher.predicts_gaussians:
+        return teacher.gaussians(None)
+    batches = images.split(WARM_START_BATCH)
+    return torch.cat([teacher.look(batch)[1] for batch in batches])
 
 
 @torch.no_grad()

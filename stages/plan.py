@@ -81,7 +81,7 @@ def run(
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
-    check_export(export, teacher, sizes.grid, settings.phase_a.per_image, prefix="export.")
+    check_export(export, teacher, sizes.grid, settings.phase_a.learns_of_images, prefix="export.")
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
     plan = make_plan(settings, sizes)
@@ -275,7 +275,7 @@ def measure_phase_a(
         trained = trained_teacher.TrainedTeacher(settings, data, device, vit)
         return trained, state.metrics[-1]["seconds"] / count
     per_image = None
-    if settings.phase_a.residual:
+    if settings.phase_a.learns_of_images:
         per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
     job = phase_a.PhaseA(settings, data, device, teacher.to(device), per_image)
     started = phase_a.training_state(job)

@@ -43,7 +43,8 @@ class Sizes:
     network_parameters: int
     """The ViT's and the decoder's."""
     per_image_size: int = 0
-    """Per-image parameters of one image: L * H * T * P, or L * E with a compression network."""
+    """Per-image parameters of one image: L * H * T * P, or L * E with a compression network; not
+    counted where the settings keep none."""
     prior_parameters: int = 0
     decoder_parameters: int = 0
     """The decoder's alone, without the shared prior, which is its last bias."""
@@ -111,7 +112,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
     """The plan of a run with these settings. Pure arithmetic."""
     phase = settings.phase_a
     records, place = 0, "none"
-    if phase.per_image:
+    if phase.learns_of_images:
         records = per_image_bytes(phase.rows, sizes.images, sizes.per_image_size)
         in_files = per_image_in_files(phase.rows, sizes.images, sizes.per_image_size)
         place = "files" if in_files else "memory"
@@ -129,7 +130,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
         images=sizes.images,
         network_parameters=sizes.network_parameters,
         prior_parameters=sizes.prior_parameters,
-        per_image_parameters=sizes.images * sizes.per_image_size if phase.per_image else 0,
+        per_image_parameters=sizes.images * sizes.per_image_size if phase.learns_of_images else 0,
         per_image_in=place,
         fixed_memory_bytes=fixed,
         memory_bytes=fixed + in_memory,
@@ -159,9 +160,9 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
     shared = {"gaussian": 0, "dense": 0, "topk": 0}
     if not phase.learns_gaussians:
         shared["mixture"] = 0
-    elif not phase.residual:
+    elif phase.per_image == "none":
         shared["prior"] = sizes.prior_parameters
-    elif phase.compression:
+    elif phase.per_image == "embedding":
         shared["embedding"] = sizes.prior_parameters + sizes.decoder_parameters
     views = settings.export.views or 1
 
@@ -217,7 +218,7 @@ def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
     if needed > free:
         raise UserError(
             f"{folder}: {job} needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: "
-            f"{elsewhere}, fewer data.train_images or phase_a.compression, or --force"
+            f"{elsewhere}, fewer data.train_images or another phase_a.per_image, or --force"
         )
 
 

@@ -117,7 +117,7 @@ def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
     assert settings["plain ViT, ReZero"].phase_b.rezero
     assert (
-        not settings["prior alone"].phase_a.residual
+        settings["prior alone"].phase_a.per_image == "none"
         and settings["prior alone"].phase_b.optim.lr == 0.5
     )
     assert settings["no soft labels"].phase_b.alpha == 0 and settings[
@@ -192,7 +192,7 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))
     assert digest(as_run(base, 0, baseline=True)) != digest(as_run(base, 1, baseline=True))
     alone, shuffled = (
-        config.load("digits", ["phase_a.residual=false", f"phase_b.shuffle_maps={on}"])
+        config.load("digits", ["phase_a.per_image=none", f"phase_b.shuffle_maps={on}"])
         for on in ("no", "yes")
     )
     assert digest(as_run(alone, 0, baseline=False)) == digest(as_run(shuffled, 0, baseline=False))
@@ -250,6 +250,24 @@ def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, 
     assert training.folder == Path("c/students") / student
     assert training.teacher.path == Path("c/teachers") / teacher
     assert training.maps == Path("c/teachers") / teacher / maps
+
+
+@pytest.mark.parametrize(
+    "changes, student, teacher",
+    [
+        (["phase_a.per_image=none"], "6c3c9d94219a", "f30869bc3866"),
+        (
+            ["phase_a.per_image=embedding", "phase_a.compression={embedding: 32, hidden: 128}"],
+            "8878feacea0f",
+            "7202d8924e6b",
+        ),
+        (["phase_a.per_image=table"], "07d2af220add", "62e5c83cbc62"),
+    ],
+)
+def test_a_run_lies_where_the_older_names_of_its_settings_put_it(changes, student, teacher):
+    """As named by a version that knew ``residual`` and no ``per_image``."""
+    settings = as_run(config.load("digits", changes), 1, baseline=False)
+    assert (digest(settings, "x"), digest(as_teacher(settings), "x")) == (student, teacher)
 
 
 def swept(entries):

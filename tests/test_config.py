@@ -45,6 +45,81 @@ def test_bad_settings_are_refused_in_one_line(override, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "older,per_image,sizes",
+    [
+        ({"residual": True}, "table", None),
+        ({"residual": True, "compression": None}, "table", None),
+        ({"residual": False}, "none", None),
+        ({"compression": None}, "table", None),
+        ({"compression": {"embedding": 4}}, "embedding", (4, 768)),
+        ({"residual": True, "compression": {"hidden": 8}}, "embedding", (256, 8)),
+        ({"residual": False, "compression": {"embedding": 4}}, "none", (4, 768)),
+        ({"per_image": "embedding"}, "embedding", (256, 768)),
+        ({"per_image": "embedding", "residual": True}, "embedding", (256, 768)),
+        ({"per_image": "predicted", "compression": None}, "predicted", None),
+        ({}, "table", None),
+    ],
+)
+def test_older_names_say_what_they_said(older, per_image, sizes, tmp_path):
+    """In a file, and as changes of whatever a file says; and a dump says it again."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(config.yaml.safe_dump({"phase_a": older}))
+    changes = [f"phase_a.{name}={config.yaml.safe_dump(of)}" for name, of in older.items()]
+    for settings in (config.load(file), config.load("digits", changes)):
+        phase = settings.phase_a
+        found = phase.compression and (phase.compression.embedding, phase.compression.hidden)
+        assert (phase.per_image, found) == (per_image, sizes)
+        (tmp_path / "again.yaml").write_text(config.dump(settings))
+        assert config.load(tmp_path / "again.yaml") == settings
+        assert "residual" not in config.dump(settings)
+
+
+@pytest.mark.parametrize(
+    "before,change,after",
+    [
+        ("table", "residual=false", "none"),
+        ("none", "residual=true", "table"),
+        ("predicted", "residual=true", "table"),
+        ("embedding", "residual=true", "embedding"),
+        ("embedding", "compression=null", "table"),
+        ("none", "compression=null", "none"),
+        ("none", "compression={embedding: 3}", "none"),
+        ("table", "compression={embedding: 3}", "embedding"),
+        ("embedding", "compression.embedding=3", "embedding"),
+        ("embedding", "per_image=predicted", "predicted"),
+        ("embedding", "per_image=none", "none"),
+    ],
+)
+def test_a_change_overrules_the_file_in_older_names_too(before, change, after, tmp_path):
+    dumped = config.dump(config.load("digits", [f"phase_a.per_image={before}"]))
+    (tmp_path / "run.yaml").write_text(dumped)
+    phase = config.load(tmp_path / "run.yaml", [f"phase_a.{change}"]).phase_a
+    assert phase.per_image == after
+    assert (phase.compression is not None) == (after == "embedding" or "{" in change)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        {"per_image": "none", "residual": True},
+        {"per_image": "table", "residual": False},
+        {"per_image": "predicted", "residual": True},
+        {"per_image": "table", "compression": {"embedding": 4}},
+        {"per_image": "predicted", "compression": {"embedding": 4}},
+        {"per_image": "embedding", "compression": None},
+    ],
+)
+def test_names_that_contradict_each_other_are_refused_in_one_line(phase, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(config.yaml.safe_dump({"phase_a": phase}))
+    changes = [f"phase_a.{name}={config.yaml.safe_dump(of)}" for name, of in phase.items()]
+    for source, overrides in ((file, []), ("digits", changes), ("digits", changes[::-1])):
+        with pytest.raises(UserError) as error:
+            config.load(source, overrides)
+        assert "per_image is" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_files_that_are_no_settings(tmp_path):
     (tmp_path / "list.yaml").write_text("- 1\n")
     (tmp_path / "broken.yaml").write_text("a: [1\n")

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import gaupipe.models  # noqa: F401
-from gaupipe.attention import STUDENTS
+from gaupipe.attention import COMPARING, STUDENTS
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import expected_map
 from gaupipe.losses import feature_loss
@@ -22,6 +22,8 @@ B, L, H, GRID = 3, 2, 4, (4, 4)
 
 def student(attention: str = "standard", depth: int = L, **options) -> torch.nn.Module:
     torch.manual_seed(0)
+    if attention == "prior":
+        attention, options = "standard", {**options, "attention_options": {"prior": True}}
     model = timm.create_model(
         "gauvit_pico_patch2_8",
         attention=attention,
@@ -59,7 +61,7 @@ def gradients(model, loss) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("attention", STUDENTS)
+@pytest.mark.parametrize("attention", [*STUDENTS, "prior"])
 @pytest.mark.parametrize(
     "temperature,direction",
     [(1.0, "teacher_student"), (2.0, "teacher_student"), (1.0, "student_teacher")],
@@ -88,7 +90,7 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
         )
 
 
-@pytest.mark.parametrize("attention", ["standard", "attentionx"])
+@pytest.mark.parametrize("attention", ["standard", "attentionx", "gaussian", "prior"])
 def test_the_pass_compiles_without_graph_breaks(attention):
     model, images, stored = student(attention), torch.randn(B, 1, 8, 8), gaussians()
 
@@ -175,7 +177,7 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("tokens", PREFIXES)
-@pytest.mark.parametrize("attention", STUDENTS)
+@pytest.mark.parametrize("attention", COMPARING)
 def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):
     """The value against loops, the gradient against a difference along a random direction."""
     model, images, stored = (

@@ -64,6 +64,13 @@ CASES = {
         "phase_a.optim.clip_grad=0.1",
         "baseline.enabled=false",
     ],
+    "predicted": [
+        "phase_a.per_image=predicted",
+        "phase_a.augment.flip=true",
+        "phase_b.student=gaussian",
+        "phase_b.warm_start=teacher",
+        "baseline.enabled=false",
+    ],
     "vit": ["phase_a.teacher=vit", "export.kind=topk", "phase_b.alpha=0.2", "phase_b.gamma=0.3"],
 }
 

@@ -258,7 +258,7 @@ def test_repair_of_a_whole_store_writes_no_shard(run, in_process):
 MISTAKES = [
     (["--kind", "gaussian"], "--overwrite replaces it, --repair"),
     (["--kind", "dense", "--repair"], "kind 'dense' against 'gaussian'"),
-    (["--kind", "embedding"], "phase_a.compression"),
+    (["--kind", "embedding"], "phase_a.per_image"),
     (["--overwrite", "--repair"], "choose one"),
     (["--repair", "--out", "absent.zarr"], "store there to repair"),
     (["--out", "s3://"], "s3://"),
@@ -366,7 +366,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
 
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
-    run = train(tmp_path / "run", "phase_a.residual=false", "phase_a.mode=expected")
+    run = train(tmp_path / "run", "phase_a.per_image=none", "phase_a.mode=expected")
     assert in_process("export-maps", "--run-dir", run)[0] == 0
     assert (
         in_process(
@@ -429,6 +429,6 @@ def test_a_teacher_with_gaussians_of_single_images_is_not_stored_as_its_prior(tr
     )
     assert (
         (code, err.count("\n")) == (2, 1)
-        and "phase_a.residual" in err
+        and "phase_a.per_image" in err
         and not (trained / "p.zarr").exists()
     )

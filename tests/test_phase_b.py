@@ -142,7 +142,7 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
         (
             "prior",
             [
-                "phase_a.residual=false",
+                "phase_a.per_image=none",
                 "phase_b.model_args={depth: 3, num_heads: 4}",
                 "phase_b.layer_map=[0, null, 1]",
                 "phase_b.mean_heads=true",

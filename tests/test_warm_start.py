@@ -6,7 +6,7 @@ import torch
 
 import gaupipe.models  # noqa: F401
 from gaupipe import config
-from gaupipe.attention import STUDENTS
+from gaupipe.attention import COMPARING, STUDENTS
 from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_map
@@ -63,7 +63,7 @@ def prior() -> list[torch.Tensor]:
     return [expected_map(torch.cat([means, stds], dim=-1).unsqueeze(0), GRID)] * L
 
 
-@pytest.mark.parametrize("attention", STUDENTS)
+@pytest.mark.parametrize("attention", COMPARING)
 def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(attention):
     model, images = vit(attention), torch.randn(64, 1, 8, 8)
     torch.nn.init.trunc_normal_(model.pos_embed, std=0.5)

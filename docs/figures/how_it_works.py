@@ -78,7 +78,7 @@ def stages(axes: Axes) -> None:
         "ViT with GauAttention.",
         "Phase A learns weights,",
         "a shared prior and, with",
-        "phase_a.residual,",
+        "per_image: table,",
         "per-image parameters.",
     ]
     store = [

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["ATTENTION", "STUDENTS"]
+__all__ = ["ATTENTION", "COMPARING", "STUDENTS"]
 
 
 class _Attentions(Mapping[str, Any]):
@@ -42,5 +42,8 @@ ATTENTION: Mapping[str, Any] = _Attentions(
     }
 )
 
-STUDENTS = tuple(key for key in ATTENTION if key != "gaussian")
-"""Keys of the attentions that a student can have: all but the teacher's."""
+STUDENTS = tuple(ATTENTION)
+"""Keys of the attentions that a student can have."""
+
+COMPARING = tuple(key for key in ATTENTION if key != "gaussian")
+"""Keys of the attentions that compare queries with keys: trained ones can be converted to them."""

@@ -28,6 +28,9 @@ class StudentAttention(Attention):
     :meth:`matrices` what its output matrices multiply, and in :meth:`start_from` how they start.
     """
 
+    compares = True
+    """Whether it compares queries with keys, by trained matrices that another one can take over."""
+
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
 
@@ -97,11 +100,14 @@ class StudentAttention(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel. A query without a key
-        gets zeros."""
+        """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel, for queries and keys at
+        least as wide as v. A query without a key gets zeros."""
+        width = v.shape[-1]
+        if q.shape[-1] > width:  # some fused kernels need one width for queries, keys and values
+            v = F.pad(v, (0, q.shape[-1] - width))
         if attn_mask is not None and is_causal:
             attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
-        return F.scaled_dot_product_attention(
+        heads = F.scaled_dot_product_attention(
             q,
             k,
             v,
@@ -110,6 +116,7 @@ class StudentAttention(Attention):
             scale=self.scale,
             dropout_p=self.attn_drop.p if self.training else 0.0,
         )
+        return heads[..., :width] if q.shape[-1] > width else heads
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The attention map that :meth:`attend` uses, as log-probabilities [B, H, T, T], float32.

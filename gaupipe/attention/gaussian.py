@@ -1,20 +1,40 @@
-"""GauAttention: a query samples one point of the grid instead of comparing itself with keys."""
+"""GauAttention: a query looks where its Gaussian points instead of comparing itself with keys.
+
+Axis letters: B images, H heads, T tokens on a grid (h, w), d model width, d_m = d / H head width, P
+raw numbers of a Gaussian.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaupipe.gaussians import outer, point_axes
+from gaupipe.attention.functional import StudentAttention
+from gaupipe.errors import UserError
+from gaupipe.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
+
+Grid = tuple[int, int]
+
+START_STD = 1.0
+"""Std, in tokens, of the Gaussians that start on their own token."""
 
 
-class GaussianAttention(nn.Module):
-    """Reads V where the queries' Gaussians point, then projects (*GauTransformer, eq. 8*). There
-    are no Q and K.
+class GaussianAttention(StudentAttention):
+    """Reads V where the queries' Gaussians point, then projects: update MH W (*GauTransformer, eq.
+    8*). There are no Q and K.
+
+    Without a ``grid`` the Gaussians are given with the tokens: the attention of phase A's teacher.
+    With one (h, w), as ``gauvit`` models have, a token predicts its own: their raw numbers
+    (``loc_scale``) are ``prior`` [H, T, 4], which starts on the token with a std of one token, plus
+    a linear map ``predictor`` [H * 4, d] of the token, which starts at 0. The map is the exact
+    expected one. Every token needs its cell of the grid, so there are no class and register tokens.
 
     Takes the arguments of timm's ``Attention``; those that concern queries and keys are ignored.
-    There is no class token (the grid has no cell for one).
     """
+
+    compares = False
+    places: Tensor
 
     def __init__(
         self,
@@ -22,30 +42,78 @@ class GaussianAttention(nn.Module):
         num_heads: int = 8,
         qkv_bias: bool = False,
         proj_bias: bool = True,
+        attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         device=None,
         dtype=None,
+        grid: Grid | None = None,
         **_unused,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # timm's would make matrices for Q and K
         assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
-        self.num_heads = num_heads
+        self.num_heads, self.head_dim, self.attn_dim = num_heads, dim // num_heads, dim
+        self.scale, self.grid = 1.0, grid
         self.v = nn.Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
         self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.norm, self.attn_drop = nn.Identity(), nn.Dropout(attn_drop)
         self.proj_drop = nn.Dropout(proj_drop)
+        self.prior: nn.Parameter | None = None
+        self.predictor: nn.Parameter | None = None
+        if grid is not None:
+            self.prior = gaussian_prior(num_heads, grid, device)
+            self.predictor = nn.Parameter(torch.zeros(num_heads * 4, dim, device=device))
+            register_places(self, grid, self.head_dim, device)
 
-    def forward(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
-        """Residual update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
+    def give_gaussians(self) -> None:
+        """From now on Gaussians are given with the tokens."""
+        if self.grid is not None:
+            del self.places
+        self.grid = self.prior = self.predictor = None
 
-        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of the map, from
-        :func:`gaupipe.gaussians.expected_axes` or :func:`gaupipe.gaussians.point_axes`.
+    def gaussians(self, x: Tensor) -> Tensor:
+        """Gaussians [B, H, T, 4] float32 that tokens x [B, T, d] predict for themselves."""
+        if self.prior is None or self.predictor is None:
+            raise UserError(
+                "attention 'gaussian' predicts where to look on a grid: build the model with "
+                "timm.create_model of a gauvit_ model, or give the Gaussians with the tokens"
+            )
+        return predicted_gaussians(self.prior, self.predictor, x)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a fused attention needs to read V through the expected map P: log P is a product Q
+        K' of the logarithms of its factors, as Q [B, H, T, h + w], and of the keys' places."""
+        gaussians = self.gaussians(x)
+        assert self.grid is not None
+        q, v = log_factors(gaussians, self.grid, self.head_dim), self.values(x)
+        return q.to(v.dtype), self.places.to(v.dtype).expand_as(q), v
+
+    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        return self.proj(mh)
+
+    # a map that is given comes before the masks
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        axes: tuple[Tensor, Tensor] | None = None,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
+    ) -> Tensor:
+        """The update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
+
+        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of a map that is given, from
+        :func:`gaupipe.gaussians.expected_axes` or :func:`gaupipe.gaussians.point_axes`. Without
+        them the tokens predict it; masks are then as for other attentions, and hidden keys leave
+        the rest of a map renormalised. Positions ``rope`` have no Q and K to turn.
         """
-        v = self.project(x)
-        return self.combine(outer(*axes).to(v.dtype) @ v)
+        if axes is None:
+            return super().forward(x, attn_mask, is_causal)
+        v = self.values(x)
+        return self.update(outer(*axes).to(v.dtype) @ v)
 
-    def at_points(self, x: Tensor, points: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Residual update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H,
-        T, 2], (x, y) in normalised coordinates, by bilinear interpolation.
+    def at_points(self, x: Tensor, points: Tensor, grid: Grid) -> Tensor:
+        """The update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T,
+        2], (x, y) in normalised coordinates, by bilinear interpolation.
 
         The same numbers as :meth:`forward` with :func:`gaupipe.gaussians.point_axes`. On a CPU
         torch's grid_sample is the faster way; elsewhere its gradient adds up in no fixed order, and
@@ -53,7 +121,7 @@ class GaussianAttention(nn.Module):
         """
         if x.device.type != "cpu":
             return self(x, point_axes(points, grid))
-        v = self.project(x)
+        v = self.values(x)
         B, H, T, d_m = v.shape
         planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
         read = F.grid_sample(
@@ -63,12 +131,58 @@ class GaussianAttention(nn.Module):
             padding_mode="border",
             align_corners=True,
         )  # [B * H, d_m, T, 1]
-        return self.combine(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
+        return self.update(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
 
-    def project(self, x: Tensor) -> Tensor:
+    def values(self, x: Tensor) -> Tensor:
         """V [B, H, T, d_m] of tokens x [B, T, d]."""
         return self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
-    def combine(self, heads: Tensor) -> Tensor:
+    def update(self, heads: Tensor) -> Tensor:
         """The update [B, T, d] from what each head read, [B, H, T, d_m]."""
         return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+
+
+def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -> nn.Parameter:
+    """Raw numbers (``loc_scale``) [H, T, 4] of a Gaussian on each token, its std one token."""
+    start = raw_at_tokens("loc_scale", grid, START_STD).to(device)
+    return nn.Parameter(start.expand(heads, *start.shape).clone())
+
+
+def predicted_gaussians(
+    prior: Tensor, predictor: Tensor, tokens: Tensor, parametrisation: str = "loc_scale"
+) -> Tensor:
+    """Gaussians [B, H, T, 4] that tokens [B, T, d] predict for themselves: their raw numbers are
+    ``prior`` [H, T, P] plus a linear map of the token by ``predictor`` [H * P, d]. Computed in
+    float32 under autocast."""
+    with torch.autocast(tokens.device.type, enabled=False):
+        raw = F.linear(tokens.to(predictor.dtype), predictor)  # [B, T, H * P]
+        raw = raw.unflatten(-1, (-1, prior.shape[-1])).transpose(1, 2)  # [B, H, T, P]
+        return from_raw(prior + raw, parametrisation)
+
+
+def register_places(
+    attention: nn.Module, grid: Grid, least: int, device: torch.device | None
+) -> None:
+    """Gives an attention the buffer ``places`` [T, h + w or ``least``]: for each key where it lies
+    on the two axes, as ones among zeros. So q places' is log P for q of :func:`log_factors`."""
+    h, w = grid
+    along_y = torch.eye(h, device=device).repeat_interleave(w, dim=0)
+    along_x = torch.eye(w, device=device).repeat(h, 1)
+    places = widened(torch.cat([along_y, along_x], dim=-1), least)
+    attention.register_buffer("places", places, persistent=False)
+
+
+def log_factors(gaussians: Tensor, grid: Grid, least: int = 0) -> Tensor:
+    """The logarithms of the two factors of the expected map of Gaussians [..., T, 4] side by side,
+    [..., T, h + w], with zeros behind them up to a width of at ``least`` so many.
+
+    A weight below the smallest normal number counts as that number, 1.2e-38, and gets no gradient.
+    """
+    with torch.autocast(gaussians.device.type, enabled=False):
+        axes = torch.cat(expected_axes(gaussians, grid), dim=-1)
+        return widened(axes.clamp_min(torch.finfo(axes.dtype).tiny).log(), least)
+
+
+def widened(x: Tensor, least: int) -> Tensor:
+    """x [..., n] with zeros behind it up to a width of at ``least`` so many."""
+    return F.pad(x, (0, least - x.shape[-1])) if x.shape[-1] < least else x

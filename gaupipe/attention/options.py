@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import nearest
+from gaupipe.attention.functional import StudentAttention, nearest
 from gaupipe.errors import UserError
 
 
-def attention_class(key: str) -> type[nn.Module]:
+def attention_class(key: str) -> type[StudentAttention]:
     """The class of an attention. Raises UserError for an unknown key."""
     if key not in ATTENTION:
         raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
@@ -28,6 +28,7 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
         for parameter in parameters
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
+    defaults.pop("grid", None)  # the model's to give
     for name, value in options.items():
         if name not in defaults:
             raise UserError(f"unknown option {name!r} of {cls.__name__}{nearest(name, defaults)}")
@@ -38,8 +39,9 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
             raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; a number fits")
 
 
-def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Module]:
-    """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options.
+def bind_options(cls: type[nn.Module], options: dict[str, Any], **more: Any) -> type[nn.Module]:
+    """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options,
+    and with what is no option of the user's besides.
 
     timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle
     as ever. Raises UserError for an option that ``cls`` does not have.
@@ -47,7 +49,7 @@ def bind_options(cls: type[nn.Module], options: dict[str, Any]) -> type[nn.Modul
     check_options(cls, options)
 
     def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
-        return cls(*args, **options, **kwargs)
+        return cls(*args, **options, **more, **kwargs)
 
     return type("Bound", (cls,), {"__new__": new})
 

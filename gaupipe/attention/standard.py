@@ -2,13 +2,75 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.functional import StudentAttention, merge_heads
+from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_places
+from gaupipe.errors import UserError
+from gaupipe.gaussians import from_raw
 
 
 class StandardAttention(StudentAttention):
-    """Multi-head attention as in timm; update MH W (*BeliefFormer, eqs. 6-9*)."""
+    """Multi-head attention as in timm; update MH W (*BeliefFormer, eqs. 6-9*).
+
+    With ``prior`` the scores are Q K' / sqrt(d_m) + log P, with P the expected map of a learned
+    Gaussian for each head and query: ``prior`` [H, T, 4], raw numbers (``loc_scale``), which starts
+    on the query's token with a std of one token. Where Q K' = 0 that is GauAttention with the
+    shared prior alone (*GauTransformer, eq. 8*). P needs the ``grid`` (h, w) of a ``gauvit`` model,
+    on which class and register tokens have no place.
+    """
+
+    places: Tensor
+
+    def __init__(self, *args, prior: bool = False, grid: Grid | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.grid = grid if prior else None
+        self.prior: torch.nn.Parameter | None = None
+        if prior:
+            if grid is None:
+                raise UserError(
+                    "option 'prior' of StandardAttention lies on a grid: it is for gauvit_ models "
+                    "of timm.create_model"
+                )
+            device = self.proj.weight.device
+            self.prior = gaussian_prior(self.num_heads, grid, device)
+            register_places(self, grid, 0, device)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Q, K and V; with a prior [Q, A] and [K, places], A the logarithms of the two factors of
+        P: their product is Q K' + sqrt(d_m) log P, so that the scores of Q and K are all there
+        is."""
+        q, k, v = super().project(x)
+        if self.prior is None:
+            return q, k, v
+        a = self.log_factors() / self.scale
+        places = self.places.to(k.dtype)  # [T, h + w]
+        q = torch.cat([q, a.to(q.dtype).expand(*q.shape[:2], -1, -1)], dim=-1)
+        return q, torch.cat([k, places.expand(*k.shape[:2], -1, -1)], dim=-1), v
+
+    def log_factors(self) -> Tensor:
+        """The logarithms of the two factors of P side by side, [H, T, h + w] float32."""
+        assert self.prior is not None and self.grid is not None
+        return log_factors(from_raw(self.prior, "loc_scale"), self.grid)
+
+    def forward(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        rope: Tensor | None = None,
+    ) -> Tensor:
+        """As the base; log P is then a mask of fused attention, which is faster than the channels
+        of :meth:`project`. An export has the channels: torch's to ONNX does not take the mask."""
+        special = attn_mask is not None or is_causal or rope is not None
+        if self.prior is None or self.grid is None or special or torch.compiler.is_exporting():
+            return super().forward(x, attn_mask, is_causal, rope)
+        q, k, v = super().project(x)
+        along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]
+        log_p = (along_y.unsqueeze(-1) + along_x.unsqueeze(-2)).flatten(-2)  # [H, T, T]
+        heads = self.attend(q, k, v, log_p.to(q.dtype).unsqueeze(0), False)
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(mh)

@@ -139,8 +139,7 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
     changes: dict[str, dict[str, Any]] = {
         "prior alone": {
             "phase_a.prior": True,
-            "phase_a.residual": False,
-            "phase_a.compression": None,
+            "phase_a.per_image": "none",
         },
         "no soft labels": no_soft_labels,
         "shuffled maps": {"phase_b.shuffle_maps": True},

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe import config
+from gaupipe import config, older_names
 from gaupipe.config import (
     IRRELEVANT,
     BaselineSettings,
@@ -55,7 +55,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
         given = {name: value for name, value in own.items() if value is not None}
         phase_b = phase_b.model_copy(update=given)
     phase_a = settings.phase_a
-    if phase_a.learns_gaussians and not phase_a.residual:  # the maps of all images are the same
+    if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         phase_b = phase_b.model_copy(update={"shuffle_maps": False})
     if baseline:
         defaults = PhaseBSettings()
@@ -94,7 +94,7 @@ def digest(settings: Settings, *more: Any) -> str:
         for name, value in config.flatten(settings).items()
         if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
     }
-    text = json.dumps([changed, *more], sort_keys=True)
+    text = json.dumps([older_names.as_recorded(changed), *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

@@ -1,0 +1,300 @@
+"""A teacher whose tokens predict their Gaussians: against an independent computation, and as a
+whole from phase A to the student."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from scipy.stats import norm
+
+import gaupipe.models  # noqa: F401
+import store
+from gaupipe import config
+from gaupipe.attention.gaussian import predicted_gaussians
+from gaupipe.data import load_data
+from gaupipe.errors import UserError
+from gaupipe.gaussians import Geometry, expected_map, raw_at_tokens
+from gaupipe.stored_maps import StoredGaussians
+from gaupipe.teacher import Teacher
+from stages import evaluate, export_maps, phase_a, phase_b, verify
+from stages.run_directory import RunDirectory
+
+TINY = [
+    "phase_a.per_image=predicted",
+    "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
+    "data.batch_size=64",
+    "phase_a.max_epochs=4",
+    "phase_a.optim.lr=4e-3",
+    "phase_b.epochs=1",
+    "threads=1",
+]
+
+
+def expected_weights(mean: float, std: float, n: int) -> np.ndarray:
+    """The mean weights [n] of linear interpolation at a normal point of an axis, in pixels."""
+
+    def beyond(a):  # E max(0, u - a)
+        z = (mean - a) / std
+        return std * norm.pdf(z) + (mean - a) * norm.cdf(z)
+
+    right = np.array([1.0, *(beyond(j) - beyond(j + 1) for j in range(n - 1)), 0.0])
+    return right[:-1] - right[1:]
+
+
+def numpy_map(prior, predictor, token, query: int, head: int, grid) -> np.ndarray:
+    """The map [h * w] of one query by *GauTransformer, eq. 5*'s Gaussian: raw numbers are those of
+    the prior plus a linear map of the token."""
+    h, w = grid
+    raw = prior[head, query] + predictor.reshape(len(prior), 4, -1)[head] @ token
+    mean_x, mean_y = (raw[:2] + 1) / 2 * (np.array([w, h]) - 1)
+    std_x, std_y = np.exp(np.minimum(raw[2:], 11)) / 2 * (np.array([w, h]) - 1)
+    along_y = expected_weights(mean_y, std_y, h)
+    return np.outer(along_y, expected_weights(mean_x, std_x, w)).ravel()
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 4.0], ids=lambda scale: f"scale {scale}")
+@pytest.mark.parametrize("grid", [(3, 5), (4, 4)])
+def test_predicted_maps_and_their_gradients_are_those_of_an_independent_computation(grid, scale):
+    """Up to a scale at which means lie far outside the grid, and stds span orders of magnitude."""
+    draw = np.random.default_rng(0)
+    heads, d, tokens = 2, 6, grid[0] * grid[1]
+    start = raw_at_tokens("loc_scale", grid, 1.0)  # on tokens: where the map has its kinks
+    prior = start.expand(heads, tokens, 4).clone().requires_grad_()
+    predictor = torch.from_numpy(draw.normal(size=(heads * 4, d)) * scale / d**0.5).float()
+    predictor = predictor.requires_grad_()
+    x = torch.from_numpy(draw.normal(size=(1, tokens, d))).float().requires_grad_()
+    wanted = torch.from_numpy(draw.normal(size=(1, heads, tokens, tokens))).float()
+    shown = expected_map(predicted_gaussians(prior, predictor, x), grid)
+    (shown * wanted).sum().backward()
+
+    numbers = {
+        name: tensor.detach().double().numpy()
+        for name, tensor in (("prior", prior), ("predictor", predictor), ("x", x))
+    }
+
+    def own(numbers, query, head):
+        return numpy_map(
+            numbers["prior"], numbers["predictor"], numbers["x"][0, query], query, head, grid
+        )
+
+    # in float32 stds of thousands of tokens cost three digits
+    slack = 1e-3 if scale == 4 else 3e-6
+    for query in range(tokens):
+        for head in range(heads):
+            np.testing.assert_allclose(
+                shown[0, head, query].detach(), own(numbers, query, head), atol=slack
+            )
+
+    def loss(numbers) -> float:
+        return sum(
+            own(numbers, query, head) @ wanted[0, head, query].double().numpy()
+            for query in range(tokens)
+            for head in range(heads)
+        )
+
+    for name, gradient in (("prior", prior.grad), ("predictor", predictor.grad), ("x", x.grad)):
+        for place in [np.unravel_index(i, gradient.shape) for i in (0, 7, gradient.numel() - 1)]:
+            sides = []
+            for step in (1e-5, -1e-5):
+                moved = {key: value.copy() for key, value in numbers.items()}
+                moved[name][place] += step
+                sides.append(loss(moved))
+            slope = (sides[0] - sides[1]) / 2e-5
+            close = pytest.approx(slope, rel=2e-3, abs=2e-4 + 2 * slack)
+            assert gradient[place].item() == close, (name, place)
+
+
+def teacher_of(parametrisation: str = "loc_scale", **options) -> Teacher:
+    torch.manual_seed(0)
+    vit = timm.create_model(
+        "gauvit_pico_patch2_8", attention="gaussian", depth=2, embed_dim=32, in_chans=1
+    )
+    return Teacher(vit, parametrisation, predicts=True, **options).eval()
+
+
+@pytest.mark.parametrize("parametrisation", ["loc_scale", "paper"])
+def test_a_teacher_starts_with_a_gaussian_on_each_token(parametrisation):
+    teacher, images = teacher_of(parametrisation), torch.randn(3, 1, 8, 8)
+    logits, gaussians = teacher.look(images)
+    here = torch.tensor([-1, -1 / 3, 1 / 3, 1])
+    y, x = torch.meshgrid(here, here, indexing="ij")
+    torch.testing.assert_close(gaussians[2, 1, 3, :, 0], x.flatten())
+    torch.testing.assert_close(gaussians[2, 1, 3, :, 1], y.flatten())
+    torch.testing.assert_close(gaussians[..., 2:], torch.full((3, 2, 4, 16, 2), 2 / 3))
+    torch.testing.assert_close(teacher(images, None), logits)
+    torch.testing.assert_close(teacher(images, gaussians), logits)
+    assert teacher.predictor.shape == (2, 4 * gaussians.new_zeros(teacher.raw_shape).shape[-1], 32)
+
+
+def test_predicted_gaussians_are_of_the_view_that_the_teacher_sees():
+    """So a batch's geometry moves nothing, and each image of a batch is by itself."""
+    settings = config.load("digits", [*TINY, "phase_a.augment.flip=true", "data.train_images=64"])
+    data = load_data(settings.data)
+    job = phase_a.build(settings, Path("unused"), data)
+    torch.nn.init.normal_(job.teacher.predictor, std=0.3)
+    batch = next(job.batches(data.train, 8).in_order(np.arange(8)))
+    moved = Geometry(torch.zeros(8, 2), torch.tensor([[-1.0, 1.0]]).expand(8, 2))
+    loss = phase_a.TeacherLoss(job)
+    flipped = dataclasses.replace(batch, images=batch.images.flip(-1), geometry=moved)
+    alone = dataclasses.replace(flipped, geometry=None)
+    assert torch.equal(loss(flipped, None, None), loss(alone, None, None))
+    assert not torch.equal(loss(flipped, None, None), loss(batch, None, None))
+    one = job.teacher.look(batch.images[3:4])[1]
+    torch.testing.assert_close(job.teacher.look(batch.images)[1][3:4], one)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("predicted") / "run"
+    phase_a.run(config.load("digits", TINY), folder)
+    export_maps.run(folder)
+    return folder
+
+
+def test_the_teacher_knows_unseen_images_and_keeps_nothing_of_seen_ones(run_dir):
+    lines = (run_dir / "phase_a/metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert metrics[-1]["val_acc"] > 0.6 and metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    state = torch.load(run_dir / "phase_a/checkpoint/state.pt", weights_only=True)
+    assert state["rows"] is None and not (run_dir / "phase_a/rows").exists()
+    assert state["modules"]["predictor"].abs().sum() > 0
+    start = raw_at_tokens("loc_scale", (4, 4), 1.0).expand_as(state["modules"]["prior"])
+    assert not torch.equal(state["modules"]["prior"], start)
+
+
+def test_its_store_holds_the_gaussians_that_it_predicts(run_dir, in_process):
+    maps = store.open(str(run_dir / "maps.zarr"))
+    assert maps.schema.kind == "gaussian"
+    job = phase_a.load(RunDirectory(run_dir))
+    ids = np.array([700, 3, 41])
+    batch = next(job.batches(job.data.train).in_order(ids))
+    logits, gaussians = job.teacher.look(batch.images)
+    stored = maps.gather(ids)
+    np.testing.assert_allclose(
+        stored["gaussians"], gaussians.detach().numpy(), rtol=2e-3, atol=2e-3
+    )
+    np.testing.assert_allclose(
+        stored["logits"], logits.log_softmax(-1).detach().numpy(), rtol=2e-3, atol=5e-3
+    )
+    assert np.abs(stored["gaussians"][0] - stored["gaussians"][1]).max() > 0.01
+    assert verify.against_teacher(str(run_dir / "maps.zarr"), run_dir) == []
+    for kind, word in (("prior", "per_image"), ("embedding", "per_image")):
+        code, _, err = in_process(
+            "export-maps", "--run-dir", run_dir, "--kind", kind, "--overwrite"
+        )
+        assert code == 2 and word in err and err.count("\n") == 1
+
+
+def test_students_learn_from_it_and_are_shown_beside_it(run_dir):
+    for name, changes in {
+        "moved": ["phase_b.augment={flip: true, crop_padding: 1}"],
+        "warm": ["phase_b.warm_start=teacher"],
+        "fitted": ["phase_b.warm_start=prior"],
+    }.items():
+        metrics = phase_b.run(run_dir, name=name, overrides=changes)
+        assert 0 < metrics[-1]["loss_feat"] < 3
+    scores = evaluate.run(run_dir, "fitted")
+    metrics = (run_dir / "phase_a/metrics.jsonl").read_text().splitlines()
+    assert scores["teacher_top1"] == pytest.approx(json.loads(metrics[-1])["val_acc"])
+    assert scores["map_kl"][0] < evaluate.run(run_dir, "warm")["map_kl"][0]
+
+
+def test_its_maps_of_views_can_be_stored(run_dir, tmp_path):
+    """The teacher sees views, so the store holds what it predicts for them, and nothing moves."""
+    changes = [
+        "phase_b.augment={flip: true}",
+        *TINY,
+        "data.train_images=40",
+        "phase_a.max_epochs=1",
+    ]
+    phase_a.run(config.load("digits", changes), tmp_path / "run")
+    url = export_maps.run(tmp_path / "run", views=3)
+    stored = store.open(url).gather(np.arange(120))["gaussians"].reshape(40, 3, -1)
+    assert (stored[:, 0] != stored[:, 1]).any(1).sum() > 5  # some views are flipped, others not
+    assert any((stored[:, a] == stored[:, b]).all(1).any() for a, b in ((0, 1), (1, 2)))
+    assert phase_b.run(tmp_path / "run")[-1]["loss_feat"] > 0
+
+
+def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path):
+    small = [*TINY, "data.train_images=100", "phase_a.max_epochs=3"]
+    whole = phase_a.run(config.load("digits", small), tmp_path / "whole")
+    settings = config.load("digits", [*small, "checkpoint_steps=1"])
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_):
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phase_a, "save_snapshot", stop)  # after the first epoch's training
+        with pytest.raises(Stop):
+            phase_a.run(settings, tmp_path / "parts")
+    parts = phase_a.run(settings, tmp_path / "parts", resume=True)
+    for name in ("train_loss", "train_acc", "val_acc"):
+        assert [entry[name] for entry in parts] == [entry[name] for entry in whole]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ("phase_a.mode=stochastic", "needs mode: expected"),
+        ("phase_a.teacher=vit", "has no Gaussians"),
+        ("model.args={class_token: true}", "class or register token"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(change, message, in_process, tmp_path):
+    changes = [part for setting in (*TINY, change) for part in ("--set", setting)]
+    code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *changes)
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "older, change",
+    [
+        ({"phase_a.residual": False, "phase_a.compression": None}, "per_image=none"),
+        ({"phase_a.residual": True, "phase_a.compression": None}, "per_image=table"),
+        (
+            {
+                "phase_a.residual": True,
+                "phase_a.compression.embedding": 3,
+                "phase_a.compression.hidden": 5,
+            },
+            "compression={embedding: 3, hidden: 5}",
+        ),
+    ],
+)
+def test_a_checkpoint_that_records_older_names_is_continued(older, change, tmp_path):
+    def state_of(*changes: str):
+        settings = config.load("digits", [*TINY[1:], *changes])
+        data = load_data(settings.data)
+        return phase_a.training_state(phase_a.build(settings, tmp_path, data))
+
+    saved = state_of(f"phase_a.{change}")
+    names = [name for name in saved.identity if name.startswith("phase_a.compression")]
+    for name in ["phase_a.per_image", *names]:
+        saved.identity.pop(name)
+    saved.identity |= older
+    saved.save(tmp_path)
+    assert state_of(f"phase_a.{change}").load(tmp_path)
+    with pytest.raises(UserError, match=r"was started with phase_a\.(per_image|compression)"):
+        state_of("phase_a.per_image=predicted").load(tmp_path)
+
+
+def test_gaussians_of_views_move_only_where_they_are_stored():
+    """What phase B reads from the store of unmoved images follows a flip."""
+    teacher = teacher_of()
+    torch.nn.init.normal_(teacher.predictor, std=0.2)
+    gaussians = teacher.look(torch.randn(1, 1, 8, 8))[1].detach()
+    stored = StoredGaussians(gaussians, (4, 4))
+    flip = Geometry(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]))
+    as_grids = [
+        stored.map(0, geometry=geometry).view(4, 4, 4, 4, 4)  # [H, h, w, h, w]
+        for geometry in (None, flip)
+    ]
+    torch.testing.assert_close(as_grids[1], as_grids[0].flip(2, 4))
