@@ -149,18 +149,20 @@ def _folder_sources(
     classes = training_classes(places.train, left_out)
     numbers = {name: number for number, name in enumerate(classes)}
 
-    def held_out(folder: Path | None) -> DecodedImages | None:
-        if folder is None:
-            return None
-        found = find_classes(folder, left_out)
+    def classes_of(folder: Path | None) -> dict[str, list[str]]:
+        found = find_classes(folder, left_out) if folder else {}
         if unknown := sorted(found.keys() - classes.keys()):
             raise UserError(
                 f"data.root: {folder} has the class {unknown[0]!r}, which {places.train} lacks"
             )
-        return _class_images(folder, found, numbers, settings)
+        return found
 
-    val, test = held_out(places.val), held_out(places.test)
+    held_out = {folder: classes_of(folder) for folder in (places.val, places.test)}
     train = _class_images(places.train, classes, numbers, settings)
+    val, test = (
+        _class_images(folder, held_out[folder], numbers, settings) if folder else None
+        for folder in (places.val, places.test)
+    )
     say_left_out(root, left_out)
     return train, val, test
 

@@ -23,10 +23,15 @@ LONGEST = 512
 into the cache."""
 
 
+_function_modes = getattr(torch._C, "_len_torch_function_stack", lambda: True)
+
+
 def has_summed_scores(x: Tensor, dropout: float) -> bool:
     """Whether :func:`summed_scores_attention` is the better way for tokens [..., T, d], or their
     queries, with this rate of dropout."""
     if dropout or takes_operations_apart() or not 1 < x.shape[-2] <= LONGEST:
+        return False
+    if _function_modes():  # who looks at attention from outside knows the fused function alone
         return False
     wide = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
     return x.device.type == "cpu" and wide
