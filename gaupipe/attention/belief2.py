@@ -80,8 +80,8 @@ class Belief2Attention(StudentAttention):
         return super().attend(q, k, wide, attn_mask, is_causal)[..., : self.head_dim]
 
     def sums_scores(self, x: Tensor) -> bool:
-        """Whether scores of tokens x [B, T, d], or of their queries, are summed without padding V,
-        see :mod:`gaupipe.attention.summed_scores`."""
+        """Whether scores of tokens x [B, T, d], or of their queries, are summed without padding
+        V."""
         return has_summed_scores(x, self.attn_drop.p if self.training else 0.0)
 
     def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
