@@ -246,9 +246,10 @@ def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
     chosen.choose(
         "phase_b.gamma", 0.3, "the weight of the teacher's attention maps; 0 does without them"
     )
-    chosen.choose("phase_b.gamma_schedule", "stop_after")
-    reason = "the student learns from the maps in these first epochs"
-    chosen.choose("phase_b.gamma_epochs", max(1, student // 3), reason)
+    schedule = chosen.choose("phase_b.gamma_schedule", "stop_after")
+    if schedule == "stop_after" and chosen.given("phase_b.gamma"):
+        reason = "the student learns from the maps in these first epochs"
+        chosen.choose("phase_b.gamma_epochs", max(1, student // 3), reason)
     if teacher == "gaussian":
         chosen.choose("phase_a.per_image", "none")
     elif teacher != "vit" and not str(teacher).startswith("local-dir:"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe import distributed, kept_images, machine
+from gaupipe import distributed, interruption, kept_images, machine
 from gaupipe.augment import Crops
 from gaupipe.config import DataSettings
 from gaupipe.decoding import image_size, read_pixels, refusing
@@ -65,6 +65,8 @@ class DecodedImages(Dataset):
         self.chosen = np.arange(len(labels))
         """Positions of the images that a training reads, ascending: those that may be kept."""
         self.kept: dict[Kind, KeptImages] = {}
+        self.has_folder = True
+        """Whether the folder of decoded images can be written to, as far as is known."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -172,7 +174,8 @@ class DecodedImages(Dataset):
                         "data.cache=none decodes in every epoch"
                     ) from None
                 _say(reason)
-                self.settings = self.settings.model_copy(update={"cache": "none"})
+                self.has_folder = False
+                self.keep(kind)
         elif place == "memory":
             count = len(self.chosen)
             self.kept[kind] = kept_images.in_memory(self._decoded(kind), count, size)
@@ -186,7 +189,7 @@ class DecodedImages(Dataset):
         if cache == "none" or (cache == "auto" and size > self.settings.cache_gb * 1e9):
             return "none", size
         on_disk = machine.free_disk(cache_folder())
-        if cache in ("auto", "file") and size < on_disk / 2:
+        if cache in ("auto", "file") and self.has_folder and size < on_disk / 2:
             return "file", size
         if cache in ("auto", "memory") and fits_memory:
             return "memory", size
@@ -214,14 +217,16 @@ class DecodedImages(Dataset):
 
     def _decoded(self, kind: Kind) -> Iterator[Tensor]:
         """The chosen images in their order, as they are kept. Decoded in as many threads as there
-        are processor cores. Raises UserError for an image that is not the one that the data set's
-        digest is of."""
+        are processor cores for this rank. Raises UserError for an image that is not the one that
+        the data set's digest is of."""
 
         def decoded(position: int) -> Tensor:
             image = self._decode(position, check=True)
             return self._square(image, position) if kind == "square" else image.permute(1, 2, 0)
 
-        threads, count = machine.cores() if self.files.threads else 1, len(self.chosen)
+        threads, count = 1, len(self.chosen)
+        if self.files.threads:
+            threads = max(1, machine.cores() // distributed.place().local_size)
         waiting: deque[Future[Tensor]] = deque()
         with (
             ThreadPoolExecutor(threads) as pool,
@@ -230,6 +235,7 @@ class DecodedImages(Dataset):
             try:
                 for position in self.chosen.tolist():
                     waiting.append(pool.submit(decoded, position))
+                    interruption.let_through()
                     if len(waiting) > 4 * threads:
                         yield waiting.popleft().result()
                         progress.advance(1)

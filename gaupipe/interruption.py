@@ -25,6 +25,19 @@ from gaupipe import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_ENTERED: list[Pauses] = []
+"""Those that hold signals back."""
+
+
+def let_through() -> None:
+    """Lets a signal that is held back end this process as usual. For long work of which no
+    checkpoint could save anything."""
+    for pauses in _ENTERED:
+        if pauses.received and threading.current_thread() is threading.main_thread():
+            number = pauses.received
+            pauses.let_go()
+            os.kill(os.getpid(), number)
+
 
 class Pauses:
     """The wishes for a checkpoint within an epoch, of this process and what the ranks agreed on.
@@ -53,21 +66,24 @@ class Pauses:
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._handlers[number] = signal.signal(number, self._receive)
+        _ENTERED.append(self)
         return self
 
     def __exit__(self, exception: Any, *_details: Any) -> None:
-        self._let_go()
+        _ENTERED.remove(self)
+        self.let_go()
         if exception is None and self.received and not self.signal:
             os.kill(os.getpid(), self.received)  # it came after the last question
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """From now on signals do what they did before this was entered."""
         while self._handlers:
             number, handler = self._handlers.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self.received and number == signal.SIGINT:
-            self._let_go()
+            self.let_go()
             raise KeyboardInterrupt
         if self.received is None and distributed.is_main():
             name = signal.Signals(number).name

@@ -151,7 +151,8 @@ def read(folder: Path, key: str) -> KeptImages | None:
             if found != key or os.fstat(file.fileno()).st_size != size:
                 return None
             pixels = np.memmap(file, dtype=np.uint8, mode="c")  # torch wants to be able to write
-        os.utime(folder)  # for remove_unused
+        with contextlib.suppress(OSError):  # another user's, or a file system to read from
+            os.utime(folder)  # for remove_unused
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
     return KeptImages(torch.from_numpy(pixels), shapes, sums, folder, key)
@@ -164,8 +165,10 @@ def remove(folder: Path, key: str) -> None:
 
 
 def remove_unused(cache: Path) -> None:
-    """Removes all images of a cache that no process has opened for :data:`UNUSED_DAYS`."""
-    for folder in cache.glob("*/images"):
-        with contextlib.suppress(OSError):
-            if time.time() - folder.stat().st_mtime > UNUSED_DAYS * 86400:
-                shutil.rmtree(folder)
+    """Removes all images of a cache that no process has opened for :data:`UNUSED_DAYS`, and what
+    killed processes left unfinished a day ago or earlier."""
+    for name, days in (("*/images", UNUSED_DAYS), ("*/.images.partial-*", 1)):
+        for folder in cache.glob(name):
+            with contextlib.suppress(OSError):
+                if time.time() - folder.stat().st_mtime > days * 86400:
+                    shutil.rmtree(folder)

@@ -119,6 +119,9 @@ class Loader:
 
     def number_of_workers(self, kind: Kind = "square") -> int:
         """The processes that read images of this kind."""
+        kept = self.source.kept.get(kind) if isinstance(self.source, DecodedImages) else None
+        if kept is not None and kept.folder is None:
+            return 0  # they lie in the memory of this process, and nothing has to be decoded
         if self.workers != "auto":
             return self.workers
         if isinstance(self.source, ArrayImages) or self.source.seconds(kind) < FEW_SECONDS:

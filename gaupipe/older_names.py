@@ -74,12 +74,19 @@ def renamed(flat: dict[str, Any]) -> dict[str, Any]:
     if "phase_a.residual" in flat:
         kept = "table" if "phase_a.compression" in flat else "embedding"  # else sizes are there
         flat["phase_a.per_image"] = kept if flat.pop("phase_a.residual") else "none"
+    for name in [name for name in flat if name.endswith("augment.resized_crop.scale")]:
+        flat.setdefault(f"{name.removesuffix('scale')}full_size", False)
     return flat
 
 
 def as_recorded(changed: dict[str, Any]) -> dict[str, Any]:
     """The settings in which a run differs from the defaults by the names of version 0.1, where it
     could say them: the folders of comparisons are named by these."""
+    changed = {
+        name: value
+        for name, value in changed.items()
+        if value or not name.endswith("augment.resized_crop.full_size")
+    }
     older: dict[str, dict[str, Any]] = {"embedding": {}, "none": {"phase_a.residual": False}}
     per_image = changed.get("phase_a.per_image")
     if per_image not in older:

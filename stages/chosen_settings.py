@@ -3,7 +3,6 @@ run begins, and those of its ``config.yaml`` from then on."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,8 +29,9 @@ def settings_for(
                 f"{run_dir} holds a run on other images ({before.data.name}, data.root "
                 f"{before.data.root}); choose another --run-dir or remove it"
             )
-        root = f"data.root={json.dumps(str(folder))}"  # it may be named from elsewhere now
-        settings = config.load(run.config, [*overrides, root])
+        settings = config.load(run.config, overrides)
+        data = settings.data.model_copy(update={"root": folder})  # another path to it, maybe
+        settings = settings.model_copy(update={"data": data})
         return settings, [f"{run_dir}: goes on with the settings with which it began"]
     given = config.with_overrides({}, overrides)
     for name in ("data.name", "data.root"):

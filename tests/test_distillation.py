@@ -58,7 +58,7 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
 def gradients(model, loss) -> list[torch.Tensor]:
     model.zero_grad()
     loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("attention", [*STUDENTS, "prior"])

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 
-from gaupipe.attention import STUDENTS, summed_scores
+from gaupipe.attention import COMPARING, STUDENTS, summed_scores
 from gaupipe.augment import Mix, draw_queries
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.gaussians import Geometry, expected_map
@@ -97,12 +97,14 @@ def by_loops(log_maps, stored, temperature, direction, hidden) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("tokens", ["patches", *PREFIXES])
+@pytest.mark.parametrize(
+    "attention,tokens",
+    [*itertools.product(COMPARING, ["patches", *PREFIXES]), ("gaussian", "patches")],
+)
 @pytest.mark.parametrize(
     "temperature,direction",
     [(1.0, "teacher_student"), (3.0, "teacher_student"), (2.0, "student_teacher")],
 )
-@pytest.mark.parametrize("attention", STUDENTS)
 def test_loss_and_gradients_of_chosen_queries(attention, temperature, direction, tokens):
     model = student(attention, **PREFIXES.get(tokens, {}))
     images, stored = torch.randn(B, 1, 8, 8), gaussians()

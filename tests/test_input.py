@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from gaupipe.config import DataSettings
 from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.decoding import read_pixels, read_rgb
 from gaupipe.errors import UserError
-from gaupipe.interruption import spare_worker
+from gaupipe.interruption import Pauses, spare_worker
 from gaupipe.loader import Loader
 from processes import FORKS, exit_code, kill_this_process
 
@@ -512,8 +513,10 @@ def test_a_cache_that_cannot_be_written_stops_nothing_unless_it_is_asked_for(
     (tmp_path / "file").touch()
     expected = all_images(load(root, cache="none"))
     monkeypatch.setenv("GAUPIPE_CACHE", str(tmp_path / "file" / "cache"))
-    assert same(all_images(load(root)), expected)
+    data = load(root)
+    assert same(all_images(data), expected)
     assert "cannot be kept in" in capsys.readouterr().err
+    assert data.train.source.kept["square"].folder is None  # but in memory
     with pytest.raises(UserError, match="data.cache=none decodes in every epoch"):
         all_images(load(root, cache="file"))
 
@@ -522,8 +525,46 @@ def test_images_that_nobody_reads_any_more_are_removed(root, monkeypatch):
     all_images(load(root))
     old, _ = before = folders(root)
     os.utime(old, (0, 0))
+    unfinished, fresh = (before[1].parent / f".images.partial-{name}" for name in ("a", "b"))
+    for folder in (unfinished, fresh):
+        folder.mkdir()
+    os.utime(unfinished, (0, time.time() - 2 * 86400))
     all_images(load(root, image_size=8))
     assert old not in folders(root) and before[1] in folders(root)
+    assert fresh.exists() and not unfinished.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_decoding_that_comes_before_the_first_step(root, number):
+    """There is no step yet that could be saved."""
+    source, read_only = load(root).train.source, []
+
+    def train() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: read_only.append("ended"))
+        with Pauses():
+            for image in source._decoded("square"):
+                read_only.append(image)
+                signal.raise_signal(number)
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                train()
+            assert len(read_only) == 1
+        else:
+            train()
+            assert "ended" in read_only
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_file_that_goes_is_refused_by_name(root, monkeypatch):
+    source = load(root, cache="none").train.source
+    for path in root.glob("train/*/*"):
+        path.unlink()
+    with pytest.raises(UserError, match="No such file"):
+        Loader(source, CPU, "auto").number_of_workers()
 
 
 def test_settings_of_input_do_not_make_another_run():
@@ -546,7 +587,8 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
     source.settings = source.settings.model_copy(update={"cache": "memory"})
     source.keep("square")
     assert gpu.number_of_workers() == 0 and gpu.number_of_workers("full") > 0
-    assert Loader(source, CPU, 3).number_of_workers() == 3
+    asked = Loader(source, CPU, 3)  # what lies in memory is not copied to processes
+    assert (asked.number_of_workers(), asked.number_of_workers("full")) == (0, 3)
     digits = load_data(DataSettings(train_images=50)).train.source
     assert Loader(digits, CPU, "auto").number_of_workers() == 0
 

@@ -48,8 +48,8 @@ class ChosenRows:
 
         KL = Z - sum_j P_j scale q k_j - H(P).
         """
-        rows = self.make_rows()
         chosen, keys = self._side_by_side(scored)
+        rows = self.make_rows().to(keys.dtype)
         if normaliser is None:
             scores = (chosen * scale) @ keys.mT  # [B, H, Q, T]
             towards = torch.linalg.vecdot(scores, rows)
