@@ -45,7 +45,7 @@ def main() -> None:
             os.environ["GAUPIPE_CACHE"] = f"{folder}/cache{number}"
             for times in seconds.values():
                 started, worked = time.perf_counter(), time.process_time()
-                data.load(settings)
+                data.load_data(settings)
                 times.append((time.perf_counter() - started, time.process_time() - worked))
         for name, times in seconds.items():
             for clock, values in zip(
