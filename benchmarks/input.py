@@ -21,7 +21,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -191,16 +191,26 @@ def load(root: Path, size: int, cache: str) -> ImageData:
     return load_data(DataSettings(name="folder", root=root, **settings))
 
 
+def contestants(
+    root: Path, size: int, workers: int, device: torch.device
+) -> Iterator[tuple[bool, dict[str, Callable]]]:
+    """For squares and for crops of full-size images (True): an epoch's images by loader."""
+    decoding, kept = load(root, size, "none"), load(root, size, "file")
+    for crops in (False, True):
+        yield (
+            crops,
+            {
+                "timm": of_timm(root, size, workers, device, crops),
+                "gaupipe": of_gaupipe(decoding, workers, device, crops),
+                "gaupipe, kept": of_gaupipe(kept, workers if crops else "auto", device, crops),
+            },
+        )
+
+
 def compare_loaders(root: Path, size: int, workers: int, device: torch.device, rounds: int) -> None:
     """Prints images a second of timm's loader, and ratios to it."""
-    decoding, kept = load(root, size, "none"), load(root, size, "file")
     clock = time.perf_counter if workers or device.type == "cuda" else time.process_time
-    for crops in (False, True):
-        epochs = {
-            "timm": of_timm(root, size, workers, device, crops),
-            "gaupipe": of_gaupipe(decoding, workers, device, crops),
-            "gaupipe, kept": of_gaupipe(kept, workers if crops else "auto", device, crops),
-        }
+    for crops, epochs in contestants(root, size, workers, device):
         rates: dict[str, list[float]] = {name: [] for name in epochs}
         for number in range(rounds + 1):
             for name, epoch in epochs.items():
@@ -240,13 +250,7 @@ def share_that_waits(
     """Prints the share of the time of a training in which it waits for a batch: reading, copying to
     the device, augmenting and normalising. It waits for the GPU after each step."""
     step = stepper(size, device, torch.contiguous_format)
-    decoding, kept = load(root, size, "none"), load(root, size, "file")
-    for crops in (False, True):
-        epochs = {
-            "timm": of_timm(root, size, workers, device, crops),
-            "gaupipe": of_gaupipe(decoding, workers, device, crops),
-            "gaupipe, kept": of_gaupipe(kept, workers if crops else "auto", device, crops),
-        }
+    for crops, epochs in contestants(root, size, workers, device):
         shares: dict[str, list[float]] = {name: [] for name in epochs}
         for number in range(arguments.rounds + 1):
             for name, epoch in epochs.items():

@@ -25,7 +25,7 @@ from gaupipe.augment import Crops
 from gaupipe.config import DataSettings
 from gaupipe.decoding import image_size, read_pixels, refusing
 from gaupipe.errors import UserError
-from gaupipe.image_files import HubImages, ImageFiles, cache_folder
+from gaupipe.image_files import SAMPLE, HubImages, ImageFiles, cache_folder, sample
 from gaupipe.kept_images import Damaged, KeptImages
 from gaupipe.progress import EpochProgress
 
@@ -35,9 +35,6 @@ pixels, uint8 [height, width, 3]."""
 
 FORMAT = 1
 """Of what is kept. Another number for other pixels."""
-
-SAMPLE = 64
-"""Images whose headers say how many pixels all images have."""
 
 SECONDS, SECONDS_PER_BYTE, SECONDS_PER_PIXEL = 1e-4, 3e-8, 4e-9
 """What one core takes to decode an image, roughly: at least, for each byte of the file, and for
@@ -206,9 +203,8 @@ class DecodedImages(Dataset):
         """About how many bytes the chosen images take."""
         if kind == "square":
             return len(self.chosen) * 3 * self.size**2
-        sample = self.chosen[np.linspace(0, len(self.chosen) - 1, SAMPLE).astype(np.int64)]
         pixels = 0
-        for position in sample.tolist():
+        for position in self.chosen[sample(len(self.chosen))].tolist():
             name = self.files.name(position)
             with refusing(name), self.files.open(position) as file:
                 height, width = image_size(file, name)

@@ -18,7 +18,7 @@ from gaupipe.attention.chosen_queries import (
     attention_with_chosen_divergence,
     chosen_divergence,
 )
-from gaupipe.attention.functional import StudentAttention, merge_heads
+from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.kernels import (
     attention_with_normaliser,
     entropy_of,
@@ -188,8 +188,7 @@ def forward_with_feature_loss(
             heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
         assert heads is not None
         divergences.append(weight * divergence)
-        mh = attention.merge(heads, tokens)  # [B, prefix + T, d]
-        return attention.proj_drop(attention.combine(mh, merge_heads(v)))
+        return attention.output(heads, v, tokens)  # [B, prefix + T, d]
 
     logits = run_blocks(student, images, attend)
     return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))

@@ -30,6 +30,11 @@ SETTLED_NS = 2_000_000_000
 not kept."""
 
 
+def sample(count: int) -> np.ndarray:
+    """Numbers of :data:`SAMPLE` files of ``count``, evenly spaced, int64."""
+    return np.linspace(0, count - 1, SAMPLE).astype(np.int64)
+
+
 class ImageFiles:
     """Image files in a fixed order: ``names`` are their paths relative to ``root``.
 
@@ -76,12 +81,11 @@ class ImageFiles:
     @functools.cached_property
     def mean_bytes(self) -> float:
         """Of a file, about."""
-        sample = np.linspace(0, len(self.names) - 1, SAMPLE).astype(np.int64)
         size = 0
-        for position in sample.tolist():
+        for position in sample(len(self.names)).tolist():
             with refusing(self.name(position)):
                 size += os.stat(self.name(position)).st_size
-        return size / len(sample)
+        return size / SAMPLE
 
 
 class HubImages:

@@ -133,7 +133,7 @@ class StoredGaussians:
         queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = move(_part(self.gaussians, layer, heads).float(), geometry, self.grid)
+        gaussians = move(of_block(self.gaussians, layer, heads).float(), geometry, self.grid)
         if new_grid:
             gaussians = resample_queries(gaussians, self.grid, new_grid)
         return expected_axes(take_queries(gaussians, queries), new_grid or self.grid)
@@ -181,7 +181,7 @@ class StoredMixtures(StoredRows):
 
     def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
         """As :meth:`StoredGaussians.map`."""
-        mixtures = _part(self.mixtures, layer, heads).float()
+        mixtures = of_block(self.mixtures, layer, heads).float()
         return move_mixture_map(mixtures, geometry, self.grid, new_grid, queries)
 
 
@@ -189,7 +189,7 @@ StoredAttention = StoredGaussians | StoredRows
 Reader = Callable[[Stored], StoredAttention]
 
 
-def _part(values: Tensor, layer: int, heads: Sequence[int] | None) -> Tensor:
+def of_block(values: Tensor, layer: int, heads: Sequence[int] | None) -> Tensor:
     """One block, and of its heads those chosen, of [B, L, H, ...]: [B, H, ...]."""
     values = values[:, layer]
     return values if heads is None else values[:, list(heads)]
@@ -243,7 +243,7 @@ class DenseKind(GaussianKind):
             values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
 
             def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
-                part = take_queries(_part(values, layer, heads), queries).float()
+                part = take_queries(of_block(values, layer, heads), queries).float()
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
             return StoredRows(rows, maps.schema.grid)
@@ -273,7 +273,8 @@ class TopKKind(GaussianKind):
 
             def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
                 of_keys, of_weights = (
-                    take_queries(_part(values, layer, heads), queries) for values in (keys, weights)
+                    take_queries(of_block(values, layer, heads), queries)
+                    for values in (keys, weights)
                 )
                 return from_top_k(of_keys, of_weights.float(), schema.tokens)
 

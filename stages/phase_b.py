@@ -36,7 +36,7 @@ from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.maps import take_queries
 from gaupipe.progress import EpochProgress
 from gaupipe.step_log import StepLog
-from gaupipe.stored_maps import KINDS, Reader, StoredRows
+from gaupipe.stored_maps import KINDS, Reader, StoredRows, of_block
 from gaupipe.student import build_student, check_fit, layer_map
 from gaupipe.teacher import Teacher
 from gaupipe.training import (
@@ -442,9 +442,7 @@ def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     gaussians = gaussians_of(teacher, images)  # [N or 1, L, H, T, 4]
 
     def map_of(layer: int) -> Tensor:
-        heads = (
-            gaussians[:, layer] if phase.head_map is None else gaussians[:, layer, phase.head_map]
-        )
+        heads = of_block(gaussians, layer, phase.head_map)
         maps = expected_map(heads, teacher.grid)  # [N or 1, H, T, T]
         return maps.mean(1, keepdim=True) if phase.mean_heads else maps
 
@@ -477,8 +475,7 @@ def average(maps: store.Store, read: Reader, at_once: int = 256) -> Reader:
         whole = mean.expand(len(stored["labels"]), *mean.shape)
 
         def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
-            part = whole[:, layer] if heads is None else whole[:, layer][:, list(heads)]
-            return take_queries(part, queries)
+            return take_queries(of_block(whole, layer, heads), queries)
 
         return StoredRows(rows, schema.grid)
 

@@ -4,11 +4,10 @@ symmetric part."""
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh, merge_heads
+from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh
 from gaupipe.attention.kernels import perpendicular
 from gaupipe.attention.summed_scores import has_summed_scores, summed_scores_attention
 
@@ -70,14 +69,10 @@ class Belief2Attention(StudentAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        if self.z is None:
-            return super().attend(q, k, v, attn_mask, is_causal)
-        if attn_mask is None and not is_causal and q.shape == k.shape and self.sums_scores(q):
+        plain = attn_mask is None and not is_causal and q.shape == k.shape
+        if self.z is not None and plain and self.sums_scores(q):
             return summed_scores_attention(v, self.scale, (q, k))
-        wide = F.pad(
-            v, (0, self.head_dim)
-        )  # some fused kernels need one width for queries, keys and values
-        return super().attend(q, k, wide, attn_mask, is_causal)[..., : self.head_dim]
+        return super().attend(q, k, v, attn_mask, is_causal)
 
     def sums_scores(self, x: Tensor) -> bool:
         """Whether scores of tokens x [B, T, d], or of their queries, are summed without padding
@@ -85,7 +80,8 @@ class Belief2Attention(StudentAttention):
         return has_summed_scores(x, self.attn_drop.p if self.training else 0.0)
 
     def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """As the base; (Q, K) and (Z, Z) where the scores are summed."""
+        """As the base; (Q, K) and (Z, Z), which are not put together, where the scores are
+        summed."""
         if self.z is None or not self.sums_scores(x):
             return super().products(x)
         q, k, v = super().project(x)
@@ -96,21 +92,6 @@ class Belief2Attention(StudentAttention):
         if len(products) == 1:
             return super().attend_to_products(v, products)
         return summed_scores_attention(v, self.scale, *products)
-
-    def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rope: Tensor | None = None,
-    ) -> Tensor:
-        """As the base. Where the scores are summed, [Q, Z] and [K, Z] are not put together."""
-        special = attn_mask is not None or is_causal or rope is not None
-        if self.z is None or special or not self.sums_scores(x):
-            return super().forward(x, attn_mask, is_causal, rope)
-        v, products = self.products(x)
-        heads = self.attend_to_products(v, products)
-        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         d = perpendicular(mh, v)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, apply_rot_embed_cat
 from torch import Tensor
 
-from gaupipe.attention.kernels import at_least_float32, perpendicular
+from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.errors import UserError
 
 
@@ -104,7 +104,7 @@ class StudentAttention(Attention):
         least as wide as v. A query without a key gets zeros."""
         width = v.shape[-1]
         if q.shape[-1] > width:  # some fused kernels need one width for queries, keys and values
-            v = F.pad(v, (0, q.shape[-1] - width))
+            v = pad_to(v, q.shape[-1])
         if attn_mask is not None and is_causal:
             attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
         heads = F.scaled_dot_product_attention(
@@ -148,6 +148,11 @@ class StudentAttention(Attention):
         """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated."""
         raise NotImplementedError
 
+    def output(self, heads: Tensor, v: Tensor, x: Tensor) -> Tensor:
+        """The update [B, T, d] of tokens x [B, T, d], from what each head has read and from V, both
+        [B, H, T, d_m]."""
+        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
+
     def forward(
         self,
         x: Tensor,
@@ -161,11 +166,13 @@ class StudentAttention(Attention):
         scores; ``is_causal`` hides the future. Given both, both hold. ``rope``: rotary positions of
         the tokens after the first :attr:`num_prefix_tokens`, see :meth:`rotate`.
         """
+        if attn_mask is None and not is_causal and rope is None:
+            v, products = self.products(x)
+            return self.output(self.attend_to_products(v, products), v, x)
         q, k, v = self.project(x)
         if rope is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
-        heads = self.attend(q, k, v, attn_mask, is_causal)
-        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
+        return self.output(self.attend(q, k, v, attn_mask, is_causal), v, x)
 
     def forward_with_map(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
@@ -176,7 +183,7 @@ class StudentAttention(Attention):
         q, k, v = self.project(x)
         log_map = self.log_map(q, k, attn_mask, is_causal)
         heads = self.attn_drop(log_map.exp()).to(v.dtype) @ v
-        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v))), log_map
+        return self.output(heads, v, x), log_map
 
 
 def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:

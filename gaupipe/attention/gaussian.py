@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.kernels import pad_to
 from gaupipe.errors import UserError
 from gaupipe.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
 
@@ -168,7 +169,7 @@ def register_places(
     h, w = grid
     along_y = torch.eye(h, device=device).repeat_interleave(w, dim=0)
     along_x = torch.eye(w, device=device).repeat(h, 1)
-    places = widened(torch.cat([along_y, along_x], dim=-1), least)
+    places = pad_to(torch.cat([along_y, along_x], dim=-1), max(h + w, least))
     attention.register_buffer("places", places, persistent=False)
 
 
@@ -180,9 +181,5 @@ def log_factors(gaussians: Tensor, grid: Grid, least: int = 0) -> Tensor:
     """
     with torch.autocast(gaussians.device.type, enabled=False):
         axes = torch.cat(expected_axes(gaussians, grid), dim=-1)
-        return widened(axes.clamp_min(torch.finfo(axes.dtype).tiny).log(), least)
-
-
-def widened(x: Tensor, least: int) -> Tensor:
-    """x [..., n] with zeros behind it up to a width of at ``least`` so many."""
-    return F.pad(x, (0, least - x.shape[-1])) if x.shape[-1] < least else x
+        logs = axes.clamp_min(torch.finfo(axes.dtype).tiny).log()
+        return pad_to(logs, max(logs.shape[-1], least))

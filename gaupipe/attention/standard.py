@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention, merge_heads
+from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_places
 from gaupipe.errors import UserError
 from gaupipe.gaussians import from_raw
@@ -70,7 +70,7 @@ class StandardAttention(StudentAttention):
         along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]
         log_p = (along_y.unsqueeze(-1) + along_x.unsqueeze(-2)).flatten(-2)  # [H, T, T]
         heads = self.attend(q, k, v, log_p.to(q.dtype).unsqueeze(0), False)
-        return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
+        return self.output(heads, v, x)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(mh)
