@@ -4,6 +4,7 @@ refused with a suggestion."""
 from __future__ import annotations
 
 import contextlib
+import datetime
 import difflib
 import math
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from gaupipe import older_names
 from gaupipe.attention import STUDENTS
@@ -593,6 +595,16 @@ class Settings(Section):
                 "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
                 "take phase_b.warm_start=teacher, which copies the Gaussians"
             )
+        if (
+            self.phase_b.warm_start == "teacher"
+            and self.phase_b.student == "gaussian"
+            and not self.phase_a.learns_gaussians
+        ):
+            raise ValueError(
+                "phase_b.warm_start=teacher copies Gaussians to the student gaussian, and the "
+                f"teacher {self.phase_a.teacher} has none: take phase_b.warm_start=none, or "
+                "phase_a.teacher=gaussian"
+            )
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         return self
@@ -776,10 +788,23 @@ def _apply(tree: dict, override: str, *, settled: bool = True) -> None:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+    if _is_text(key):
+        if isinstance(value, int | float | datetime.date):  # a folder may be called 2024
+            value = text.strip()
+    elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with contextlib.suppress(ValueError):
             value = float(value)
     place(tree, key, value, f"--set {override!r}", settled=settled)
+
+
+def _is_text(key: str) -> bool:
+    """Whether the setting "a.b" is a text or a path."""
+    *parents, leaf = key.split(".")
+    try:
+        annotation = _section(parents)[leaf].annotation
+    except (KeyError, StopIteration):
+        return False
+    return {annotation, *get_args(annotation)} & {str, Path} != set()
 
 
 def place(tree: dict, key: str, value: Any, where: str, *, settled: bool = True) -> None:
@@ -819,8 +844,8 @@ def _first_problem(error: ValidationError) -> str:
     return f"{location or 'settings'}: {message[0].lower() + message[1:]}{given}"
 
 
-def _section(parents: list) -> list[str]:
-    """The setting names of the section that ``parents`` leads to."""
+def _section(parents: list) -> dict[str, FieldInfo]:
+    """The settings of the section that ``parents`` leads to, by name."""
     model: Any = Settings
     for parent in parents:
         annotation = model.model_fields[parent].annotation
@@ -829,4 +854,4 @@ def _section(parents: list) -> list[str]:
             for kind in (annotation, *get_args(annotation))
             if isinstance(kind, type) and issubclass(kind, Section)
         )
-    return list(model.model_fields)
+    return model.model_fields

@@ -135,6 +135,8 @@ class Batches:
         self.split, self.device, self.batch_size = split, device, batch_size
         self.buckets = Buckets(len(split), buckets)
         self.loader = Loader(split.source, device, workers)
+        self.of_validation = split.source is data.val.source is not data.train.source
+        """Whether all images of the source are read after every epoch."""
         self.waited = {"data": 0.0, "maps": 0.0}
         """Seconds that :meth:`epoch` has waited for images, and for stored maps."""
         self.mean = torch.tensor(data.mean, device=device).view(-1, 1, 1) * 255
@@ -165,6 +167,8 @@ class Batches:
         }
         wanted = requests(self.split, [ids for of_bucket in batches.values() for ids in of_bucket])
         of = [bucket for bucket, of_bucket in batches.items() for _ in of_bucket]
+        if self.of_validation:
+            self._keep(wanted)
         for loaded, bucket in zip(self.loader(wanted), of, strict=True):
             yield self._unchanged(loaded, [(bucket, len(loaded.ids))])
 
@@ -314,6 +318,9 @@ class ImageData:
     std: tuple[float, ...]
     sha256: str
     """Names the training images, their order and labels: what stored maps belong to."""
+    val_sha256: str | None = None
+    """Names validation images of a source of their own, in the same way; None for others, which
+    :attr:`sha256` names too."""
 
     @property
     def data_config(self) -> dict[str, Any]:
@@ -329,13 +336,32 @@ class ImageData:
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split."""
         splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
+        digests = {"sha256": self.sha256}
+        if self.val_sha256:
+            digests["val_sha256"] = self.val_sha256
         path.write_text(
             json.dumps(
-                {"dataset": self.name, "sha256": self.sha256}
+                {"dataset": self.name, **digests}
                 | {name: split.positions.tolist() for name, split in splits.items()}
             )
             + "\n"
         )
+
+    def check_split(self, path: Path) -> None:
+        """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
+        not there or that lacks a digest, as those of earlier versions do, says nothing."""
+        try:
+            written = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (ValueError, RecursionError):
+            written = None
+        if not isinstance(written, dict):
+            raise UserError(f"{path} is damaged: remove it, and it is written again")
+        for what, name in (("training", "sha256"), ("validation", "val_sha256")):
+            if name in written and written[name] != getattr(self, name):
+                raise UserError(
+                    f"{path}: the {what} images of data set {self.name} were others when the run "
+                    "began: put them back, or start another run with --run-dir"
+                )
 
 
 def load_data(settings: DataSettings) -> ImageData:
@@ -372,9 +398,6 @@ def load_data(settings: DataSettings) -> ImageData:
     image_size = settings.image_size or (
         train.images.shape[-1] if isinstance(train, ArrayImages) else 224
     )
-    digest = hashlib.sha256(train.fingerprint())
-    for array in (kept, split.labels):
-        digest.update(np.asarray(array, dtype="<i8").tobytes())
     return ImageData(
         name=settings.name,
         train=split,
@@ -385,8 +408,17 @@ def load_data(settings: DataSettings) -> ImageData:
         image_size=image_size,
         mean=tuple(mean),
         std=tuple(std),
-        sha256=digest.hexdigest(),
+        sha256=_digest(split),
+        val_sha256=None if val is None else _digest(Split(val, held_out)),
     )
+
+
+def _digest(split: Split) -> str:
+    """Names the images of a split, their order and labels."""
+    digest = hashlib.sha256(split.source.fingerprint())
+    for array in (split.positions, split.labels):
+        digest.update(np.asarray(array, dtype="<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:

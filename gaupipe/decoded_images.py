@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe import distributed, interruption, kept_images, machine
+from gaupipe import interruption, kept_images, machine
 from gaupipe.augment import Crops
 from gaupipe.config import DataSettings
 from gaupipe.decoding import image_size, read_pixels, refusing
@@ -155,35 +155,47 @@ class DecodedImages(Dataset):
         yet. Raises UserError for an image that cannot be decoded, and where ``data.cache`` asks for
         what cannot be."""
         self.find(kind)
-        if kind in self.kept:
-            return
-        place, size = self.would_keep(kind)
-        if place == "file":
-            folder, key = self._folder(kind), self._key(kind)
-            try:
-                images, count = self._decoded(kind), len(self.chosen)
-                self.kept[kind] = kept_images.in_folder(images, count, folder, key)
-            except OSError as error:
-                reason = f"decoded images cannot be kept in {folder.parent} ({error.strerror})"
-                if self.settings.cache == "file":
-                    raise UserError(
-                        f"data.cache: {reason}; GAUPIPE_CACHE names another folder, and "
-                        "data.cache=none decodes in every epoch"
-                    ) from None
-                _say(reason)
-                self.has_folder = False
-                self.keep(kind)
-        elif place == "memory":
-            count = len(self.chosen)
-            self.kept[kind] = kept_images.in_memory(self._decoded(kind), count, size)
+        if kind not in self.kept and self._wanted(kind):
+            if self.settings.cache != "memory" and self.has_folder:
+                self._keep_in_folder(kind)
+            place, size = self.would_keep(kind)
+            if kind not in self.kept and place == "memory":
+                count = len(self.chosen)
+                self.kept[kind] = kept_images.in_memory(self._decoded(kind), count, size)
+
+    def _keep_in_folder(self, kind: Kind) -> None:
+        """Keeps the images in the cache if the disk has space. Several processes that want the same
+        decide one after the other: the later ones find what the first one has kept."""
+        folder = self._folder(kind)
+        try:
+            with kept_images.one_at_a_time(folder):
+                self.find(kind)
+                if kind not in self.kept and self.would_keep(kind)[0] == "file":
+                    images, count = self._decoded(kind), len(self.chosen)
+                    self.kept[kind] = kept_images.in_folder(images, count, folder, self._key(kind))
+        except OSError as error:
+            reason = f"decoded images cannot be kept in {folder.parent} ({error.strerror})"
+            if self.settings.cache == "file":
+                raise UserError(
+                    f"data.cache: {reason}; GAUPIPE_CACHE names another folder, and "
+                    "data.cache=none decodes in every epoch"
+                ) from None
+            _say(reason)
+            self.has_folder = False
+
+    def _wanted(self, kind: Kind) -> bool:
+        """Whether ``data.cache`` and ``data.cache_gb`` let the images be kept, if there is room."""
+        settings = self.settings
+        fits = settings.cache != "auto" or self._bytes(kind) <= settings.cache_gb * 1e9
+        return settings.cache != "none" and fits
 
     def would_keep(self, kind: Kind) -> tuple[str, int]:
         """Where :meth:`keep` keeps the images, ``file``, ``memory`` or ``none``, and about how many
         bytes they take. Raises UserError where ``data.cache`` asks for what cannot be."""
         size, cache = self._bytes(kind), self.settings.cache
-        memory, ranks = machine.available_memory(), distributed.place().local_size
-        fits_memory = memory is None or ranks * size < memory / 2
-        if cache == "none" or (cache == "auto" and size > self.settings.cache_gb * 1e9):
+        memory, shared = machine.available_memory(), machine.processes()
+        fits_memory = memory is None or shared * size < memory / 2
+        if not self._wanted(kind):
             return "none", size
         on_disk = machine.free_disk(cache_folder())
         if cache in ("auto", "file") and self.has_folder and size < on_disk / 2:
@@ -222,7 +234,7 @@ class DecodedImages(Dataset):
 
         threads, count = 1, len(self.chosen)
         if self.files.threads:
-            threads = max(1, machine.cores() // distributed.place().local_size)
+            threads = max(1, machine.cores() // machine.processes())
         waiting: deque[Future[Tensor]] = deque()
         with (
             ThreadPoolExecutor(threads) as pool,
@@ -243,8 +255,7 @@ class DecodedImages(Dataset):
 
     def _forget(self, kind: Kind, damage: Damaged) -> None:
         kept = self.kept.pop(kind)
-        if kept.folder:
-            kept_images.remove(kept.folder, kept.key)
+        kept_images.remove(kept)
         _say(f"{damage}; images are decoded again, and kept again by the next training")
 
     def _folder(self, kind: Kind) -> Path:

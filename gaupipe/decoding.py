@@ -11,7 +11,7 @@ import contextlib
 import functools
 import io
 import os
-import threading
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
@@ -29,6 +29,10 @@ a damaged file may pass for one of them."""
 
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that Pillow only recognises, or that another program would have to draw."""
+
+
+OF_PILLOW = re.compile(r"PIL\.")
+"""Modules whose warnings :func:`quiet` silences."""
 
 
 @functools.cache
@@ -54,6 +58,7 @@ def identify(file: BinaryIO, name: str) -> Image.Image:
     """An image of which the header has been read and no pixels yet. Raises what Pillow raises."""
     own = suffixes().get(suffix_of(name))
     formats = [known for known in (own, *COMMON) if known in Image.OPEN]
+    quiet()
     image = Image.open(file, formats=formats)
     if Image.MAX_IMAGE_PIXELS and image.width * image.height > Image.MAX_IMAGE_PIXELS:
         raise Image.DecompressionBombError  # where Pillow itself may only warn
@@ -67,7 +72,7 @@ def read_rgb(file: BinaryIO, name: str) -> Image.Image:
     scaled to 8 bits, and so are fractions from 0 to 1. Raises what Pillow raises, and ValueError
     for grey values of another range.
     """
-    with quiet(), identify(file, name) as image:
+    with identify(file, name) as image:
         image.load()
         image = ImageOps.exif_transpose(image)
         if image.mode == "F" or image.mode.startswith("I"):
@@ -128,7 +133,8 @@ or a progressive frame."""
 def _is_turned(content: bytes) -> bool:
     """Whether EXIF or XMP may say that a JPEG is shown turned."""
     try:
-        with quiet(), Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
+        quiet()
+        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
             return image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     except Exception:  # what Pillow's parsers raise of damaged metadata
         return True
@@ -136,7 +142,7 @@ def _is_turned(content: bytes) -> bool:
 
 def image_size(content: BinaryIO, name: str) -> tuple[int, int]:
     """(height, width) of an image as it is stored, from its header. Raises what Pillow raises."""
-    with quiet(), identify(content, name) as image:
+    with identify(content, name) as image:
         return image.height, image.width
 
 
@@ -161,34 +167,13 @@ def refusing(name: str) -> Iterator[None]:
         ) from None
 
 
-class _Quiet:
-    """Filters of warnings belong to the whole process: the first thread that wants them puts them
-    in place, and the last one takes them away."""
+def quiet() -> None:
+    """Silences Pillow's warnings of odd metadata, which nobody reads here, and no others.
 
-    def __init__(self) -> None:
-        self._lock, self._threads = threading.Lock(), 0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._threads += 1
-            if self._threads == 1:
-                self._filters = warnings.catch_warnings()
-                self._filters.__enter__()
-                warnings.simplefilter("ignore")
-
-    def __exit__(self, *_exception: object) -> None:
-        with self._lock:
-            self._threads -= 1
-            if not self._threads:
-                self._filters.__exit__(None, None, None)
-
-
-_QUIET = _Quiet()
-
-
-def quiet() -> contextlib.AbstractContextManager[None]:
-    """Silences Pillow's warnings of odd metadata, which nobody reads here."""
-    return _QUIET
+    Filters of warnings belong to the whole process, where other threads work meanwhile. So this
+    filter stays: taken away after each image, it would take along what others changed."""
+    if not warnings.filters or warnings.filters[0][3] != OF_PILLOW:
+        warnings.filterwarnings("ignore", module=OF_PILLOW.pattern)
 
 
 def _reason(error: Exception) -> str:

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe.decoding import identify, quiet, refusing
+from gaupipe.decoding import identify, refusing
 from gaupipe.image_folder import LeftOut, find_classes, layout, training_classes
 
 SAMPLE = 200
@@ -85,5 +85,5 @@ def facts_of(root: Path) -> FolderFacts:
 
 def _header(path: Path) -> tuple[tuple[int, int], str]:
     """((width, height), Pillow's mode) of an image file."""
-    with refusing(str(path)), quiet(), open(path, "rb") as file, identify(file, str(path)) as image:
+    with refusing(str(path)), open(path, "rb") as file, identify(file, str(path)) as image:
         return image.size, image.mode

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from gaupipe.decoding import identify, quiet, refusing
+from gaupipe.decoding import identify, refusing
 from gaupipe.errors import UserError
 from gaupipe.progress import EpochProgress
 
@@ -138,7 +138,6 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     unknown = [position for position, digest in enumerate(digests) if digest is None]
     problems = []
     with (
-        quiet(),
         ThreadPoolExecutor(READERS) as pool,
         EpochProgress("reading images", len(unknown), 1) as progress,
     ):

@@ -19,7 +19,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,10 @@ class KeptImages:
         sums: np.ndarray | None = None,
         folder: Path | None = None,
         key: str = "",
+        inode: int = 0,
     ) -> None:
         self.pixels: Tensor | None = pixels
-        self.shapes, self.folder, self.key = shapes, folder, key
+        self.shapes, self.folder, self.key, self.inode = shapes, folder, key, inode
         self.starts = np.concatenate([[0], np.cumsum(shapes.prod(1))])
         self.sums = sums
         self.unchecked = np.full(len(shapes), sums is not None)
@@ -103,22 +104,24 @@ def in_memory(images: Iterable[Tensor], count: int, size: int) -> KeptImages:
     return KeptImages(torch.from_numpy(pixels[:end]), shapes)
 
 
-def in_folder(images: Iterable[Tensor], count: int, folder: Path, key: str) -> KeptImages:
-    """The ``count`` images that ``folder`` keeps under this key; if it does not, they are written.
-
-    One process writes, and others that want the same wait for it. Raises OSError where the folder
-    cannot be written.
-    """
+@contextlib.contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """Waits until no other process decides about ``folder`` or writes it. Raises OSError where
+    nothing can be written beside it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.parent / "lock"
     lock.touch()
     with alone_in(lock):
-        kept = read(folder, key)
-        if kept is None:
-            remove_unused(folder.parent.parent)
-            with replaced(folder) as fresh:
-                _write(images, count, fresh, key)
-            kept = read(folder, key)
+        yield
+
+
+def in_folder(images: Iterable[Tensor], count: int, folder: Path, key: str) -> KeptImages:
+    """``count`` images, which ``folder`` keeps from now on. Raises OSError where it cannot be
+    written."""
+    remove_unused(folder.parent.parent)
+    with replaced(folder) as fresh:
+        _write(images, count, fresh, key)
+    kept = read(folder, key)
     if kept is None:
         raise OSError(None, "the images that were just written cannot be read", str(folder))
     return kept
@@ -151,17 +154,20 @@ def read(folder: Path, key: str) -> KeptImages | None:
             if found != key or os.fstat(file.fileno()).st_size != size:
                 return None
             pixels = np.memmap(file, dtype=np.uint8, mode="c")  # torch wants to be able to write
+            inode = os.fstat(file.fileno()).st_ino
         with contextlib.suppress(OSError):  # another user's, or a file system to read from
             os.utime(folder)  # for remove_unused
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):
         return None
-    return KeptImages(torch.from_numpy(pixels), shapes, sums, folder, key)
+    return KeptImages(torch.from_numpy(pixels), shapes, sums, folder, key, inode)
 
 
-def remove(folder: Path, key: str) -> None:
-    """Removes images that are damaged; processes that have mapped them keep them."""
-    if read(folder, key):  # another process may have mended them
-        shutil.rmtree(folder, ignore_errors=True)
+def remove(damaged: KeptImages) -> None:
+    """Removes damaged images from their folder, unless another process has mended them; processes
+    that have mapped them keep them."""
+    with contextlib.suppress(OSError):
+        if damaged.folder and (damaged.folder / "pixels").stat().st_ino == damaged.inode:
+            shutil.rmtree(damaged.folder)
 
 
 def remove_unused(cache: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from gaupipe import distributed, machine
+from gaupipe import machine
 from gaupipe.augment import Crops
 from gaupipe.decoded_images import DecodedImages, Kind
 from gaupipe.errors import UserError
@@ -126,7 +126,7 @@ class Loader:
             return self.workers
         if isinstance(self.source, ArrayImages) or self.source.seconds(kind) < FEW_SECONDS:
             return 0
-        cores = machine.cores() // distributed.place().local_size
+        cores = machine.cores() // machine.processes()
         if not self.pin:  # the cores train, too
             return min(cores // 2, MOST_WORKERS)
         return min(max(1, cores - 1), MOST_WORKERS)

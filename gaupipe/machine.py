@@ -6,7 +6,17 @@ import os
 import shutil
 from pathlib import Path
 
+from gaupipe import distributed
+
 CGROUP = Path("/sys/fs/cgroup")
+
+jobs = 1
+"""Trainings that one command has at work on this machine at the same time, each in a process."""
+
+
+def processes() -> int:
+    """Processes that share the machine's cores and memory, this one included."""
+    return jobs * distributed.place().local_size
 
 
 def cores() -> int:

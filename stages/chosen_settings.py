@@ -3,6 +3,7 @@ run begins, and those of its ``config.yaml`` from then on."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def settings_for(
         if choices.Choices(given).given(name) is not None:
             raise UserError(f"--set {name}: --data {folder} says where the images are")
     facts = facts_of(folder)
-    chosen = choices.choose(facts, str(folder), choices.this_machine(given), given)
+    root = os.path.abspath(folder)  # later commands find it from any working directory
+    chosen = choices.choose(facts, root, choices.this_machine(given), given)
     head = f"{folder}: {facts}"
     text = chosen.as_yaml(f"gaupipe {__version__} chose these settings.\n{head}\n{chosen.note}")
     settings = config.parse(chosen.tree, f"--data {folder}").with_choices(text)
@@ -46,4 +48,6 @@ def settings_for(
 
 
 def _is_same(root: Path | None, folder: Path) -> bool:
-    return root is not None and root.resolve() == folder.resolve()
+    """Whether a run on ``root`` may be one on ``folder``. If ``root`` has gone, ``folder`` may be
+    where it was moved to; the digests of the images tell."""
+    return root is not None and (root.resolve() == folder.resolve() or not root.exists())

@@ -193,7 +193,7 @@ def run(
     """
     run = RunDirectory(run_dir)
 
-    def prepare() -> tuple[Settings, Path, list[str]]:
+    def prepare() -> tuple[Settings, Path, list[str], ImageData]:
         if maps_url == "":
             raise UserError("--maps '': should be the path or URL of a store")
         if maps_url and not distilled:
@@ -223,10 +223,12 @@ def run(
                 "student beside it"
             )
         latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
-        return settings, folder, [*reversed(latest)]
+        images = data or load_data(settings.data)
+        images.check_split(run.split)
+        return settings, folder, [*reversed(latest)], images
 
     ranks.check_shared(run_dir)
-    settings, folder, all_overrides = distributed.main_first(prepare)
+    settings, folder, all_overrides, images = distributed.main_first(prepare)
     with run.locked(shared=True):
         return train_student(
             settings,
@@ -234,7 +236,7 @@ def run(
             teacher=run if distilled else None,
             maps_url=maps_url,
             overrides=all_overrides,
-            data=data,
+            data=images,
         )
 
 

@@ -40,6 +40,10 @@ class RunDirectory:
         return self.path / "config.yaml"
 
     @property
+    def split(self) -> Path:
+        return self.path / "split.json"
+
+    @property
     def phase_a(self) -> Path:
         return self.path / "phase_a"
 
@@ -168,14 +172,16 @@ class RunDirectory:
 
     def start(self, settings: Settings, data: ImageData, resume: bool) -> None:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
-        each split. Raises UserError as :meth:`check_free` does."""
+        each split. Raises UserError as :meth:`check_free` does, and for other images than those
+        that the run began with."""
         self.check_free(settings, resume)
+        data.check_split(self.split)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
             if settings.choices is not None:
                 write_whole(self.path / "choices.yaml", settings.choices)
-        data.write_split(self.path / "split.json")
+        data.write_split(self.split)
 
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave

@@ -52,13 +52,14 @@ def run(
                 f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
             )
         images = data or load_data(asked.data)
+        images.check_split(run.split)
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         select_device(asked)
         check_baseline(asked, images)
         return asked, images
 
     def start() -> None:
-        if not (run.path / "split.json").is_file():  # which is written last
+        if not run.split.is_file():  # which is written last
             with lock_of_process(run.path, "run"):
                 run.start(settings, images, resume=True)
 

@@ -817,6 +817,10 @@ SETTINGS = [
         ("phase_b=1", "phase_b"),
         ("phase_b.student=x", "phase_b.student"),
         ("phase_b.student=gaussian & phase_b.warm_start=prior", "fits Q and K"),
+        (
+            "phase_a.teacher=vit & phase_b.student=gaussian & phase_b.warm_start=teacher",
+            "the teacher vit has none",
+        ),
         ("phase_b.student=gaussian & model.args={class_token: true}", "register token"),
         ("phase_b.warm_start=exact", "phase_b.warm_start=exact needs phase_a.per_image=none"),
         ("phase_b.attention_options={prior: 1}", "prior"),

@@ -1,5 +1,7 @@
 """Settings: what is read, what is refused and how it is said."""
 
+from pathlib import Path
+
 import pytest
 
 from gaupipe import config
@@ -19,6 +21,13 @@ def test_dumped_settings_load_to_the_same(tmp_path):
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_in_scientific_notation_are_numbers(text):
     assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
+def test_a_text_that_looks_like_something_else_stays_a_text(text):
+    settings = config.load("digits", [f"data.root={text}", f"log.project={text}"])
+    assert (settings.data.root, settings.log.project) == (Path(text), text)
+    assert config.load("digits", ["data.root=x", "data.root=null"]).data.root is None
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,25 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
     )
 
 
+def test_other_images_than_those_of_the_split_are_refused(tmp_path):
+    path = tmp_path / "split.json"
+    data = digits()
+    data.check_split(path)  # nothing is known
+    data.val_sha256 = "a"
+    data.write_split(path)
+    data.check_split(path)
+    data.val_sha256 = "b"
+    with pytest.raises(UserError, match="the validation images of data set digits were others"):
+        data.check_split(path)
+    data.sha256 = "c"
+    with pytest.raises(UserError, match="the training images of data set digits were others"):
+        data.check_split(path)
+    for damage in ("[1]", "{"):
+        path.write_text(damage)
+        with pytest.raises(UserError, match=r"split.json is damaged: remove it"):
+            data.check_split(path)
+
+
 def test_batches_hold_the_image_that_their_id_names_in_any_order():
     data = digits()
     batches = Batches(data.train, data, CPU, batch_size=100)

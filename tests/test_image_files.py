@@ -567,8 +567,8 @@ def test_maps_of_images_that_have_changed_are_refused(finished, in_process, tmp_
     commands = [
         (["verify", maps, "--teacher"], "started with the data set"),
         (["inspect", maps, "--image", 0, "--png", tmp_path / "map.png"], "are not those the maps"),
-        (["phase-b", "--run-dir", run], "maps of another data set"),
-        (["phase-a", run / "config.yaml", "--run-dir", run, "--resume"], "started with the data"),
+        (["phase-b", "--run-dir", run], "split.json: the training images of data set folder were"),
+        (["phase-a", run / "config.yaml", "--run-dir", run, "--resume"], "the training images of"),
     ]
     for arguments, _ in commands[:2]:
         assert in_process(*arguments)[0] == 0

@@ -1,12 +1,14 @@
 """How fast images come: decoders that give the same pixels, crops of full-size images, and decoded
 images that are kept. Whatever is kept, and whoever reads, a seed gives the same bits."""
 
+import contextlib
 import io
 import os
 import shutil
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from gaupipe import config, decoded_images, decoding, machine
+from gaupipe import config, decoded_images, decoding, kept_images, machine
 from gaupipe.augment import Augment, AugmentSettings, Crops, middle_square
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, ImageData, load_data
@@ -375,6 +377,54 @@ def test_damaged_pixels_are_decoded_again_and_then_kept_again(root, capsys, deco
     assert same(all_images(load(root)), expected) and decoded == []
 
 
+def test_what_another_process_has_mended_stays(root, capsys):
+    expected = all_images(load(root))
+    damaged = load(root)
+    damaged.train.source.find("square")
+    square = damaged.train.source.kept["square"].folder
+    flip_bit(square / "pixels", 2000)  # which the mapping shows, too
+    damaged = load(root)
+    damaged.train.source.find("square")
+    shutil.rmtree(square)
+    all_images(load(root))
+    mended = (square / "pixels").stat().st_ino
+    assert same(all_images(damaged), expected)
+    assert "is damaged" in capsys.readouterr().err
+    assert (square / "pixels").stat().st_ino == mended
+
+
+def test_warnings_of_pillow_are_silent_and_others_are_not(tmp_path):
+    content = jpeg(PHOTO, exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = [*warnings.filters]
+        read_pixels(content, "a.jpg")
+        warnings.warn("of another", stacklevel=1)
+        assert [str(one.message) for one in caught] == ["of another"]
+        assert warnings.filters[1:] == before
+
+
+def test_validation_images_of_their_own_folder_are_kept(root, decoded):
+    for number in range(4):
+        path = root / "val" / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(smooth(50 + number, 20, 20)).save(path)
+    shutil.copytree(root / "val", root / "test")
+    data = load(root)
+    val, test = (Batches(split, data, CPU, 3) for split in (data.val, data.test))
+    first, tested = ([batch.images for batch in batches.of_rank()] for batches in (val, test))
+    assert same(first, tested) and len(decoded) == 8 and data.val.source.kept
+    decoded.clear()
+    assert same([batch.images for batch in val.of_rank()], first) and decoded == []
+    assert same([batch.images for batch in test.of_rank()], first) and len(decoded) == 4
+    # of images that training reads too, those that training keeps are enough
+    shutil.rmtree(root / "val")
+    shutil.rmtree(root / "test")
+    data = load(root)
+    list(Batches(data.val, data, CPU, 3).of_rank())
+    assert not data.val.source.kept
+
+
 DAMAGE = {
     "index cut off": lambda folder: os.truncate(folder / "index", 100),
     "index changed": lambda folder: flip_bit(folder / "index", 300),
@@ -501,6 +551,27 @@ def test_auto_keeps_images_where_they_fit(root, monkeypatch, settings, disk, mem
         assert source.would_keep("square") == (place, 16 * 3 * 16 * 16)
 
 
+def test_images_that_another_process_is_writing_need_no_space(root, monkeypatch):
+    """Of two that want the same the first has filled the disk when the second one comes."""
+    first, second = load(root).train.source, load(root).train.source
+    one_at_a_time, free = kept_images.one_at_a_time, [0]
+    monkeypatch.setattr(machine, "free_disk", lambda folder: free[0])
+    monkeypatch.setattr(machine, "available_memory", lambda: 0)
+
+    @contextlib.contextmanager
+    def after_the_first(folder):
+        if not free[0]:
+            free[0] = 10**9
+            first.keep("square")
+            free[0] = 1
+        with one_at_a_time(folder):
+            yield
+
+    monkeypatch.setattr(kept_images, "one_at_a_time", after_the_first)
+    second.keep("square")
+    assert second.kept["square"].folder == first.kept["square"].folder == folders(root)[0]
+
+
 def test_the_size_of_full_size_images_is_known_beforehand(root):
     source = load(root).train.source
     pixels = sum((24 + n) * (40 - n) for n in range(16))
@@ -584,6 +655,8 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
     for name, value in (("RANK", 0), ("WORLD_SIZE", 8), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 4)):
         monkeypatch.setenv(name, str(value))
     assert (cpu.number_of_workers(), gpu.number_of_workers()) == (1, 2)
+    monkeypatch.setattr(machine, "jobs", 2)  # trainings of one comparison
+    assert (cpu.number_of_workers(), gpu.number_of_workers()) == (0, 1)
     source.settings = source.settings.model_copy(update={"cache": "memory"})
     source.keep("square")
     assert gpu.number_of_workers() == 0 and gpu.number_of_workers("full") > 0

@@ -241,6 +241,12 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     assert "epoch" not in err
     assert again.splitlines()[1:] == out.splitlines()[1:]
 
+    (tmp_path / "below").mkdir()
+    code, out, err = in_process(
+        "phase-b", "--run-dir", first, "--student", "xsa", cwd=tmp_path / "below"
+    )
+    assert code == 0, err
+
     code, _, err = in_process("run", first / "choices.yaml", "--run-dir", "other", cwd=tmp_path)
     assert code == 0, err
     for part in ("phase_b", "plain"):
@@ -255,6 +261,20 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     ):
         code, out, err = in_process(*command, cwd=tmp_path)
         assert (code, out) == (2, "") and message in err.splitlines()[-1], err
+
+
+def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):
+    photos(tmp_path / "mine")
+    plain = sets([*TINY[:2], "baseline.epochs=1", "threads=1"])
+    assert in_process("train", "--data", "mine", *plain, cwd=tmp_path)[0] == 0
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    again = "train", "--data", "moved", "--run-dir", "runs/mine"
+    code, _, err = in_process(*again, "--student", "xsa", cwd=tmp_path)
+    assert (code, "goes on with the settings" in err) == (0, True), err
+    (tmp_path / "moved" / "cat" / "3.png").unlink()
+    code, _, err = in_process(*again, "--student", "belief", cwd=tmp_path)
+    assert code == 2
+    assert "the training images of data set folder were others when the run began" in err
 
 
 def test_train_and_plan_on_a_folder(in_process, tmp_path):

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 
 import store
-from gaupipe import config
+from gaupipe import config, machine
 from gaupipe.building import select_device
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
@@ -55,7 +55,7 @@ class Workers:
             context = multiprocessing.get_context("spawn")
             end, self.alive = context.Pipe(duplex=False)
             threads = max(1, (os.cpu_count() or 1) // jobs)
-            self.pool = ProcessPoolExecutor(jobs, context, _start_worker, (threads, end))
+            self.pool = ProcessPoolExecutor(jobs, context, _start_worker, (jobs, threads, end))
 
     def __enter__(self) -> Workers:
         return self
@@ -137,7 +137,7 @@ def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
     return list(groups.values())
 
 
-def _start_worker(threads: int, end: Connection) -> None:
+def _start_worker(jobs: int, threads: int, end: Connection) -> None:
     """What a worker process does first.
 
     It ends at once when the first process is gone or has closed its side of the pipe. A terminal
@@ -145,6 +145,7 @@ def _start_worker(threads: int, end: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    machine.jobs = jobs
 
     def watch() -> None:
         with contextlib.suppress(EOFError, OSError):
