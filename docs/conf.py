@@ -21,7 +21,7 @@ from gaupipe import __version__
 project = "gaupipe"
 version = release = __version__
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/results/*.md"]
 exclude_patterns = [".*", "build", "data", "runs", "tests"]  # holds no pages
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
