@@ -129,7 +129,8 @@ def files_of(folder):
 
 def read_mask(path, classes, void):
     """Class numbers [height, width], uint8, with :data:`VOID` for those in ``void``."""
-    with refusing(str(path)), quiet(), Image.open(path) as image:
+    quiet()
+    with refusing(str(path)), Image.open(path) as image:
         numbers = np.array(image)
     if numbers.ndim != 2:
         raise UserError(f"{path} has colours; a mask has one channel, which holds class numbers")
