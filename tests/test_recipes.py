@@ -17,7 +17,13 @@ from stages.compare.costs import Contender
 from stages.compare.trainings import Training, as_run, digest
 from stages.plan import random_data
 
-PLAIN = ("attentionx_gamma", "belief2_signals", "belief2_tables", "beliefformer_concat")
+PLAIN = (
+    "attentions",
+    "attentionx_gamma",
+    "belief2_signals",
+    "belief2_tables",
+    "beliefformer_concat",
+)
 """Sweeps that train no teacher."""
 
 
@@ -74,7 +80,9 @@ def swept(base: Settings, sweep: str):
 
 def test_the_parameters_of_belief2s_tables():
     """*Belief2, tables 2 and 3*, in millions."""
-    millions = {cell: count / 1e6 for cell, count in counts("belief2_cifar100", PLAIN[2]).items()}
+    millions = {
+        cell: count / 1e6 for cell, count in counts("belief2_cifar100", "belief2_tables").items()
+    }
     for cell in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
         assert millions[cell] == pytest.approx(3.38, abs=0.005), cell
     assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.01)
