@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
+from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import yaml
@@ -595,16 +596,6 @@ class Settings(Section):
                 "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
                 "take phase_b.warm_start=teacher, which copies the Gaussians"
             )
-        if (
-            self.phase_b.warm_start == "teacher"
-            and self.phase_b.student == "gaussian"
-            and not self.phase_a.learns_gaussians
-        ):
-            raise ValueError(
-                "phase_b.warm_start=teacher copies Gaussians to the student gaussian, and the "
-                f"teacher {self.phase_a.teacher} has none: take phase_b.warm_start=none, or "
-                "phase_a.teacher=gaussian"
-            )
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         return self
@@ -798,13 +789,14 @@ def _apply(tree: dict, override: str, *, settled: bool = True) -> None:
 
 
 def _is_text(key: str) -> bool:
-    """Whether the setting "a.b" is a text or a path."""
+    """Whether the setting "a.b" is a text or a path, or none."""
     *parents, leaf = key.split(".")
     try:
         annotation = _section(parents)[leaf].annotation
     except (KeyError, StopIteration):
         return False
-    return {annotation, *get_args(annotation)} & {str, Path} != set()
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return str in kinds or Path in kinds
 
 
 def place(tree: dict, key: str, value: Any, where: str, *, settled: bool = True) -> None:

@@ -26,6 +26,7 @@ from gaupipe.buckets import Buckets, slices
 from gaupipe.config import DataSettings
 from gaupipe.decoded_images import DecodedImages
 from gaupipe.errors import UserError
+from gaupipe.folders import write_whole
 from gaupipe.gaussians import Geometry
 from gaupipe.image_sources import ArrayImages, Source, open_sources
 from gaupipe.loader import Loaded, Loader, Request, fetch
@@ -120,7 +121,9 @@ class Batches:
     """The images of one split in batches, normalised, on ``device``.
 
     In a world of several processes a rank has the images of its buckets: a batch of training is
-    this rank's part of the whole batch. ``batch_size`` is that of the whole batch.
+    this rank's part of the whole batch. ``batch_size`` is that of the whole batch. ``keep`` is for
+    images that :meth:`of_rank` reads after every epoch: those of a source of their own are kept,
+    decoded, as :meth:`epoch` keeps those that it reads.
     """
 
     def __init__(
@@ -131,12 +134,13 @@ class Batches:
         batch_size: int,
         workers: int | Literal["auto"] = 0,
         buckets: int = 1,
+        keep: bool = False,
     ) -> None:
         self.split, self.device, self.batch_size = split, device, batch_size
         self.buckets = Buckets(len(split), buckets)
         self.loader = Loader(split.source, device, workers)
-        self.of_validation = split.source is data.val.source is not data.train.source
-        """Whether all images of the source are read after every epoch."""
+        self.keeps = keep and split.source is not data.train.source
+        """Whether :meth:`of_rank`, too, keeps the images, decoded."""
         self.waited = {"data": 0.0, "maps": 0.0}
         """Seconds that :meth:`epoch` has waited for images, and for stored maps."""
         self.mean = torch.tensor(data.mean, device=device).view(-1, 1, 1) * 255
@@ -167,7 +171,7 @@ class Batches:
         }
         wanted = requests(self.split, [ids for of_bucket in batches.values() for ids in of_bucket])
         of = [bucket for bucket, of_bucket in batches.items() for _ in of_bucket]
-        if self.of_validation:
+        if self.keeps:
             self._keep(wanted)
         for loaded, bucket in zip(self.loader(wanted), of, strict=True):
             yield self._unchanged(loaded, [(bucket, len(loaded.ids))])
@@ -299,7 +303,7 @@ def train_and_val(
     size, eval_size, workers = settings.batch_size, settings.eval_batch_size, settings.workers
     return (
         Batches(data.train, data, device, size, workers, settings.num_buckets),
-        Batches(data.val, data, device, eval_size, workers, settings.num_buckets),
+        Batches(data.val, data, device, eval_size, workers, settings.num_buckets, keep=True),
     )
 
 
@@ -323,6 +327,13 @@ class ImageData:
     :attr:`sha256` names too."""
 
     @property
+    def both_sha256(self) -> str:
+        """Names training and validation images."""
+        if self.val_sha256 is None:
+            return self.sha256
+        return hashlib.sha256(f"{self.sha256} {self.val_sha256}".encode()).hexdigest()
+
+    @property
     def data_config(self) -> dict[str, Any]:
         """How images become what a model trained on these sees, as timm names it."""
         return {
@@ -339,13 +350,8 @@ class ImageData:
         digests = {"sha256": self.sha256}
         if self.val_sha256:
             digests["val_sha256"] = self.val_sha256
-        path.write_text(
-            json.dumps(
-                {"dataset": self.name, **digests}
-                | {name: split.positions.tolist() for name, split in splits.items()}
-            )
-            + "\n"
-        )
+        positions = {name: split.positions.tolist() for name, split in splits.items()}
+        write_whole(path, json.dumps({"dataset": self.name, **digests, **positions}) + "\n")
 
     def check_split(self, path: Path) -> None:
         """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
@@ -355,7 +361,10 @@ class ImageData:
         except (ValueError, RecursionError):
             written = None
         if not isinstance(written, dict):
-            raise UserError(f"{path} is damaged: remove it, and it is written again")
+            raise UserError(
+                f"{path} is damaged: restore it from a copy; or remove it, and 'gaupipe phase-a "
+                "--resume' or 'gaupipe train' writes it again, for the images that are there then"
+            )
         for what, name in (("training", "sha256"), ("validation", "val_sha256")):
             if name in written and written[name] != getattr(self, name):
                 raise UserError(

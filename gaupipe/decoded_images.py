@@ -62,6 +62,7 @@ class DecodedImages(Dataset):
         self.chosen = np.arange(len(labels))
         """Positions of the images that a training reads, ascending: those that may be kept."""
         self.kept: dict[Kind, KeptImages] = {}
+        self._full_bytes: int | None = None
         self.has_folder = True
         """Whether the folder of decoded images can be written to, as far as is known."""
 
@@ -95,7 +96,7 @@ class DecodedImages(Dataset):
         keeps = self.would_keep("square")[0] != "none"
         changes = {"cache": "memory" if keeps else "none"}
         few.settings = self.settings.model_copy(update=changes)
-        few.chosen, few.kept = np.unique(positions), {}
+        few.chosen, few.kept, few._full_bytes = np.unique(positions), {}, None
         return few
 
     def seconds(self, kind: Kind) -> float:
@@ -155,18 +156,24 @@ class DecodedImages(Dataset):
         yet. Raises UserError for an image that cannot be decoded, and where ``data.cache`` asks for
         what cannot be."""
         self.find(kind)
-        if kind not in self.kept and self._wanted(kind):
-            if self.settings.cache != "memory" and self.has_folder:
-                self._keep_in_folder(kind)
-            place, size = self.would_keep(kind)
-            if kind not in self.kept and place == "memory":
-                count = len(self.chosen)
-                self.kept[kind] = kept_images.in_memory(self._decoded(kind), count, size)
+        if kind in self.kept or not self._wanted(kind):
+            return
+        if self.settings.cache != "memory" and self.has_folder:
+            self._keep_in_folder(kind)
+        if kind in self.kept:
+            return
+        place, size = self.would_keep(kind)
+        if place == "memory":
+            count = len(self.chosen)
+            self.kept[kind] = kept_images.in_memory(self._decoded(kind), count, size)
 
     def _keep_in_folder(self, kind: Kind) -> None:
         """Keeps the images in the cache if the disk has space. Several processes that want the same
-        decide one after the other: the later ones find what the first one has kept."""
+        decide one after the other: the later ones find what the first one has kept, and need no
+        space for it."""
         folder = self._folder(kind)
+        if not kept_images.is_begun(folder) and self.would_keep(kind)[0] != "file":
+            return
         try:
             with kept_images.one_at_a_time(folder):
                 self.find(kind)
@@ -215,6 +222,11 @@ class DecodedImages(Dataset):
         """About how many bytes the chosen images take."""
         if kind == "square":
             return len(self.chosen) * 3 * self.size**2
+        if self._full_bytes is None:
+            self._full_bytes = self._sampled_bytes()
+        return self._full_bytes
+
+    def _sampled_bytes(self) -> int:
         pixels = 0
         for position in self.chosen[sample(len(self.chosen))].tolist():
             name = self.files.name(position)

@@ -104,6 +104,11 @@ def in_memory(images: Iterable[Tensor], count: int, size: int) -> KeptImages:
     return KeptImages(torch.from_numpy(pixels[:end]), shapes)
 
 
+def is_begun(folder: Path) -> bool:
+    """Whether some process has been :func:`one_at_a_time`: it may be writing."""
+    return (folder.parent / "lock").exists()
+
+
 @contextlib.contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Waits until no other process decides about ``folder`` or writes it. Raises OSError where
@@ -165,8 +170,10 @@ def read(folder: Path, key: str) -> KeptImages | None:
 def remove(damaged: KeptImages) -> None:
     """Removes damaged images from their folder, unless another process has mended them; processes
     that have mapped them keep them."""
-    with contextlib.suppress(OSError):
-        if damaged.folder and (damaged.folder / "pixels").stat().st_ino == damaged.inode:
+    if damaged.folder is None:
+        return
+    with contextlib.suppress(OSError), one_at_a_time(damaged.folder):
+        if (damaged.folder / "pixels").stat().st_ino == damaged.inode:
             shutil.rmtree(damaged.folder)
 
 

@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.errors import UserError
 from gaupipe.losses import feature_loss
 from gaupipe.models import embed
@@ -42,6 +43,13 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
         for layer in range(len(student.blocks))
         if (name := f"blocks.{layer}.attn.proj.weight") not in teacher
     ]
+    if any(name.endswith(".attn.qkv.weight") for name in teacher) and any(
+        isinstance(block.attn, GaussianAttention) for block in student.blocks
+    ):
+        raise UserError(
+            "phase_b.warm_start: the student gaussian starts from a teacher with Gaussians, and a "
+            "trained ViT has none: take phase_b.warm_start=none, or phase_a.teacher=gaussian"
+        )
     if differs:
         raise UserError(
             f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from gaupipe import __version__, choices, config
 from gaupipe.config import Settings
+from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.folder_facts import facts_of
-from stages.run_directory import RunDirectory
+from stages.run_directory import RunDirectory, with_root
 
 
 def settings_for(
@@ -20,27 +21,31 @@ def settings_for(
     """The settings for the images in ``folder``, and lines that say what was chosen and why.
 
     ``overrides`` are the user's ``a.b=value``, which win. Raises UserError for a folder that cannot
-    be meant, for unusable overrides and for a ``run_dir`` with a run on other images.
+    be meant, for unusable overrides and for a ``run_dir`` with a run on other images. Where the
+    folder of a run has gone, ``folder`` may be where it was moved to: the digests in the run's
+    split.json tell.
     """
+    root = Path(os.path.abspath(folder))  # later commands find it from any working directory
     run = RunDirectory(run_dir)
     if run.config.is_file():
         before = run.settings()
-        if before.data.name != "folder" or not _is_same(before.data.root, folder):
+        moved = run.split.is_file() and not os.path.exists(before.data.root or "")
+        if before.data.name != "folder" or not (moved or _is_same(before.data.root, folder)):
             raise UserError(
                 f"{run_dir} holds a run on other images ({before.data.name}, data.root "
                 f"{before.data.root}); choose another --run-dir or remove it"
             )
         settings = config.load(run.config, overrides)
-        data = settings.data.model_copy(update={"root": folder})  # another path to it, maybe
-        settings = settings.model_copy(update={"data": data})
+        settings = with_root(settings, root)  # another path to it, maybe
+        if moved:
+            load_data(settings.data).check_split(run.split)
         return settings, [f"{run_dir}: goes on with the settings with which it began"]
     given = config.with_overrides({}, overrides)
     for name in ("data.name", "data.root"):
         if choices.Choices(given).given(name) is not None:
             raise UserError(f"--set {name}: --data {folder} says where the images are")
     facts = facts_of(folder)
-    root = os.path.abspath(folder)  # later commands find it from any working directory
-    chosen = choices.choose(facts, root, choices.this_machine(given), given)
+    chosen = choices.choose(facts, str(root), choices.this_machine(given), given)
     head = f"{folder}: {facts}"
     text = chosen.as_yaml(f"gaupipe {__version__} chose these settings.\n{head}\n{chosen.note}")
     settings = config.parse(chosen.tree, f"--data {folder}").with_choices(text)
@@ -48,6 +53,4 @@ def settings_for(
 
 
 def _is_same(root: Path | None, folder: Path) -> bool:
-    """Whether a run on ``root`` may be one on ``folder``. If ``root`` has gone, ``folder`` may be
-    where it was moved to; the digests of the images tell."""
-    return root is not None and (root.resolve() == folder.resolve() or not root.exists())
+    return root is not None and root.resolve() == folder.resolve()

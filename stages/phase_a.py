@@ -183,7 +183,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
-    evaluation, validation = job.batches(data.train), job.batches(data.val)
+    evaluation, validation = job.batches(data.train), job.batches(data.val, keep=True)
     augment = Augment(phase.augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)

@@ -114,7 +114,10 @@ def kept_images(settings: Settings, data: ImageData) -> tuple[str, int]:
     full = [crop is not None and crop.full_size for crop in crops]
     kinds: list[Kind] = ["square"] if not all(full) else []
     kinds += ["full"] if any(full) else []
-    kept = [(place, size) for place, size in map(source.would_keep, kinds) if place != "none"]
+    would = [source.would_keep(kind) for kind in kinds]
+    if isinstance(data.val.source, DecodedImages) and data.val.source is not source:
+        would.append(data.val.source.would_keep("square"))
+    kept = [(place, size) for place, size in would if place != "none"]
     return (kept[0][0], sum(size for _, size in kept)) if kept else ("none", 0)
 
 

@@ -30,10 +30,11 @@ def check_same(settings: Settings, data: ImageData) -> None:
     is the one that was made when the data set was read."""
     apart = [name for name in IRRELEVANT if name not in TOGETHER]
     distributed.check_same(without(settings, apart), "every process should get the same settings")
-    distributed.check_same(
-        {f"data set {data.name}, sha256": data.sha256},
-        "every machine should have the same training images and labels under data.root",
-    )
+    for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
+        distributed.check_same(
+            {f"data set {data.name}, sha256 of the {what} images": digest},
+            f"every machine should have the same {what} images and labels under data.root",
+        )
 
 
 def check_shared(folder: Path) -> None:

@@ -134,9 +134,15 @@ class RunDirectory:
         return settings
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
-        """The settings that a student was trained with."""
+        """The settings that a student was trained with; with the folder of the images that the run
+        has, where the student's has gone."""
         recorded = self.student(name, distilled) / "config.yaml"
-        return config.load(recorded) if recorded.is_file() else self.settings()
+        if not recorded.is_file():
+            return self.settings()
+        settings = config.load(recorded)
+        if settings.data.root is None or os.path.exists(settings.data.root):
+            return settings
+        return with_root(settings, self.settings().data.root)
 
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
@@ -176,12 +182,22 @@ class RunDirectory:
         that the run began with."""
         self.check_free(settings, resume)
         data.check_split(self.split)
+        self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
             if settings.choices is not None:
                 write_whole(self.path / "choices.yaml", settings.choices)
         data.write_split(self.split)
+
+    def follow(self, settings: Settings) -> None:
+        """Writes down where the images of the settings are, if the folder that the run knows has
+        gone. What they are has been checked."""
+        if not self.config.is_file():
+            return
+        before, root = self.settings(), settings.data.root
+        if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
+            write_whole(self.config, config.dump(with_root(before, root)))
 
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave
@@ -204,6 +220,12 @@ def with_buckets(settings: Settings, count: int | None) -> Settings:
     if settings.data.buckets is not None or count in (None, 1):
         return settings
     data = settings.data.model_copy(update={"buckets": count})
+    return settings.model_copy(update={"data": data})
+
+
+def with_root(settings: Settings, root: Path | None) -> Settings:
+    """The settings with images in another folder."""
+    data = settings.data.model_copy(update={"root": root})
     return settings.model_copy(update={"data": data})
 
 

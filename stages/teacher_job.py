@@ -36,11 +36,11 @@ class TeacherJob:
         """Whether the teacher keeps numbers of single images."""
         return False
 
-    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
+    def batches(self, split: Split, batch_size: int | None = None, keep: bool = False) -> Batches:
         """Batches of a split, by default of the size for evaluation."""
         data = self.settings.data
         size = batch_size or data.eval_batch_size
-        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
+        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets, keep)
 
     def show(
         self, batch: Batch, generator: torch.Generator, maps: bool = False

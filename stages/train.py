@@ -62,6 +62,7 @@ def run(
         if not run.split.is_file():  # which is written last
             with lock_of_process(run.path, "run"):
                 run.start(settings, images, resume=True)
+        run.follow(settings)
 
     ranks.check_shared(run_dir)
     settings, images = distributed.main_first(prepare)

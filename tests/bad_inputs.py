@@ -819,7 +819,7 @@ SETTINGS = [
         ("phase_b.student=gaussian & phase_b.warm_start=prior", "fits Q and K"),
         (
             "phase_a.teacher=vit & phase_b.student=gaussian & phase_b.warm_start=teacher",
-            "the teacher vit has none",
+            "a trained ViT has none",
         ),
         ("phase_b.student=gaussian & model.args={class_token: true}", "register token"),
         ("phase_b.warm_start=exact", "phase_b.warm_start=exact needs phase_a.per_image=none"),

@@ -61,7 +61,7 @@ def test_other_images_than_those_of_the_split_are_refused(tmp_path):
         data.check_split(path)
     for damage in ("[1]", "{"):
         path.write_text(damage)
-        with pytest.raises(UserError, match=r"split.json is damaged: remove it"):
+        with pytest.raises(UserError, match=r"split.json is damaged: restore it from a copy"):
             data.check_split(path)
 
 

@@ -26,6 +26,8 @@ from gaupipe.errors import UserError
 from gaupipe.interruption import Pauses, spare_worker
 from gaupipe.loader import Loader
 from processes import FORKS, exit_code, kill_this_process
+from stages.compare.workers import _start_worker
+from stages.plan import kept_images as kept_images_of_plan
 
 CPU = torch.device("cpu")
 SQUARE = Augment(AugmentSettings(), 0)
@@ -404,25 +406,64 @@ def test_warnings_of_pillow_are_silent_and_others_are_not(tmp_path):
         assert warnings.filters[1:] == before
 
 
-def test_validation_images_of_their_own_folder_are_kept(root, decoded):
+def with_own_validation(root: Path) -> Path:
+    """The same with val/ and test/, of four images each."""
     for number in range(4):
         path = root / "val" / ("cat", "dog")[number % 2] / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(smooth(50 + number, 20, 20)).save(path)
     shutil.copytree(root / "val", root / "test")
-    data = load(root)
-    val, test = (Batches(split, data, CPU, 3) for split in (data.val, data.test))
-    first, tested = ([batch.images for batch in batches.of_rank()] for batches in (val, test))
-    assert same(first, tested) and len(decoded) == 8 and data.val.source.kept
+    return root
+
+
+def test_validation_images_of_their_own_folder_are_kept(root, decoded):
+    data = load(with_own_validation(root))
+    val, test = (Batches(split, data, CPU, 3, keep=True) for split in (data.val, data.test))
+    once = Batches(data.val, data, CPU, 3)  # as a command that trains nothing
+    first = [batch.images for batch in once.of_rank()]
+    assert len(decoded) == 4 and not data.val.source.kept
+    assert same([batch.images for batch in val.of_rank()], first) and len(decoded) == 8
     decoded.clear()
-    assert same([batch.images for batch in val.of_rank()], first) and decoded == []
-    assert same([batch.images for batch in test.of_rank()], first) and len(decoded) == 4
+    for batches in (val, once):
+        assert same([batch.images for batch in batches.of_rank()], first) and decoded == []
+    assert same([batch.images for batch in test.of_rank()], first)
     # of images that training reads too, those that training keeps are enough
     shutil.rmtree(root / "val")
     shutil.rmtree(root / "test")
     data = load(root)
-    list(Batches(data.val, data, CPU, 3).of_rank())
+    list(Batches(data.val, data, CPU, 3, keep=True).of_rank())
     assert not data.val.source.kept
+
+
+def test_plan_counts_validation_images_of_their_own_folder(root):
+    settings = config.load("digits")
+    together = kept_images_of_plan(settings, load(root))
+    assert together == ("file", 16 * 3 * 16 * 16)
+    apart = kept_images_of_plan(settings, load(with_own_validation(root)))
+    assert apart == ("file", 20 * 3 * 16 * 16)
+
+
+def test_a_run_does_not_go_on_with_other_validation_images(root, in_process, tmp_path):
+    with_own_validation(root)
+    sets = [
+        "data.name=folder",
+        f"data.root={root}",
+        "data.image_size=8",
+        "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
+        "phase_b.epochs=1",
+        "threads=1",
+    ]
+    train = ["train", "digits", "--run-dir", "run", *(a for s in sets for a in ("--set", s))]
+    before = load(root)
+    assert in_process(*train, cwd=tmp_path)[0] == 0
+    Image.fromarray(smooth(99, 20, 20)).save(root / "val" / "cat" / "0.jpg")
+    after = load(root)
+    assert after.sha256 == before.sha256 and after.both_sha256 != before.both_sha256
+    for more in (["--resume"], ["--student", "xsa"]):
+        code, _, err = in_process(*train, *more, cwd=tmp_path)
+        assert (code, err.count("\n")) == (2, 1)
+        assert "the validation images of data set folder were others when the run began" in err
+    assert [path.name for path in (tmp_path / "run" / "plain").iterdir()] == ["standard"]
 
 
 DAMAGE = {
@@ -551,25 +592,58 @@ def test_auto_keeps_images_where_they_fit(root, monkeypatch, settings, disk, mem
         assert source.would_keep("square") == (place, 16 * 3 * 16 * 16)
 
 
-def test_images_that_another_process_is_writing_need_no_space(root, monkeypatch):
+@pytest.mark.parametrize("cache", ["auto", "file"])
+def test_images_that_another_process_is_writing_need_no_space(root, monkeypatch, cache):
     """Of two that want the same the first has filled the disk when the second one comes."""
-    first, second = load(root).train.source, load(root).train.source
-    one_at_a_time, free = kept_images.one_at_a_time, [0]
+    first, second = (load(root, cache=cache).train.source for _ in range(2))
+    one_at_a_time, free = kept_images.one_at_a_time, [10**9]
     monkeypatch.setattr(machine, "free_disk", lambda folder: free[0])
     monkeypatch.setattr(machine, "available_memory", lambda: 0)
 
     @contextlib.contextmanager
-    def after_the_first(folder):
-        if not free[0]:
+    def while_the_second_comes(folder):
+        with one_at_a_time(folder):
+            free[0] = 0
+            monkeypatch.setattr(kept_images, "one_at_a_time", after_the_first)
+            with pytest.raises(Waits):
+                second.keep("square")  # the lock is the first's
             free[0] = 10**9
-            first.keep("square")
-            free[0] = 1
+            yield
+            free[0] = 0
+
+    class Waits(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def after_the_first(folder):
+        if free[0] == 0 and not folders(root):
+            raise Waits
         with one_at_a_time(folder):
             yield
 
-    monkeypatch.setattr(kept_images, "one_at_a_time", after_the_first)
+    monkeypatch.setattr(kept_images, "one_at_a_time", while_the_second_comes)
+    first.keep("square")
     second.keep("square")
     assert second.kept["square"].folder == first.kept["square"].folder == folders(root)[0]
+
+
+def test_a_cache_without_space_is_not_touched(root, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "free_disk", lambda folder: 0)
+    source = load(root).train.source
+    source.keep("square")
+    assert source.kept["square"].folder is None and capsys.readouterr().err == ""
+    assert not (root.parent / "cache" / "images-1").exists()
+
+
+@pytest.mark.parametrize("share", [0.35, 0.45])
+def test_images_that_were_just_kept_need_no_more_space(root, monkeypatch, share):
+    size = 16 * 3 * 16 * 16
+    monkeypatch.setattr(
+        machine, "free_disk", lambda folder: size / share - size * len(folders(root))
+    )
+    source = load(root, cache="file").train.source
+    source.keep("square")
+    assert source.kept["square"].folder == folders(root)[0]
 
 
 def test_the_size_of_full_size_images_is_known_beforehand(root):
@@ -664,6 +738,20 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
     assert (asked.number_of_workers(), asked.number_of_workers("full")) == (0, 3)
     digits = load_data(DataSettings(train_images=50)).train.source
     assert Loader(digits, CPU, "auto").number_of_workers() == 0
+
+
+def tell_jobs(connection) -> None:
+    _start_worker(3, 1, connection)
+    connection.send(machine.processes())
+
+
+def test_trainings_of_one_comparison_share_the_machine():
+    ours, theirs = FORKS.Pipe()
+    worker = FORKS.Process(target=tell_jobs, args=(theirs,))
+    worker.start()
+    assert ours.recv() == 3
+    ours.send("end")
+    worker.join()
 
 
 def read_images(connection) -> None:

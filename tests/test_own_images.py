@@ -271,6 +271,11 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
     again = "train", "--data", "moved", "--run-dir", "runs/mine"
     code, _, err = in_process(*again, "--student", "xsa", cwd=tmp_path)
     assert (code, "goes on with the settings" in err) == (0, True), err
+    (tmp_path / "below").mkdir()
+    for student in ("standard", "xsa"):
+        evaluate = "evaluate", "--run-dir", "../runs/mine", "--student", student
+        code, _, err = in_process(*evaluate, cwd=tmp_path / "below")
+        assert code == 0, err
     (tmp_path / "moved" / "cat" / "3.png").unlink()
     code, _, err = in_process(*again, "--student", "belief", cwd=tmp_path)
     assert code == 2

@@ -95,6 +95,8 @@ def test_small_recipes_have_equal_parameters_too(name):
     for cell in ("belief_star", "belief2", "belief2, SiLU", "belief2, no ZZ', equal parameters"):
         assert sizes[cell] == pytest.approx(sizes["plain ViT"], rel=0.005), cell
     assert sizes["belief2, no ZZ'"] == sizes["belief2"] - 4 * 64 * 64  # the FFN stays
+    for size in counts(name, "attentions").values():
+        assert size == pytest.approx(sizes["plain ViT"], rel=0.005)
 
 
 def test_belief2s_experiment_is_the_papers():

@@ -225,6 +225,6 @@ class Comparison:
             baseline=cell.plain,
             export=export_of(cell, settings),
             root=self.run_dir,
-            data_sha256=self.load(settings.data).sha256,
+            data_sha256=self.load(settings.data).both_sha256,
             test=test,
         )
