@@ -382,7 +382,7 @@ FASHION = ["--set", "data.name=fashion_mnist", "--set", "data.train_images=80"]
         ),
         (
             [*("phase-a", "digits", *OVERRIDES, *FASHION), "--run-dir", "NEW"],
-            "data set fashion_mnist, sha256: ",
+            "data set fashion_mnist, sha256 of the training images: ",
         ),
         (
             [
