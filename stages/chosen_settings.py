@@ -12,7 +12,7 @@ from gaupipe.config import Settings
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.folder_facts import facts_of
-from stages.run_directory import RunDirectory, with_root
+from stages.run_directory import RunDirectory, with_data
 
 
 def settings_for(
@@ -35,8 +35,7 @@ def settings_for(
                 f"{run_dir} holds a run on other images ({before.data.name}, data.root "
                 f"{before.data.root}); choose another --run-dir or remove it"
             )
-        settings = config.load(run.config, overrides)
-        settings = with_root(settings, root)  # another path to it, maybe
+        settings = with_data(config.load(run.config, overrides), root=root)
         if moved:
             load_data(settings.data).check_split(run.split)
         return settings, [f"{run_dir}: goes on with the settings with which it began"]

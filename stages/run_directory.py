@@ -142,7 +142,7 @@ class RunDirectory:
         settings = config.load(recorded)
         if settings.data.root is None or os.path.exists(settings.data.root):
             return settings
-        return with_root(settings, self.settings().data.root)
+        return with_data(settings, root=self.settings().data.root)
 
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
@@ -197,7 +197,7 @@ class RunDirectory:
             return
         before, root = self.settings(), settings.data.root
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
-            write_whole(self.config, config.dump(with_root(before, root)))
+            write_whole(self.config, config.dump(with_data(before, root=root)))
 
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave
@@ -219,13 +219,12 @@ def with_buckets(settings: Settings, count: int | None) -> Settings:
     left as it is."""
     if settings.data.buckets is not None or count in (None, 1):
         return settings
-    data = settings.data.model_copy(update={"buckets": count})
-    return settings.model_copy(update={"data": data})
+    return with_data(settings, buckets=count)
 
 
-def with_root(settings: Settings, root: Path | None) -> Settings:
-    """The settings with images in another folder."""
-    data = settings.data.model_copy(update={"root": root})
+def with_data(settings: Settings, **changes: Any) -> Settings:
+    """The settings with other ones in their section ``data``."""
+    data = settings.data.model_copy(update=changes)
     return settings.model_copy(update={"data": data})
 
 
