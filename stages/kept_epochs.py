@@ -51,17 +51,32 @@ def save(
     save_student(students[chosen], folder / "student", **data.data_config)
 
 
+def check(folder: Path, epochs: int) -> None:
+    """Raises UserError where ``folder``/student ended after another number of epochs than its
+    metrics: files of two trainings were copied into one folder."""
+    last = _said(folder, "last")
+    if last is not None and last != epochs:
+        raise UserError(
+            f"{folder}: student.json is of {last} epochs of training, metrics.jsonl has {epochs}: "
+            "the files are not of one training; remove the folder, and it is trained again"
+        )
+
+
 def of_student(folder: Path) -> int | None:
     """The number of the epoch, from 1, that ``folder``/student is of; None where it is not said, as
     before version 0.2: the last."""
-    try:
-        epoch = json.loads((folder / FILE).read_bytes())["epoch"]
-        return epoch if isinstance(epoch, int) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    return _said(folder, "epoch")
 
 
 def entry_of_student(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """What ``metrics`` say of the epoch that ``folder``/student is of."""
     epoch = of_student(folder)
     return metrics[-1 if epoch is None or epoch > len(metrics) else epoch - 1]
+
+
+def _said(folder: Path, key: str) -> int | None:
+    try:
+        epoch = json.loads((folder / FILE).read_bytes())[key]
+        return epoch if isinstance(epoch, int) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None

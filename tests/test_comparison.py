@@ -606,6 +606,15 @@ def test_finished_cells_are_not_run_again(compared, in_process):
     assert len(before) == teachers + students + tuned
 
 
+def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, tmp_path):
+    folder = shutil.copytree(compared[0], tmp_path / "c")
+    metrics = next(folder.glob("students/*/metrics.jsonl"))
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    code, _, err = in_process(*compare(folder, "--sweep", compared[1]))
+    assert (code, err.count("\n")) == (2, 1), err
+    assert str(metrics.parent) in err and "metrics.jsonl has 1" in err
+
+
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     wrong, unknown = tmp_path / "wrong.yaml", tmp_path / "unknown.yaml"
     wrong.write_text("- {kind: prior, encoding: uint8}")

@@ -89,7 +89,7 @@ def test_the_parameters_of_belief2s_tables():
     assert millions["belief2, no FFN"] == pytest.approx(2.04, abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["fashion_mnist_plain", "cifar10_plain"])
+@pytest.mark.parametrize("name", ["fashion_mnist_plain", "cifar10_small"])
 def test_small_recipes_have_equal_parameters_too(name):
     sizes = counts(name, "belief2_tables")
     for cell in ("belief_star", "belief2", "belief2, SiLU", "belief2, no ZZ', equal parameters"):

@@ -20,7 +20,7 @@ from gaupipe.config import (
 )
 from gaupipe.data import ImageData, load_data
 from gaupipe.progress import read_metrics
-from stages import export_maps
+from stages import export_maps, kept_epochs
 from stages.compare.cells import Cell, apply, resolve
 from stages.compare.speed import Run
 from stages.run_directory import RunDirectory
@@ -147,12 +147,14 @@ class Training:
         return tested and (self.folder / "student").is_dir()
 
     def read(self) -> Run:
-        """The finished run from its files."""
+        """The finished run from its files. Raises UserError where they are not of one training."""
+        metrics = read_metrics(self.folder / "metrics.jsonl")
+        kept_epochs.check(self.folder, len(metrics))
         phase_a = [] if self.baseline else read_metrics(self.folder / "phase_a.jsonl")
         scores = json.loads((self.folder / "test.json").read_text()) if self.test else {}
         return Run(
             seed=self.settings.seed,
-            metrics=read_metrics(self.folder / "metrics.jsonl"),
+            metrics=metrics,
             phase_a=phase_a,
             test_acc=scores.get("top1"),
         )

@@ -75,14 +75,16 @@ class Workers:
         by_folder: dict[Path, Training] = {}
         for training in trainings:
             by_folder.setdefault(training.folder, training)
-        unfinished = [training for training in by_folder.values() if not training.finished]
+        runs = {
+            folder: training.read() for folder, training in by_folder.items() if training.finished
+        }
+        unfinished = [one for folder, one in by_folder.items() if folder not in runs]
         with self._progress() as bar:
             self._work(bar, "teachers", _teach, _by_teacher(unfinished), failures)
             students = [[training] for training in unfinished if training.folder not in failures]
             self._work(bar, "students", _train, students, failures)
-        return {
-            folder: training.read() for folder, training in by_folder.items() if training.finished
-        }
+        runs |= {training.folder: training.read() for training in unfinished if training.finished}
+        return {folder: runs[folder] for folder in by_folder if folder in runs}
 
     def _progress(self) -> Progress:
         return Progress(
