@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,54 @@ import torch
 from torch import Tensor
 
 from gaupipe import distributed
+from gaupipe.config import Settings
+from gaupipe.data import Batches
 from gaupipe.errors import Stopped
+from gaupipe.interruption import Pauses
 from gaupipe.progress import EpochProgress, MetricsLog
 from gaupipe.step_log import StepLog
-from gaupipe.training import Update
+from gaupipe.training import TrainingState, Update
+
+
+@dataclass
+class Loop:
+    """A training while it runs, in ``folder``."""
+
+    folder: Path
+    seed: int
+    total: int
+    """Epochs in all."""
+    update: Update
+    progress: EpochProgress
+    steps: StepLog
+
+    def epochs(self) -> Iterator[Epoch]:
+        """As :func:`epochs`."""
+        return epochs(self.update, self.folder, self.progress, self.seed, self.steps)
+
+    def is_last(self, epoch: Epoch) -> bool:
+        """Whether an epoch is the last of all."""
+        return epoch.number + 1 == self.total
+
+    def line(self, epoch: Epoch, text: str) -> None:
+        """Prints what there is to say of an epoch that has finished."""
+        self.progress.line(
+            f"{self.progress.label} epoch {epoch.number + 1}/{self.total}: {text}, "
+            f"{epoch.seconds:.1f} s"
+        )
+
+
+@contextmanager
+def loop(
+    settings: Settings, state: TrainingState, batches: Batches, folder: Path, label: str, total: int
+) -> Iterator[Loop]:
+    """The training of ``state`` on ``batches`` for ``total`` epochs, of which some may be done,
+    with its bar, its log and its checkpoints."""
+    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
+    update = Update(state, batches.steps, pauses)
+    progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
+    with progress, StepLog(settings, folder, update, batches) as steps:
+        yield Loop(folder, settings.seed, total, update, progress, steps)
 
 
 def epochs(

@@ -24,19 +24,16 @@ from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, PhaseASettings, Settings
 from gaupipe.data import Batch, Batches, ImageData, load_data
-from gaupipe.epochs import epochs
+from gaupipe.epochs import loop
 from gaupipe.errors import UserError
 from gaupipe.folders import write_whole
 from gaupipe.gaussians import expected_map, move
 from gaupipe.image_buckets import BucketedState
 from gaupipe.image_state import ImageState
-from gaupipe.interruption import Pauses
-from gaupipe.progress import EpochProgress
-from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import GaussianAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.teacher import Teacher, predict
-from gaupipe.training import TrainingState, Update, score
+from gaupipe.training import TrainingState, score
 from stages import attention_images, ranks, trained_teacher
 from stages.key_attention import save_snapshot
 from stages.resources import check_resources, make_plan, per_image_in_files, sizes_of
@@ -187,14 +184,11 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     augment = Augment(phase.augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)
-    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
-    update = Update(state, training.steps, pauses)
-    log = StepLog(settings, folder, update, training)
     parameters = noise = None
 
-    done, total = len(state.metrics), phase.max_epochs
-    with EpochProgress("phase A", len(data.train), total, done) as progress, log as steps:
-        for epoch in epochs(update, folder, progress, settings.seed, steps):
+    with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
+        update = running.update
+        for epoch in running.epochs():
             draws.seed(settings.seed * 1_000_003 + epoch.number)
             epoch.follow(draws.generators)
             loss_of = update.replicated(loss_module)
@@ -220,20 +214,19 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
                 score_teacher(trained, validation, seen=False)["acc"] if knows_unseen else None
             )
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
-            state.finished = train_acc >= phase.stop_accuracy or epoch.number + 1 == total
+            state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
             save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
             if state.finished:
                 buckets = settings.data.num_buckets
-                attention_images.show(steps, data, buckets, maps_of(trained), job.teacher.grid)
+                attention_images.show(
+                    running.steps, data, buckets, maps_of(trained), job.teacher.grid
+                )
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
-            progress.line(
-                f"phase A epoch {epoch.number + 1}/{total}: loss {losses['loss']:.4f}, "
-                f"train acc {train_acc:.4f}{unseen}, {epoch.seconds:.1f} s"
-            )
+            running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
             per_image.release()
         if remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"]):
-            progress.line(f"phase A: {remark}")
+            running.progress.line(f"phase A: {remark}")
 
 
 class Draws:

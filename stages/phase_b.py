@@ -27,21 +27,17 @@ from gaupipe.building import build_optimizer, select_device
 from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings
 from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
-from gaupipe.epochs import epochs
+from gaupipe.epochs import loop
 from gaupipe.errors import UserError
 from gaupipe.folders import write_whole
 from gaupipe.gaussians import expected_map
-from gaupipe.interruption import Pauses
 from gaupipe.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.maps import take_queries
-from gaupipe.progress import EpochProgress
-from gaupipe.step_log import StepLog
 from gaupipe.stored_maps import KINDS, Reader, StoredRows, of_block
 from gaupipe.student import build_student, check_fit, layer_map
 from gaupipe.teacher import Teacher
 from gaupipe.training import (
     TrainingState,
-    Update,
     accuracy,
     has_checkpoint,
     label_targets,
@@ -304,20 +300,18 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = StudentLosses(job)
-    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
-    update = Update(state, training.steps, pauses)
-    log = StepLog(settings, folder, update, training)
     projection = geometry.Geometry(job.data, job.device, settings.geometry_every)
     views = 1 if maps is None else maps.schema.views
     shuffled = settings.seed if phase.shuffle_maps else None
 
     label = folder.name if job.maps is not None else f"{folder.name} (plain)"
-    done, total = len(state.metrics), phase.epochs
-    with EpochProgress(label, len(job.data.train), total, done) as progress, log as steps:
+    done = len(state.metrics)
+    with loop(settings, state, training, folder, label, phase.epochs) as running:
+        update, progress = running.update, running.progress
         if maps is not None and len(student.blocks) != maps.schema.layers:
             layers = layer_map(settings, len(student.blocks), maps.schema.layers)
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
-        for epoch in epochs(update, folder, progress, settings.seed, steps):
+        for epoch in running.epochs():
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
@@ -344,13 +338,10 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             )
             epochs_back = state.keep_best(epoch.metrics, phase.best_by)
             early = phase.patience is not None and epochs_back >= phase.patience
-            state.finished = early or epoch.number + 1 == total
+            state.finished = early or running.is_last(epoch)
             attention = student_attention(state.kept, job.device)
             save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
-            progress.line(
-                f"{label} epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, "
-                f"validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"
-            )
+            running.line(epoch, f"loss {means['loss']:.4f}, validation acc {scores['acc']:.4f}")
         if state.best and len(state.metrics) > done:
             progress.line(f"{label}: {epochs_in_words(state, phase)}")
 

@@ -22,19 +22,16 @@ from gaupipe.buckets import Buckets
 from gaupipe.building import build_optimizer, build_vit, select_device
 from gaupipe.config import IRRELEVANT, Settings
 from gaupipe.data import Batch, ImageData, Split, train_and_val
-from gaupipe.epochs import epochs
+from gaupipe.epochs import loop
 from gaupipe.errors import UserError
 from gaupipe.folders import write_whole
-from gaupipe.interruption import Pauses
 from gaupipe.losses import hard_loss
 from gaupipe.models import save_student
-from gaupipe.progress import EpochProgress, read_metrics
-from gaupipe.step_log import StepLog
+from gaupipe.progress import read_metrics
 from gaupipe.stored_maps import MapAttention, check_export, chosen
 from gaupipe.student import MapShape, check_student
 from gaupipe.training import (
     TrainingState,
-    Update,
     accuracy,
     label_targets,
     score,
@@ -181,13 +178,10 @@ def train(
     training, validation = train_and_val(data, settings.data, device)
     augment = Augment(phase.augment, settings.seed)
     loss_module = LabelLoss(settings, state.modules)
-    pauses = Pauses(settings.checkpoint_minutes, settings.checkpoint_steps)
-    update = Update(state, training.steps, pauses)
-    log = StepLog(settings, folder, update, training)
 
-    done, total = len(state.metrics), phase.max_epochs
-    with EpochProgress("phase A", len(data.train), total, done) as progress, log as steps:
-        for epoch in epochs(update, folder, progress, settings.seed, steps):
+    with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
+        update = running.update
+        for epoch in running.epochs():
             losses_of = update.replicated(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
@@ -206,13 +200,16 @@ def train(
             )
             attention = student_attention(state.kept, device)
             save_snapshot(folder, epoch.number + 1, settings, data, attention)
-            state.finished = means["acc"] >= phase.stop_accuracy or epoch.number + 1 == total
+            state.finished = means["acc"] >= phase.stop_accuracy or running.is_last(epoch)
             if state.finished:
                 grid = state.kept.patch_embed.grid_size
-                attention_images.show(steps, data, settings.data.num_buckets, attention, grid)
-            progress.line(
-                f"phase A epoch {epoch.number + 1}/{total}: loss {means['loss']:.4f}, train acc "
-                f"{means['acc']:.4f}, validation acc {scores['acc']:.4f}, {epoch.seconds:.1f} s"
+                attention_images.show(
+                    running.steps, data, settings.data.num_buckets, attention, grid
+                )
+            running.line(
+                epoch,
+                f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
+                f"validation acc {scores['acc']:.4f}",
             )
 
 
