@@ -4,7 +4,6 @@ refused with a suggestion."""
 from __future__ import annotations
 
 import contextlib
-import datetime
 import difflib
 import math
 from collections.abc import Iterator, Sequence
@@ -715,8 +714,8 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without what a settings file cannot mean: a key given twice, or aliases, which can
-    refer to themselves."""
+    """YAML without what a settings file cannot mean: a key given twice, dates, which are read as
+    text, or aliases, which can refer to themselves."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -735,6 +734,12 @@ class _StrictLoader(yaml.SafeLoader):
                     problem_mark=node.value[number][0].start_mark,
                 )
         return super().construct_mapping(node, deep)
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _parse_yaml(text: str) -> Any:
@@ -780,7 +785,7 @@ def _apply(tree: dict, override: str, *, settled: bool = True) -> None:
         reason = " ".join(str(error).split())
         raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
     if _is_text(key):
-        if isinstance(value, int | float | datetime.date):  # a folder may be called 2024
+        if isinstance(value, int | float):  # a folder may be called 2024
             value = text.strip()
     elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with contextlib.suppress(ValueError):

@@ -246,7 +246,7 @@ class DecodedImages(Dataset):
 
         threads, count = 1, len(self.chosen)
         if self.files.threads:
-            threads = max(1, machine.cores() // machine.processes())
+            threads = max(1, machine.share_of_cores())
         waiting: deque[Future[Tensor]] = deque()
         with (
             ThreadPoolExecutor(threads) as pool,

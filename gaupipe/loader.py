@@ -126,7 +126,7 @@ class Loader:
             return self.workers
         if isinstance(self.source, ArrayImages) or self.source.seconds(kind) < FEW_SECONDS:
             return 0
-        cores = machine.cores() // machine.processes()
+        cores = machine.share_of_cores()
         if not self.pin:  # the cores train, too
             return min(cores // 2, MOST_WORKERS)
         return min(max(1, cores - 1), MOST_WORKERS)

@@ -19,6 +19,11 @@ def processes() -> int:
     return jobs * distributed.place().local_size
 
 
+def share_of_cores() -> int:
+    """The cores that are this process's share of :func:`cores`, rounded down: perhaps none."""
+    return cores() // processes()
+
+
 def cores() -> int:
     """Processor cores that this process may use, within the container's limit."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -23,7 +23,7 @@ def test_numbers_in_scientific_notation_are_numbers(text):
     assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
 
 
-@pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
+@pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "2024-13-45", "a b"])
 def test_a_text_that_looks_like_something_else_stays_a_text(text):
     settings = config.load("digits", [f"data.root={text}", f"log.project={text}"])
     assert (settings.data.root, settings.log.project) == (Path(text), text)
