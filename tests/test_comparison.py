@@ -186,7 +186,14 @@ def test_the_controls_fit_settings_without_a_prior():
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     base = config.load("digits")
     other = config.load(
-        "digits", ["phase_b.gamma=0.5", "phase_a.mode=stochastic", "threads=1", "device=cpu"]
+        "digits",
+        [
+            "phase_b.gamma=0.5",
+            "phase_b.feature_queries=0.5",
+            "phase_a.mode=stochastic",
+            "threads=1",
+            "device=cpu",
+        ],
     )
     assert digest(as_run(base, 0, baseline=True)) == digest(as_run(other, 0, baseline=True))
     assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))

@@ -43,6 +43,7 @@ DISTILLATION = (
     "preload_gb",
     "head_map",
     "copy_epochs",
+    "feature_queries",
 )
 """Settings of phase B that mean nothing without a teacher."""
 
