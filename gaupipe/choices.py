@@ -218,6 +218,12 @@ def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine)
         f"--teacher {PUBLISHED} --download",
     )
     chosen.choose("phase_a.stop_accuracy", 1.0)
+    if not chosen.given("phase_b.attention_options"):  # those of standard
+        chosen.choose(
+            "phase_b.student",
+            "belief",
+            "its attention; ended above standard, which timm loads without gaupipe",
+        )
     student = chosen.choose(
         "phase_b.epochs", round(together * 2 / 3), "of the student; more may help, and take longer"
     )

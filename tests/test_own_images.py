@@ -147,6 +147,13 @@ def test_published_weights_are_taken_for_their_maps_alone():
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 
 
+def test_the_student_has_belief_attention_unless_options_are_for_another():
+    assert settings().phase_b.student == "belief"
+    assert settings(["phase_b.student=xsa"]).phase_b.student == "xsa"
+    prior = settings(["phase_b.attention_options.prior=true"]).phase_b
+    assert (prior.student, prior.attention_options) == ("standard", {"prior": True})
+
+
 def test_the_file_says_the_same_with_its_reasons():
     chosen = choose(facts(), "photos: mine", TWO_CORES, {"seed": 3, "log": {"to": []}})
     text = chosen.as_yaml("a head\nof two lines")
@@ -230,10 +237,10 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     lines = err.splitlines()
     assert lines[0].startswith("mine: 24 training images of 2 classes")
     assert any(line.startswith("  data.image_size=8 ") for line in lines)
-    for row in ("teacher (phase A)", "standard, distilled", "standard, plain"):
+    for row in ("teacher (phase A)", "belief, distilled", "belief, plain"):
         assert row in out
     first = tmp_path / "runs" / "mine"
-    student = metrics(first / "phase_b" / "standard" / "metrics.jsonl")
+    student = metrics(first / "phase_b" / "belief" / "metrics.jsonl")
     assert len(student) == 2
 
     code, again, err = in_process("run", "--data", str(tmp_path / "mine"), cwd=tmp_path)
@@ -250,7 +257,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     code, _, err = in_process("run", first / "choices.yaml", "--run-dir", "other", cwd=tmp_path)
     assert code == 0, err
     for part in ("phase_b", "plain"):
-        path = f"{part}/standard/metrics.jsonl"
+        path = f"{part}/belief/metrics.jsonl"
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
     for command, message in (
@@ -272,12 +279,12 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
     code, _, err = in_process(*again, "--student", "xsa", cwd=tmp_path)
     assert (code, "goes on with the settings" in err) == (0, True), err
     (tmp_path / "below").mkdir()
-    for student in ("standard", "xsa"):
+    for student in ("belief", "xsa"):
         evaluate = "evaluate", "--run-dir", "../runs/mine", "--student", student
         code, _, err = in_process(*evaluate, cwd=tmp_path / "below")
         assert code == 0, err
     (tmp_path / "moved" / "cat" / "3.png").unlink()
-    code, _, err = in_process(*again, "--student", "belief", cwd=tmp_path)
+    code, _, err = in_process(*again, "--student", "standard", cwd=tmp_path)
     assert code == 2
     assert "the training images of data set folder were others when the run began" in err
 
@@ -291,7 +298,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     plain = sets([*TINY[:2], "baseline.epochs=3", "threads=1"])
     code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
     assert code == 0, err
-    trained = tmp_path / "runs" / "mine" / "plain" / "standard"
+    trained = tmp_path / "runs" / "mine" / "plain" / "belief"
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
     assert len(metrics(trained / "metrics.jsonl")) == 3
     code, _, err = in_process("train", "--data", "mine", "--resume", cwd=tmp_path)
