@@ -218,7 +218,7 @@ def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine)
         f"--teacher {PUBLISHED} --download",
     )
     chosen.choose("phase_a.stop_accuracy", 1.0)
-    if not chosen.given("phase_b.attention_options"):  # those of standard
+    if not chosen.given("phase_b.attention_options"):  # which are the default attention's
         chosen.choose(
             "phase_b.student",
             "belief",

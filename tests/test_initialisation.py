@@ -122,9 +122,12 @@ def test_the_shipped_sweeps_can_be_run():
     names = config.shipped("sweeps")
     assert "loss_weights" in names
     small = ["data.name=digits", "data.train_images=null", "model.args={}"]
+    small += ["model.name=gauvit_pico_patch2_8"]  # 16 tokens of the digits, for eight keys
     data = load_data(config.load("digits").data)
+    vit = "fashion_mnist_vit"
+    meant_for = {"teachers": vit, "goal": vit, "first_phases": "cifar10_small"}
     for name in names:
-        base = config.load("fashion_mnist_vit" if name == "teachers" else "fashion_mnist", small)
+        base = config.load(meant_for.get(name, "fashion_mnist"), small)
         cells = sweep_cells(
             config.read_yaml(name, "sweeps"), name, default_cells(base, ["standard"], tune=False)
         )

@@ -4,7 +4,8 @@ Gaussians:
     gaupipe run cifar10_vit --run-dir runs/cifar10 --set data.root=CIFAR-10-images \
         --set data.train_images=6000 --set key_snapshots=12 --set baseline.epochs=1 \
         --set model.args.depth=6 --set model.args.num_heads=3 --set model.args.embed_dim=96 \
-        --set phase_a.max_epochs=10 --set phase_b.epochs=5
+        --set model.args.mlp_ratio=2 --set phase_a.max_epochs=10 --set phase_b.epochs=5 \
+        --set phase_b.gamma_schedule=constant --set phase_b.beta=1.0
     gaupipe run digits --run-dir runs/digits
     python docs/figures/view.py runs/cifar10 runs/digits
 

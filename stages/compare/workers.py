@@ -83,8 +83,7 @@ class Workers:
             self._work(bar, "teachers", _teach, _by_teacher(unfinished), failures)
             students = [[training] for training in unfinished if training.folder not in failures]
             self._work(bar, "students", _train, students, failures)
-        runs |= {training.folder: training.read() for training in unfinished if training.finished}
-        return {folder: runs[folder] for folder in by_folder if folder in runs}
+        return runs | {one.folder: one.read() for one in unfinished if one.finished}
 
     def _progress(self) -> Progress:
         return Progress(
