@@ -42,7 +42,7 @@ def load_student(
     """The settings of a student, the student as timm loads its folder, in eval mode, and its name.
 
     ``name`` None is the student trained last. Raises UserError where the student is not there,
-    damaged or no ViT.
+    damaged, no ViT, or not the one that student.json beside it describes.
     """
     run = RunDirectory(run_dir)
     run.settings()
@@ -64,6 +64,7 @@ def load_student(
     model = load_folder(folder, remedy)
     if not isinstance(model, VisionTransformer):
         raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
+    kept_epochs.of_student(folder.parent)
     return settings, model, name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
+from gaupipe import digests
 from gaupipe.config import PhaseBSettings
 from gaupipe.data import ImageData
 from gaupipe.errors import UserError
@@ -19,6 +21,9 @@ from gaupipe.training import TrainingState
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""
+WEIGHTS = "sha256"
+"""In it: the digest of that folder's weights. A file without it is believed."""
+REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
 def save(
@@ -47,15 +52,25 @@ def save(
             shutil.rmtree(folder / name)
     epoch = best if phase.keep == "best" else last
     said = {"epoch": epoch, "keep": phase.keep, "best": best, "best_by": phase.best_by}
-    write_whole(folder / FILE, json.dumps({**said, "last": last}) + "\n")
+    # no digest until the weights are there: a reader sees that this was interrupted
+    _write(folder, {**said, "last": last, WEIGHTS: None})
     save_student(students[chosen], folder / "student", **data.data_config)
+    _write(folder, {**said, "last": last, WEIGHTS: _weights(folder)})
+
+
+def finished(folder: Path) -> bool:
+    """Whether ``folder``/student is there, and its saving was not interrupted."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if json.loads((folder / FILE).read_bytes())[WEIGHTS] is None:
+            return False
+    return (folder / "student").is_dir()
 
 
 def check(folder: Path, epochs: int) -> None:
     """Raises UserError where ``folder``/student ended after another number of epochs than its
     metrics: files of two trainings were copied into one folder."""
-    last = _said(folder, "last")
-    if last is not None and last != epochs:
+    last = (_said(folder) or {}).get("last", epochs)
+    if last != epochs:
         raise UserError(
             f"{folder}: student.json is of {last} epochs of training, metrics.jsonl has {epochs}: "
             "the files are not of one training; remove the folder, and it is trained again"
@@ -64,19 +79,43 @@ def check(folder: Path, epochs: int) -> None:
 
 def of_student(folder: Path) -> int | None:
     """The number of the epoch, from 1, that ``folder``/student is of; None where it is not said, as
-    before version 0.2: the last."""
-    return _said(folder, "epoch")
+    before version 0.2: the last. Raises UserError where student.json is of other weights."""
+    return (_said(folder) or {}).get("epoch")
 
 
 def entry_of_student(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ``metrics`` say of the epoch that ``folder``/student is of."""
-    epoch = of_student(folder)
-    return metrics[-1 if epoch is None or epoch > len(metrics) else epoch - 1]
+    """What ``metrics`` say of the epoch that ``folder``/student is of. Raises UserError as
+    :func:`check` and :func:`of_student` do."""
+    check(folder, len(metrics))
+    return metrics[(of_student(folder) or len(metrics)) - 1]
 
 
-def _said(folder: Path, key: str) -> int | None:
+def _write(folder: Path, said: dict[str, Any]) -> None:
+    write_whole(folder / FILE, json.dumps(said) + "\n")
+
+
+def _weights(folder: Path) -> str | None:
+    """The digest of the weights in ``folder``/student; None where it is not listed."""
+    return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
+
+
+def _said(folder: Path) -> dict[str, Any] | None:
+    """What student.json says; None before version 0.2, which had none. Raises UserError for what
+    cannot be read, and where the weights beside it are others."""
+    path = folder / FILE
     try:
-        epoch = json.loads((folder / FILE).read_bytes())[key]
-        return epoch if isinstance(epoch, int) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        said = json.loads(path.read_bytes())
+        epochs = range(1, said["last"] + 1)
+        damaged = said["epoch"] not in epochs or said["last"] not in epochs
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        said, damaged = {}, True
+    if damaged:
+        raise UserError(f"{path} is damaged: {REMEDY}")
+    if WEIGHTS in said and _weights(folder) not in (None, said[WEIGHTS]):
+        raise UserError(
+            f"{folder / 'student'}: student.json beside it is of other weights, as after an "
+            f"interruption: {REMEDY}"
+        )
+    return said

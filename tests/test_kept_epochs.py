@@ -2,6 +2,7 @@
 interruption."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from gaupipe import config
 from gaupipe.config import OptimSettings
 from gaupipe.errors import UserError
 from gaupipe.training import TrainingState
-from stages import evaluate, phase_b
+from stages import evaluate, kept_epochs, phase_b
 from stages import run as whole_run
 from stages.run_directory import RunDirectory
 
@@ -184,3 +185,54 @@ def test_epochs_of_an_earlier_version_count_without_their_weights():
     state.metrics.append({"epoch": 3, "val_acc": 0.5})
     assert state.keep_best({"epoch": 4, "val_acc": 0.95}, "val_acc") == 0
     assert state.best["epoch"] == 4
+
+
+def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(
+    tmp_path, seen, monkeypatch
+):
+    train(tmp_path / "x")
+    folder, save = tmp_path / "x", kept_epochs.save_student
+
+    def fails(model, place, **more):
+        if place.name == "student":
+            raise RuntimeError("interrupted")
+        save(model, place, **more)
+
+    monkeypatch.setattr(kept_epochs, "save_student", fails)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        train(folder, "phase_b.keep=best")
+    assert epoch_of(folder / "student", seen) == 7  # student.json speaks of epoch 6
+    with pytest.raises(UserError, match=r"is of other weights.*with --resume, or remove"):
+        kept_epochs.of_student(folder)
+    assert not kept_epochs.finished(folder)
+    monkeypatch.setattr(kept_epochs, "save_student", save)
+    train(folder, "phase_b.keep=best")
+    assert epoch_of(folder / "student", seen) == kept_epochs.of_student(folder) == 6
+    assert kept_epochs.finished(folder) and not kept_epochs.finished(tmp_path)
+
+
+def test_student_and_metrics_of_two_trainings_are_refused(tmp_path, seen):
+    metrics = train(tmp_path / "x")
+    kept = kept_epochs.entry_of_student(tmp_path / "x", metrics)
+    assert kept == metrics[6]
+    with pytest.raises(UserError, match=r"of 7 epochs of training, metrics.jsonl has 6: "):
+        kept_epochs.entry_of_student(tmp_path / "x", metrics[:-1])
+    seen.clear()
+    train(tmp_path / "y", "seed=1")
+    shutil.copy(tmp_path / "y/student.json", tmp_path / "x")
+    with pytest.raises(UserError, match=r"x/student: student.json beside it is of other weights"):
+        kept_epochs.entry_of_student(tmp_path / "x", metrics)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"epoch": 8, "last": 7}', '{"epoch": "7", "last": 7}', '{"last": 7}'],
+)
+def test_a_damaged_student_json_is_not_passed_over(tmp_path, text):
+    (tmp_path / "student.json").write_text(text)
+    with pytest.raises(
+        UserError, match=r"student.json is damaged: continue the training with --resume"
+    ):
+        kept_epochs.of_student(tmp_path)
+    (tmp_path / "student.json").unlink()
+    assert kept_epochs.of_student(tmp_path) is None

@@ -145,7 +145,7 @@ class Training:
     @property
     def finished(self) -> bool:
         tested = not self.test or (self.folder / "test.json").is_file()
-        return tested and (self.folder / "student").is_dir()
+        return tested and kept_epochs.finished(self.folder)
 
     def read(self) -> Run:
         """The finished run from its files. Raises UserError where they are not of one training."""
