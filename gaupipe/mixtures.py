@@ -31,8 +31,11 @@ HAT_VARIANCE = 1 / 6
 """What linear interpolation adds to the variance of a point, in tokens squared, on average over
 where the point lies between two tokens."""
 EM_STEPS = 8
-LEARNING_RATE = 0.3
-"""In tokens, of log stds and of logits; falls to 0 linearly."""
+LONGEST_STEP = (1.5, 1.0)
+"""Of a mean, in tokens, and of the logarithm of a std."""
+FASTER = 1.4
+"""What a step that lowered the divergence makes the next one longer: steps of expectation
+maximisation, which these are, are short where Gaussians overlap."""
 ROWS_AT_ONCE = 2**11
 """On a CPU, whose cache should hold them."""
 ROWS_AT_ONCE_ON_A_GPU = 2**17
@@ -102,16 +105,16 @@ def fit(
     grid: tuple[int, int],
     components: int,
     *,
-    steps: int = 25,
+    steps: int = 8,
     rows_at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The mixtures [..., T, M, 5] of ``components`` Gaussians that stand for maps [..., T, h * w],
     and KL(map || mixture) [..., T], float32.
 
-    Minimises the KL divergence of each row: from the row's moments for one Gaussian, from a few
-    steps of expectation maximisation for more, by ``steps`` steps of Adam on the exact divergence.
-    Returns the best of all steps, so never worse than the row's moments. The largest Gaussian comes
-    first. Deterministic; takes ``rows_at_once`` rows into memory at a time.
+    Minimises the KL divergence of each row by ``steps`` steps of Fisher scoring on the exact
+    divergence. The start is the row's moments for one Gaussian, and for more what expectation
+    maximisation makes of the row's keys as points. Never worse than the row's moments. The largest
+    Gaussian comes first. Deterministic; takes ``rows_at_once`` rows into memory at a time.
     """
     rows = maps.reshape(-1, maps.shape[-1])
     at_once = rows_at_once or (ROWS_AT_ONCE if rows.device.type == "cpu" else ROWS_AT_ONCE_ON_A_GPU)
@@ -130,28 +133,66 @@ def _fit(rows: Tensor, grid: tuple[int, int], components: int, steps: int) -> tu
     """
     entropy = torch.special.entr(rows).sum(-1)
     start = _moments(rows, _powers(grid, rows.device)).unsqueeze(1)  # [R, 1, 5]
-    best = start.expand(-1, components, -1)
-    lowest = _cross_entropy(rows, best, grid)[0]
     raw = _expectation_maximisation(rows, grid, components) if components > 1 else start
-    first, second = torch.zeros_like(raw), torch.zeros_like(raw)
-    for step in range(1, steps + 2):
-        loss, slope = _cross_entropy(rows, raw, grid)
-        better = loss < lowest
-        lowest = torch.where(better, loss, lowest)
-        best = torch.where(better[:, None, None], raw, best)
-        # Adam with betas .9 and .99; the last round only takes the loss of the last step
-        first.lerp_(slope, 0.1)
-        second.lerp_(slope.square(), 0.01)
-        change = first / (1 - 0.9**step) / ((second / (1 - 0.99**step)).sqrt() + 1e-8)
-        raw = raw - LEARNING_RATE * (1 - (step - 1) / max(steps, 1)) * change
-    mixtures = _normalised(best, grid)
+    loss, slope, information = _cross_entropy(rows, raw, grid)
+    damping, length = torch.full_like(loss, 0.1), torch.ones_like(loss)
+    for _ in range(steps):
+        tried = raw + _step(raw, slope, information, damping, length)
+        tried[..., 3:] = tried[..., 3:].clamp(math.log(MIN_STD_PIXELS), math.log(MAX_STD_PIXELS))
+        there = _cross_entropy(rows, tried, grid)
+        better = there[0] < loss
+        raw, loss, slope, information = (
+            torch.where(better.view(-1, *[1] * (new.ndim - 1)), new, old)
+            for new, old in zip((tried, *there), (raw, loss, slope, information), strict=True)
+        )
+        damping = torch.where(better, 0.3 * damping, 5 * damping)
+        length = torch.where(better, FASTER * length, torch.where(length > 1, 1.0, length / 2))
+    if components > 1:
+        alike = start.expand_as(raw)
+        of_alike = _cross_entropy(rows, alike, grid)[0]
+        raw = torch.where((of_alike < loss)[:, None, None], alike, raw)
+        loss = torch.minimum(loss, of_alike)
+    mixtures = _normalised(raw, grid)
     order = mixtures[..., :1].argsort(dim=1, descending=True, stable=True)
-    return mixtures.take_along_dim(order, dim=1), (lowest - entropy).clamp_min(0)
+    return mixtures.take_along_dim(order, dim=1), (loss - entropy).clamp_min(0)
 
 
-def _cross_entropy(rows: Tensor, raw: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """-sum p log q [R] of rows p [R, h * w] and mixtures q [R, M, 5] as they are inside of a fit,
-    and its gradient in the mixtures [R, M, 5].
+def _step(
+    raw: Tensor, slope: Tensor, information: Tensor, damping: Tensor, length: Tensor
+) -> Tensor:
+    """How a fit changes mixtures [R, M, 5] with this gradient and information.
+
+    Of each Gaussian, mean and std of an axis take a step of Fisher scoring with the keys that the
+    Gaussian answers for, damped as by Levenberg and Marquardt; weights become the Gaussians' shares
+    in the row. ``damping`` and ``length`` [R] are of a row.
+    """
+    damping, length = damping[:, None, None], length[:, None, None]
+    weights = raw[..., 0].softmax(-1)
+    shares = (weights - slope[..., 0]).clamp_min(1e-12)  # expectation maximisation
+    mean, both, std = (shares[..., None, None] * information).unbind(-1)  # [R, M, 2]
+    least = 1e-4 * shares.unsqueeze(-1) + 1e-9
+    mean, std = (one * (1 + damping) + least for one in (mean, std))
+    by_mean, by_std = -slope[..., 1:3], -slope[..., 3:]
+    scale = length / (mean * std - both.square())
+    of_mean, of_std = (
+        (step * scale).clamp(-longest, longest)
+        for step, longest in zip(
+            (std * by_mean - both * by_std, mean * by_std - both * by_mean),
+            LONGEST_STEP,
+            strict=True,
+        )
+    )
+    of_logit = length * (shares.log() - raw[..., 0].log_softmax(-1)).unsqueeze(-1)
+    return torch.cat([of_logit, of_mean, of_std], dim=-1)
+
+
+def _cross_entropy(
+    rows: Tensor, raw: Tensor, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-sum p log q [R] of rows p [R, h * w] and mixtures q [R, M, 5] as they are inside of a fit;
+    its gradient in the mixtures [R, M, 5]; and the Fisher information that a key says of the
+    Gaussian that it came from [R, M, 2, 3]: of x and y, in (mean, mean), (mean, log std) and (log
+    std, log std). There is none between the axes, in which the Gaussians are independent.
 
     The gradient is written out, as a fit does little else than this.
     """
@@ -170,7 +211,16 @@ def _cross_entropy(rows: Tensor, raw: Tensor, grid: tuple[int, int]) -> tuple[Te
     slope_y = [weights * (of_y * change).sum(-1) for change in y[1:]]
     slope_logit = weights * (share - (weights * share).sum(-1, keepdim=True))
     slopes = [slope_logit, slope_x[0], slope_y[0], slope_x[1], slope_y[1]]
-    return loss, -torch.stack(slopes, dim=-1)
+    information = [_information(*axis) for axis in (x, y)]
+    return loss, -torch.stack(slopes, dim=-1), torch.stack(information, dim=-2)
+
+
+def _information(rows: Tensor, by_mean: Tensor, by_std: Tensor) -> Tensor:
+    """The Fisher information [..., 3] of a key that is drawn with the weights ``rows`` [..., n],
+    whose derivatives the other two are."""
+    over = rows.clamp_min(1e-6).reciprocal()
+    products = (by_mean.square(), by_mean * by_std, by_std.square())
+    return torch.stack([(product * over).sum(-1) for product in products], dim=-1)
 
 
 def _axis(mean: Tensor, log_std: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
