@@ -39,6 +39,15 @@ LR = 2e-3
 PUBLISHED = "vit_small_patch8_224.dino"
 """A ViT with published weights whose maps suit any images, for the message."""
 
+AS_SET = "as you set it"
+OF_TWO_PHASES = ("phase_a.", "phase_b.epochs", "phase_b.gamma")
+"""Settings that a training without a teacher does not read."""
+WITHOUT_A_TEACHER = {
+    "baseline.epochs": "more may help, and take longer",
+    "phase_b.optim.lr": "the learning rate",
+}
+"""Reasons, where no teacher is trained."""
+
 CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-zA-Z])")
 """Names of classes that are digits or letters."""
 
@@ -77,8 +86,9 @@ class Choices:
 
     tree: dict[str, Any]
     reasons: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-    """How long the trainings should take."""
+    minutes: tuple[int, int] = (0, 0)
+    """What the trainings of a run should take, and one without a teacher."""
+    machine: str = ""
 
     def choose(self, key: str, value: Any, reason: str | None = None) -> Any:
         """Sets ``a.b`` unless the user gave it, and returns what it is. Without a reason nobody is
@@ -90,7 +100,7 @@ class Choices:
             if not isinstance(section, dict):  # the user gave null in place of the section
                 return None
         if leaf in section:
-            value, reason = section[leaf], reason and "as you set it"
+            value, reason = section[leaf], reason and AS_SET
         else:
             place(self.tree, key, value, key)
         if reason:
@@ -104,13 +114,27 @@ class Choices:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def lines(self) -> list[str]:
-        """'setting=value  reason' of each setting."""
-        shown = [f"{key}={_inline(self.given(key))}" for key in self.reasons]
+    def lines(self, plain: bool = False) -> list[str]:
+        """'setting=value  reason' of each setting, or of those that a training without a teacher,
+        ``plain``, reads."""
+        reasons = self.reasons
+        if plain:
+            reasons = {
+                key: why if why == AS_SET else WITHOUT_A_TEACHER.get(key, why)
+                for key, why in reasons.items()
+                if not key.startswith(OF_TWO_PHASES)
+            }
+        shown = [f"{key}={_inline(self.given(key))}" for key in reasons]
         width = max(map(len, shown))
-        return [
-            f"{one:<{width}}  {why}" for one, why in zip(shown, self.reasons.values(), strict=True)
-        ]
+        return [f"{one:<{width}}  {why}" for one, why in zip(shown, reasons.values(), strict=True)]
+
+    def note(self, plain: bool = False) -> str:
+        """How long the trainings should take, in one line."""
+        what = "training" if plain else "trainings"
+        return (
+            f"the {what} should take about {self.minutes[plain]} min on {self.machine}, and the "
+            "reading of the images besides; 'gaupipe plan' measures it"
+        )
 
     def as_yaml(self, head: str) -> str:
         """The settings as a YAML file with the reasons as comments."""
@@ -235,13 +259,11 @@ def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine)
     baseline = chosen.choose(
         "baseline.epochs", both, "of the baseline, as many as teacher and student have together"
     )
-    if chosen.given("baseline.enabled") is False:
-        baseline = 0
-    seconds = images * flops * (both + _whole(baseline, 0)) / machine.flops
-    chosen.note = (
-        f"the trainings should take about {math.ceil(seconds / 60)} min on {machine}, and the "
-        "reading of the images besides; 'gaupipe plan' measures it"
-    )
+    plain = _whole(baseline, 0)
+    whole = both + plain * (chosen.given("baseline.enabled") is not False)
+    of_epoch = images * flops / machine.flops / 60
+    chosen.minutes = math.ceil(whole * of_epoch), math.ceil(plain * of_epoch)
+    chosen.machine = str(machine)
     _choose_losses(chosen, teacher, student)
 
 

@@ -388,7 +388,7 @@ def train(
 
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
-    settings, folder = _settings(config, overrides, run_dir, data)
+    settings, folder = _settings(config, overrides, run_dir, data, plain=True)
     distributed.main_first(lambda: _check_used(overrides or [], settings))
     from stages import train as stage
     from stages.run_directory import RunDirectory
@@ -965,17 +965,22 @@ def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bo
 
 
 def _settings(
-    config: str | None, overrides: list[str] | None, run_dir: Path | None, data: Path | None = None
+    config: str | None,
+    overrides: list[str] | None,
+    run_dir: Path | None,
+    data: Path | None = None,
+    *,
+    plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said; and the folder of the run."""
+    said, with ``plain`` without those of a teacher; and the folder of the run."""
     if data is not None:
         if config is not None:
             raise UserError(
                 f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
-        return _chosen_settings(data, overrides or [], run_dir)
+        return _chosen_settings(data, overrides or [], run_dir, plain)
     from gaupipe.config import load
 
     config = "digits" if config is None else config
@@ -983,12 +988,14 @@ def _settings(
     return settings, run_dir or Path("runs") / Path(config).stem
 
 
-def _chosen_settings(data: Path, overrides: list[str], run_dir: Path | None) -> tuple[Any, Path]:
+def _chosen_settings(
+    data: Path, overrides: list[str], run_dir: Path | None, plain: bool
+) -> tuple[Any, Path]:
     from stages.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.agree(
-        distributed.on_main(lambda: settings_for(data, overrides, folder))
+        distributed.on_main(lambda: settings_for(data, overrides, folder, plain=plain))
     )
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)

@@ -139,6 +139,27 @@ def test_a_line_for_each_choice_names_the_setting():
     assert "as you set it" in next(line for line in chosen.lines() if "batch_size=7" in line)
 
 
+def test_a_training_without_a_teacher_is_told_of_its_own_settings_alone():
+    chosen = choose(facts(), "photos", TWO_CORES, {"phase_b": {"optim": {"lr": 0.01}}})
+    all_lines, lines = ("\n".join(chosen.lines(plain)) for plain in (False, True))
+    for line, with_teacher in (
+        ("phase_a.teacher=vit ", True),
+        ("phase_b.gamma=0.3 ", True),
+        ("phase_b.epochs=", True),
+        ("model.args.depth=", False),
+        ("phase_b.student=belief ", False),
+    ):
+        assert line in all_lines and (line in lines) != with_teacher
+    assert "as many as teacher and student have" in all_lines
+    assert not any(word in lines for word in ("teacher", "baseline, "))
+    assert "phase_b.optim.lr=0.01           as you set it" in lines
+    whole, plain = chosen.minutes
+    assert plain == pytest.approx(whole / 2, abs=1)
+    assert f"the training should take about {plain} min on 2 processor" in chosen.note(plain=True)
+    alone = choose(facts(), "photos", TWO_CORES, {"baseline": {"enabled": False}})
+    assert alone.minutes == (pytest.approx(whole / 2, abs=1), plain)
+
+
 def test_published_weights_are_taken_for_their_maps_alone():
     chosen = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert chosen.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
@@ -237,6 +258,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
     lines = err.splitlines()
     assert lines[0].startswith("mine: 24 training images of 2 classes")
     assert any(line.startswith("  data.image_size=8 ") for line in lines)
+    assert "'gaupipe train --data mine' does without a teacher, in half the time or less" in lines
     for row in ("teacher (phase A)", "belief, distilled", "belief, plain"):
         assert row in out
     first = tmp_path / "runs" / "mine"
@@ -297,7 +319,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     plain = sets([*TINY[:2], "baseline.epochs=3", "threads=1"])
     code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
-    assert code == 0, err
+    assert code == 0 and "teacher" not in err and "  baseline.epochs=3 " in err, err
     trained = tmp_path / "runs" / "mine" / "plain" / "belief"
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
     assert len(metrics(trained / "metrics.jsonl")) == 3
