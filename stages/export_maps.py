@@ -19,6 +19,7 @@ from torch import Tensor
 import store
 from gaupipe import distributed
 from gaupipe.augment import Augment
+from gaupipe.augment_settings import AugmentSettings
 from gaupipe.config import ExportSettings, Settings
 from gaupipe.data import Batches, ImageData, load_data
 from gaupipe.errors import UserError
@@ -49,6 +50,7 @@ def run(
     teacher: str | None = None,
     download: bool = False,
     data: ImageData | None = None,
+    augment: AugmentSettings | None = None,
 ) -> str:
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
@@ -64,6 +66,7 @@ def run(
     teacher    a trained ViT, named as ``phase_a.teacher`` is, in place of the run's own teacher
     download   fetch the published weights of ``teacher``
     data       the data set of the settings, where it has been read already
+    augment    what views are drawn with; None is the run's ``phase_b.augment``
 
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
@@ -92,6 +95,9 @@ def run(
             job = phase_a.load(run, data, download=download)
         else:
             job = other_teacher(settings, teacher, download, data)
+        if augment is not None:
+            phase = job.settings.phase_b.model_copy(update={"augment": augment})
+            job.settings = job.settings.model_copy(update={"phase_b": phase})
         tokens = job.shape.grid[0] * job.shape.grid[1]
         return job, chosen(job.settings, None if overwrite else stored_export(url), given, tokens)
 
@@ -134,15 +140,16 @@ def ensure(
     *,
     out: str | None = None,
     export: ExportSettings | None = None,
+    augment: AugmentSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
     """The store of a run: as it is if it is complete, else written. ``export`` says what is
-    stored; None leaves that to :func:`run`."""
+    stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
     if not distributed.agree(is_complete(url, directory.teacher_digest())):
-        run(run_dir, out=out, data=data, **asked)
+        run(run_dir, out=out, data=data, augment=augment, **asked)
         return url
 
     def check() -> None:

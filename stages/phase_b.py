@@ -157,6 +157,8 @@ class StudentLosses(nn.Module):
                 + phase.beta * losses["loss_hard"]
                 + gamma * loss_feat
             )
+        elif self.job.maps is not None:
+            losses["loss"] = phase.beta * losses["loss_hard"]
         if gamma:
             losses["loss_feat"] = loss_feat
         return {**losses, "acc": accuracy(logits, batch.labels)}
@@ -315,8 +317,12 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
-            view = epoch.number % views if views > 1 else None
-            stored = None if maps is None else MapsOfEpoch(maps, view or 0, shuffled)
+            # once a store of views has nothing to say, there is no need to see its views again
+            unread = views > 1 and not (gamma or copy or phase.alpha)
+            view = epoch.number % views if views > 1 and not unread else None
+            stored = None
+            if maps is not None and not unread:
+                stored = MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
                 with update.forward():
                     losses = losses_of(batch, gamma, copy, epoch.number)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+import store
 from gaupipe import config
 from gaupipe.cli import main
 from gaupipe.config import ExportSettings
@@ -26,7 +27,7 @@ from stages.compare.figures import curves, save
 from stages.compare.run import best_trial, check_folder, run_cells, run_trials
 from stages.compare.speed import Run, Spread, compare_at, epochs_to
 from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
-from stages.run_directory import locked
+from stages.run_directory import RunDirectory, locked
 
 TINY = [
     "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
@@ -611,6 +612,41 @@ def test_finished_cells_are_not_run_again(compared, in_process):
     assert names == [BASELINE, "distilled", "shuffled maps", "plain longer"]
     teachers, students, tuned = 4, 14, 3  # one of eight cells is the same runs as another
     assert len(before) == teachers + students + tuned
+
+
+def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
+    folder, sweep = tmp_path / "c", tmp_path / "views.yaml"
+    sweep.write_text(
+        "- {name: xsa, phase_b.student: xsa}\n"
+        "- {name: flips, phase_b.augment.flip: true}\n"
+        "- {name: the images themselves, export.views: null}\n"
+    )
+    sets = ["phase_a.teacher=vit", "phase_b.alpha=0.0", "phase_b.augment.crop_padding=1"]
+    sets = [argument for setting in [*sets, "export.views=2"] for argument in ("--set", setting)]
+    rows = [part for name in ("xsa", "flips", "the images themselves") for part in ("--row", name)]
+    command = compare(folder, "--sweep", sweep, *rows, *sets, seeds="0,1")
+    code, _, err = in_process(*command)
+    assert code == 0, err
+    cells = {
+        cell["cell"]: cell for cell in json.loads((folder / "views.json").read_text())["cells"]
+    }
+    assert {name: len(cell["runs"]) for name, cell in cells.items()} == dict.fromkeys(
+        [BASELINE, "distilled", "xsa", "flips", "the images themselves"], 2
+    )
+    drawn = []
+    for teacher in (path for path in (folder / "teachers").iterdir() if path.is_dir()):
+        stores = {path: store.open(path).schema for path in teacher.glob("*.zarr")}
+        assert sorted(schema.views for schema in stores.values()) == [1, 2, 2]
+        seed = RunDirectory(teacher).settings().seed
+        views = [schema.extra["views"] for schema in stores.values() if schema.views == 2]
+        assert [one["seed"] for one in views] == [seed, seed]
+        assert {one["augment"]["flip"] for one in views} == {False, True}
+        drawn.append(seed)
+    assert sorted(drawn) == [0, 1]
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
+    code, _, err = in_process(*command)
+    assert code == 0, err
+    assert before == {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
 
 
 def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, tmp_path):

@@ -233,6 +233,34 @@ def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
     assert np.isclose(np.sum(seen["map"]), 1, atol=1e-3) and (run / "seen.png").stat().st_size
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.4])
+def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, monkeypatch):
+    with_settings(
+        run,
+        "phase_b.augment={flip: true, crop_padding: 1}",
+        "phase_b.epochs=5",
+        f"phase_b.alpha={alpha}",
+        "phase_b.beta=0.5",
+        "phase_b.gamma_schedule=stop_after",
+        "phase_b.gamma_epochs=3",
+    )
+    export_maps.run(run, views=2)
+    drawn, epoch_of = [], Batches.epoch
+
+    def watched(self, number, augment, maps=None, view=None, first=0):
+        drawn.append((view, maps is not None))
+        return epoch_of(self, number, augment, maps, view, first)
+
+    monkeypatch.setattr(Batches, "epoch", watched)
+    metrics = phase_b.run(run, "standard")
+    stored = [(0, True), (1, True), (0, True), (1, True), (0, True)]
+    assert drawn == (stored if alpha else [*stored[:3], (None, False), (None, False)])
+    for entry in metrics[3:]:
+        soft = entry["loss_soft"]
+        assert (soft is None) == (not alpha)
+        assert entry["train_loss"] == pytest.approx(0.5 * entry["loss_hard"] + alpha * (soft or 0))
+
+
 @pytest.mark.parametrize(
     "change", ["seed=1", "phase_b.augment={flip: false, crop_padding: 1}"], ids=["seed", "flip"]
 )

@@ -111,11 +111,6 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
         export = export_of(cell, settings)
-        if export.views is not None:
-            raise UserError(
-                "export.views: the students of a comparison share their teachers' stores, and "
-                "views belong to one augmentation and seed: leave them out"
-            )
         settings = as_run(settings, settings.seed, baseline=cell.plain)
         select_device(settings)
         if cell.plain:

@@ -172,6 +172,7 @@ def _teach(group: list[Training]) -> tuple[str, str]:
                     teacher.path,
                     out=str(maps),
                     export=training.export,
+                    augment=training.settings.phase_b.augment,
                 )
             line = (
                 f"teacher, {len(metrics)} epochs, "
