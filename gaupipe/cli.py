@@ -194,7 +194,7 @@ def run(
 ) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
     overrides = _with_teacher(overrides, teacher, download)
-    settings, folder = _settings(config, overrides, run_dir, data)
+    settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
     lines = stage.run(settings, folder, student and student.value)
@@ -388,11 +388,12 @@ def train(
 
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
-    settings, folder = _settings(config, overrides, run_dir, data, plain=True)
-    distributed.main_first(lambda: _check_used(overrides or [], settings))
+    settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
+    from gaupipe.config import check_used
     from stages import train as stage
     from stages.run_directory import RunDirectory
 
+    distributed.main_first(lambda: check_used(overrides or [], settings))
     attention = student.value if student else settings.phase_b.student
     stage.run(settings, folder, attention, resume=resume)
     print(RunDirectory(folder).student(attention, distilled=False) / "student")
@@ -969,18 +970,20 @@ def _settings(
     overrides: list[str] | None,
     run_dir: Path | None,
     data: Path | None = None,
+    student: Any = None,
     *,
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run."""
+    said, with ``plain`` without those of a teacher; and the folder of the run. The attention
+    ``student`` counts in these choices alone."""
     if data is not None:
         if config is not None:
             raise UserError(
                 f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
-        return _chosen_settings(data, overrides or [], run_dir, plain)
+        return _chosen_settings(data, overrides or [], run_dir, student, plain)
     from gaupipe.config import load
 
     config = "digits" if config is None else config
@@ -989,29 +992,19 @@ def _settings(
 
 
 def _chosen_settings(
-    data: Path, overrides: list[str], run_dir: Path | None, plain: bool
+    data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
 ) -> tuple[Any, Path]:
     from stages.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.agree(
-        distributed.on_main(lambda: settings_for(data, overrides, folder, plain=plain))
+        distributed.on_main(
+            lambda: settings_for(data, overrides, folder, student and student.value, plain=plain)
+        )
     )
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder
-
-
-def _check_used(overrides: Sequence[str], settings: Any) -> None:
-    """Raises UserError for a --set that plain training does not read, as another setting takes its
-    place."""
-    for part in ("optim", "epochs"):
-        for name in (override.partition("=")[0] for override in overrides):
-            if f"{name}.".startswith(f"phase_b.{part}.") and getattr(settings.baseline, part):
-                raise UserError(
-                    f"--set {name}: baseline.{part} of the configuration takes its place in plain "
-                    f"training: --set {name.replace('phase_b', 'baseline')}"
-                )
 
 
 def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:

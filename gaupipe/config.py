@@ -852,3 +852,15 @@ def _section(parents: list) -> dict[str, FieldInfo]:
             if isinstance(kind, type) and issubclass(kind, Section)
         )
     return model.model_fields
+
+
+def check_used(overrides: Sequence[str], settings: Settings) -> None:
+    """Raises UserError for an ``a.b=value`` that plain training does not read, as another setting
+    takes its place."""
+    for part in ("optim", "epochs"):
+        for name in (override.partition("=")[0] for override in overrides):
+            if f"{name}.".startswith(f"phase_b.{part}.") and getattr(settings.baseline, part):
+                raise UserError(
+                    f"--set {name}: baseline.{part} of the configuration takes its place in plain "
+                    f"training: --set {name.replace('phase_b', 'baseline')}"
+                )

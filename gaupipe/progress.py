@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from gaupipe import distributed
+from gaupipe.errors import UserError
 
 
 class EpochProgress:
@@ -79,8 +80,23 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The entries of a metrics.jsonl."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """The entries of a metrics.jsonl. Raises UserError for a damaged file."""
+    try:
+        entries = [json.loads(line) for line in path.read_bytes().splitlines()]
+    except (ValueError, RecursionError):
+        entries = [None]
+    if not entries or not all(isinstance(entry, dict) for entry in entries):
+        raise UserError(
+            f"{path} is damaged: each of its lines should be a JSON object; --resume of the "
+            "training writes it again"
+        )
+    return entries
+
+
+def epochs_in(metrics: Sequence[dict[str, Any]]) -> int:
+    """The number of epochs of training that a metrics file has; a teacher that was trained before
+    has an entry of epoch 0."""
+    return sum(entry["epoch"] > 0 for entry in metrics)
 
 
 def total_seconds(metrics: Sequence[dict[str, Any]]) -> float:

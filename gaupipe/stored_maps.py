@@ -442,7 +442,8 @@ def chosen(
     settings say, with the defaults of its kind for maps of so many ``tokens``."""
     export = stored or settings.export
     asked = {name: value for name, value in (given or {}).items() if value is not None}
-    if asked.get("kind", export.kind) != export.kind and "k" not in asked:
+    usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))
+    if asked.get("kind", usual) != usual and "k" not in asked:
         asked["k"] = None  # another kind has another k
     try:
         export = ExportSettings.model_validate({**export.model_dump(), **asked})

@@ -16,12 +16,18 @@ from stages.run_directory import RunDirectory, with_data
 
 
 def settings_for(
-    folder: Path, overrides: Sequence[str], run_dir: Path, *, plain: bool = False
+    folder: Path,
+    overrides: Sequence[str],
+    run_dir: Path,
+    student: str | None = None,
+    *,
+    plain: bool = False,
 ) -> tuple[Settings, list[str]]:
     """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
     it, or, ``plain``, what a training without a teacher reads.
 
-    ``overrides`` are the user's ``a.b=value``, which win. Raises UserError for a folder that cannot
+    ``overrides`` are the user's ``a.b=value``, which win, and ``student`` the attention that is to
+    be trained where the run begins. Raises UserError for a folder that cannot
     be meant, for unusable overrides and for a ``run_dir`` with a run on other images. Where the
     folder of a run has gone, ``folder`` may be where it was moved to: the digests in the run's
     split.json tell.
@@ -40,7 +46,8 @@ def settings_for(
         if moved:
             load_data(settings.data).check_split(run.split)
         return settings, [f"{run_dir}: goes on with the settings with which it began"]
-    given = config.with_overrides({}, overrides)
+    attention = [] if student is None else [f"phase_b.student={student}"]
+    given = config.with_overrides({}, [*overrides, *attention])
     for name in ("data.name", "data.root"):
         if choices.Choices(given).given(name) is not None:
             raise UserError(f"--set {name}: --data {folder} says where the images are")

@@ -3,6 +3,7 @@ asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -157,19 +158,22 @@ def open_maps(
     settings: Settings,
     folder: Path,
 ) -> store.Store | None:
-    """The store that a student in ``folder`` learned from, or the run's own; None where it is not
-    there, not finished, or of other blocks and heads than the student."""
-    url, teacher_sha256 = str(run.maps), run.teacher_digest()
+    """The store that a student in ``folder`` learned from; where that is gone, or the student
+    learned from none, the run's own. None where neither is there, finished, and of as many blocks
+    and heads as the student."""
+    own = (str(run.maps), run.teacher_digest())
     learned = read_json(folder / "maps.json")
-    if learned and learned["teacher_sha256"] != teacher_sha256:
-        url, teacher_sha256 = learned["url"], learned["teacher_sha256"]
-    try:
-        maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-        check_fit(student, maps.schema, settings, url)
-        phase_b.check_targets(maps.schema, settings, url)
-    except (store.UnfinishedStore, UserError):
-        return None
-    return maps
+    places = [own]
+    if learned:
+        same = learned["teacher_sha256"] == own[1]
+        places = [(learned["url"], learned["teacher_sha256"]), *([own] if same else [])]
+    for url, teacher_sha256 in places:
+        with contextlib.suppress(store.UnfinishedStore, UserError):
+            maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
+            check_fit(student, maps.schema, settings, url)
+            phase_b.check_targets(maps.schema, settings, url)
+            return maps
+    return None
 
 
 def read_json(path: Path) -> dict[str, str] | None:

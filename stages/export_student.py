@@ -12,6 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.errors import UserError
+from gaupipe.folders import alone_in
 from stages.evaluate import load_student
 from stages.run_directory import RunDirectory
 
@@ -79,6 +80,14 @@ def run(
     images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
     # torch.export.save asks for a name that ends in .pt2
     partial = target.with_name(f".{target.name}.partial.{format}")
+    with alone_in(target.parent):  # of two exports at once the second waits
+        return out, _export(student, images, partial, out, format)
+
+
+def _export(
+    student: VisionTransformer, images: Tensor, partial: Path, out: Path, format: str
+) -> float:
+    """Writes ``out`` by way of ``partial``; returns the largest difference of the logits."""
     partial.unlink(missing_ok=True)  # what a killed export left
     try:
         forward = FORMATS[format](student, images[:2], partial)
@@ -92,7 +101,7 @@ def run(
         partial.replace(check_place(out))
     finally:
         partial.unlink(missing_ok=True)
-    return out, difference
+    return difference
 
 
 def check_place(out: Path) -> Path:

@@ -4,6 +4,7 @@ head that the Hugging Face Hub reads."""
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from gaupipe.attention import ATTENTION
 from gaupipe.config import Settings
 from gaupipe.data import ImageData
 from gaupipe.models import STOCK_ARCHITECTURE
-from gaupipe.progress import read_metrics, total_seconds
+from gaupipe.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.vit_teacher import LOCAL
 from stages import kept_epochs
+from stages.evaluate import read_json
 from stages.run_directory import RunDirectory
 
 SETTINGS = "settings.yaml"
@@ -37,14 +39,28 @@ def without_paths(settings: Settings) -> Settings:
     return settings.model_copy(update={"data": data, "phase_a": phase, **own})
 
 
-def stored(run: RunDirectory, distilled: bool) -> store.Schema | None:
-    """What the run's own store holds; None where a student has read none, or where it is gone."""
-    if not distilled or not run.maps.is_dir():
+def published(run: RunDirectory, settings: Settings, distilled: bool) -> Settings:
+    """The settings that are published: a student's differ from those of its run, with which the
+    teacher is trained, by what the commands set."""
+    return without_paths(run.settings() if distilled else settings)
+
+
+def stored(run: RunDirectory, name: str, distilled: bool) -> store.Schema | None:
+    """What the store holds that a student learned from; None where it has read none, or where the
+    store is gone."""
+    if not distilled:
         return None
+    learned = read_json(run.student(name) / "maps.json")
     try:
-        return store.open(run.maps).schema
+        return store.open(learned["url"] if learned else str(run.maps)).schema
     except store.StoreError:
         return None
+
+
+def other_teacher(run: RunDirectory, name: str) -> bool:
+    """Whether a student learned from another teacher than its run's."""
+    learned = read_json(run.student(name) / "maps.json")
+    return learned is not None and learned["teacher_sha256"] != run.teacher_digest()
 
 
 def write(
@@ -103,7 +119,7 @@ def usage(
     return f"""```python
 {needed}import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms import v2
 
 # hf-hub:OWNER/NAME, or local-dir:FOLDER where this folder is on the disk
@@ -120,7 +136,7 @@ prepare = v2.Compose(
     ]
 )
 with torch.inference_mode():
-    image = Image.open("image.png").convert("{grey}")
+    image = ImageOps.exif_transpose(Image.open("image.png")).convert("{grey}")
     probabilities = model(prepare(image)[None]).softmax(-1)[0]
 best = int(probabilities.argmax())
 print((cfg.get("label_names") or range({student.num_classes}))[best], float(probabilities[best]))
@@ -181,7 +197,7 @@ def training_of(
         f"epochs: {len(epochs)}, in {total_seconds(epochs):.0f} s; {optim.name}, learning rate "
         f"{optim.lr:g}, batches of {settings.data.batch_size}, seed {settings.seed}",
         *best_epoch(run.student(name, distilled), settings),
-        *teacher_of(run, settings, distilled),
+        *teacher_of(run, name, settings, distilled),
         f"all settings: [{SETTINGS}]({SETTINGS})",
     ]
     return "".join(f"* {line}\n" for line in lines)
@@ -203,22 +219,23 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.is_file() else []
 
 
-def teacher_of(run: RunDirectory, settings: Settings, distilled: bool) -> list[str]:
+def teacher_of(run: RunDirectory, name: str, settings: Settings, distilled: bool) -> list[str]:
     if not distilled:
         return ["teacher: none; the model learned from the labels alone"]
-    phase, schema = settings.phase_b, stored(run, distilled)
-    named = (schema and schema.extra.get("teacher")) or settings.phase_a.teacher
+    phase, schema, other = settings.phase_b, stored(run, name, distilled), other_teacher(run, name)
+    own = "another one than the run's" if other else settings.phase_a.teacher
+    named = (schema and schema.extra.get("teacher")) or own
     if named.startswith(LOCAL):
         named = LOCAL + Path(named).name
     what = {
         "gaussian": "a ViT with GauAttention, trained in phase A",
         "vit": "a ViT, trained in phase A",
     }
-    lines = [f"teacher: {what.get(named, f'`{named}`')}"]
-    if epochs := metrics_in(run.phase_a):
+    lines = [f"teacher: {what.get(named, named if named == own else f'`{named}`')}"]
+    if not other and (epochs := metrics_in(run.phase_a)):
         last = [epochs[-1].get(key) for key in ("train_acc", "val_acc")]
         reached = " / ".join("-" if one is None else f"{100 * one:.2f} %" for one in last)
-        lines[0] += f"; epochs: {len(epochs)}; training / validation accuracy: {reached}"
+        lines[0] += f"; epochs: {epochs_in(epochs)}; training / validation accuracy: {reached}"
     if schema is not None:
         lines.append(f"stored attention: {schema.kind}, {schema.encoding}")
     lines.append(
@@ -234,15 +251,26 @@ def commands_of(
 ) -> str:
     """The commands that train and score the model again from the published settings."""
     if distilled:
-        schema = stored(run, distilled)
+        schema = stored(run, name, distilled)
         kind = f" --kind {schema.kind} --encoding {schema.encoding}" if schema else ""
         kind += f" --k {schema.k}" if schema and schema.k else ""
         kind += f" --views {schema.views}" if schema and schema.views > 1 else ""
-        student = "" if name == settings.phase_b.student else f" --name {name}"
+        maps = ""
+        if other_teacher(run, name):
+            teacher = (schema and schema.extra.get("teacher")) or "TEACHER"
+            if teacher.startswith(LOCAL):
+                teacher = LOCAL + Path(teacher).name
+            kind, maps = f" --teacher {teacher} --out maps.zarr{kind}", " --maps maps.zarr"
+        attention = settings.phase_b.student
+        student = "" if attention == run.settings().phase_b.student else f" --student {attention}"
+        student += "" if name == attention else f" --name {name}"
+        for override in run.overrides(name):
+            if not override.startswith("phase_b.student="):
+                student += f" --set {shlex.quote(override)}"
         lines = [
             f"gaupipe phase-a {SETTINGS} --run-dir run",
             f"gaupipe export-maps --run-dir run{kind}",
-            f"gaupipe phase-b --run-dir run{student}",
+            f"gaupipe phase-b --run-dir run{maps}{student}",
         ]
     else:
         lines = [f"gaupipe train {SETTINGS} --run-dir run"]

@@ -106,6 +106,7 @@ def run(
     resume: bool = False,
     force: bool = False,
     data: ImageData | None = None,
+    students: bool = True,
 ) -> list[dict[str, Any]]:
     """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
 
@@ -113,6 +114,9 @@ def run(
              that holds a phase A is refused
     force    starts a job that memory or disk do not seem to hold
     data     the data set of the settings, where it has been read already
+    students
+             False leaves out whether a student of these settings could learn from the teacher: a
+             comparison's teacher has students of other settings, which are checked by themselves
 
     Raises UserError before anything is written.
     """
@@ -127,11 +131,15 @@ def run(
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
         teacher = build_teacher(asked, images)
-        check_student(asked, images, MapShape.of(teacher), teacher.weights())
-        export = chosen(asked)
-        check_export(
-            export, teacher, teacher.grid, asked.phase_a.learns_of_images, prefix="export."
-        )
+        if students:
+            check_student(asked, images, MapShape.of(teacher), teacher.weights())
+            check_export(
+                chosen(asked),
+                teacher,
+                teacher.grid,
+                asked.phase_a.learns_of_images,
+                prefix="export.",
+            )
         if not force:  # before any per-image parameter is made
             check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
         return asked, images, build(asked, run.phase_a, images)
@@ -140,7 +148,7 @@ def run(
     settings, images, job = distributed.main_first(prepare)
     ranks.check_same(settings, images)
     if job is None:
-        return trained_teacher.run(settings, run, images, resume=resume)
+        return trained_teacher.run(settings, run, images, resume=resume, students=students)
     state = training_state(job)
     with run.locked():
         distributed.on_main(lambda: run.start(settings, images, resume))

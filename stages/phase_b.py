@@ -7,6 +7,7 @@ Axis letters: B images, L blocks, H heads, T tokens, C classes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.augment import Augment, draw_queries, mixed_targets
 from gaupipe.buckets import Buckets, check_buckets
 from gaupipe.building import build_optimizer, select_device
-from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings
+from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, check_used
 from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
 from gaupipe.epochs import loop
@@ -204,6 +205,8 @@ def run(
         asked = [*overrides, *([f"phase_b.student={student}"] if student else [])]
         recorded = run.overrides(named, distilled)
         settings = run.with_overrides([*recorded, *asked])
+        if not distilled:
+            check_used(asked, settings)
         folder = run.student(named, distilled)
         recorded_before = (folder / "overrides.json").is_file()
         if settings.data.buckets is None and distributed.size() > 1 and not recorded_before:
@@ -271,7 +274,11 @@ def train_student(
         write_whole(folder / "config.yaml", config.dump(settings))
         write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
         if job.maps is not None:
-            learned = {"url": job.maps.url, "teacher_sha256": job.maps.schema.teacher_sha256}
+            url = job.maps.url
+            learned = {
+                "url": url if "://" in url else os.path.abspath(url),
+                "teacher_sha256": job.maps.schema.teacher_sha256,
+            }
             write_whole(folder / "maps.json", json.dumps(learned) + "\n")
 
     checkpoint = folder / "checkpoint"
@@ -416,6 +423,7 @@ def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
         "the data set": job.data.sha256,
         "the teacher of the maps": schema and schema.teacher_sha256,
         "the kind of store": schema and kind_of(schema),
+        "the encoding of the store": schema and schema.encoding,
     }
     precision = settings.precision
     return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)

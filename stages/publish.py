@@ -74,7 +74,9 @@ def run(
             shutil.copy(source / file, folder)
         if names := getattr(data.train.source, "class_names", ()):
             with_label_names(folder / "config.json", names)
-        (folder / model_card.SETTINGS).write_text(config.dump(model_card.without_paths(settings)))
+        (folder / model_card.SETTINGS).write_text(
+            config.dump(model_card.published(run, settings, distilled))
+        )
         digests.write(folder)
         (folder / CARD).write_text(card)  # which is for editing, so without a digest
         if out is None:

@@ -75,14 +75,15 @@ class TrainedTeacher(TeacherJob):
 
 
 def run(
-    settings: Settings, run: RunDirectory, data: ImageData, *, resume: bool
+    settings: Settings, run: RunDirectory, data: ImageData, *, resume: bool, students: bool = True
 ) -> list[dict[str, Any]]:
     """Phase A in a run directory: trains the teacher ``vit``, or scores one that was trained
     before. Returns its metrics, one dict per epoch.
 
-    ``resume`` continues from the last checkpoint. Raises UserError before anything is written.
+    ``resume`` continues from the last checkpoint; ``students`` is that of :func:`phase_a.run`.
+    Raises UserError before anything is written.
     """
-    job = distributed.main_first(lambda: check(settings, data))
+    job = distributed.main_first(lambda: check(settings, data, students))
     if job is not None and distributed.size() > 1:
         job.common_sha256()
     state = training_state(settings, data) if job is None else None
@@ -119,21 +120,23 @@ def keep(
         return build(settings, data, folder)
 
 
-def check(settings: Settings, data: ImageData) -> TrainedTeacher | None:
-    """Raises UserError for what neither phase could do with the teacher that the settings name.
-    Returns it where it was trained before."""
+def check(settings: Settings, data: ImageData, students: bool = True) -> TrainedTeacher | None:
+    """Raises UserError for what neither phase could do with the teacher that the settings name,
+    or, without ``students``, phase A. Returns it where it was trained before."""
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
         shape = MapShape.of(vit)
-        check_student(settings, data, shape, weights_of_patches(vit))
-        check_store(settings, vit, shape)
+        if students:
+            check_student(settings, data, shape, weights_of_patches(vit))
+            check_store(settings, vit, shape)
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         return None
     job = build(settings, data)
-    warm = settings.phase_b.warm_start != "none"
-    check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
-    check_store(settings, job.teacher, job.shape)
-    check_predictions(job)
+    if students:
+        warm = settings.phase_b.warm_start != "none"
+        check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
+        check_store(settings, job.teacher, job.shape)
+        check_predictions(job)
     return job
 
 

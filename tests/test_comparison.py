@@ -21,6 +21,7 @@ from gaupipe import config
 from gaupipe.cli import main
 from gaupipe.config import ExportSettings
 from gaupipe.errors import UserError
+from stages import phase_b
 from stages.compare import costs
 from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
 from stages.compare.figures import curves, save
@@ -43,7 +44,7 @@ def made_up(seed: int, accuracies: list[float], phase_a: int = 0, seconds: float
     return Run(
         seed,
         [{"val_acc": accuracy, "seconds": seconds} for accuracy in accuracies],
-        [{"seconds": 10.0}] * phase_a,
+        [{"epoch": 1 + number, "seconds": 10.0} for number in range(phase_a)],
     )
 
 
@@ -278,8 +279,9 @@ def test_a_run_lies_where_the_older_names_of_its_settings_put_it(changes, studen
     assert (digest(settings, "x"), digest(as_teacher(settings), "x")) == (student, teacher)
 
 
-def swept(entries):
-    return sweep_cells(entries, "mine.yaml", default_cells(config.load("digits"), ["standard"]))
+def swept(entries, base=None):
+    cells = default_cells(base or config.load("digits"), ["standard"])
+    return sweep_cells(entries, "mine.yaml", cells)
 
 
 @pytest.mark.parametrize(
@@ -451,6 +453,50 @@ def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
         code, _, err = in_process("compare", "digits", "--no-tune", "--run-dir", tmp_path / "c")
         assert (code, err.count("\n")) == (2, 1) and "is using this comparison" in err, err
         assert [path.name for path in (tmp_path / "c").iterdir()] == ["lock"]
+
+
+def test_a_plain_cell_changes_the_baselines_optimizer_and_epochs():
+    """Which a configuration may name apart from phase B's."""
+    base = config.load(
+        "digits",
+        [
+            "phase_b.epochs=6",
+            "baseline.epochs=9",
+            "phase_b.optim.lr=3.0e-3",
+            "baseline.optim.lr=1e-3",
+        ],
+    )
+    cells = swept(
+        [
+            {"name": "longer", "plain": True, "phase_b.epochs": 24},
+            {"name": "longest", "plain": True, "baseline.epochs": 30},
+            {"name": "rate", "plain": True, "like": None, "phase_b.optim.lr": 0.1},
+            {"name": "as it is", "plain": True, "like": None},
+            {"name": "student", "phase_b.gamma": 0.5},
+        ],
+        base,
+    )
+    by_name = {cell.name: cell for cell in cells}
+    found = {}
+    for cell in cells:
+        phase = as_run(resolve(cell, by_name, {}, base), 0, baseline=cell.plain).phase_b
+        found[cell.name] = (phase.epochs, phase.optim.lr)
+    assert found[BASELINE] == found["as it is"] == (9, 1e-3)
+    assert (found["longer"], found["longest"]) == ((24, 1e-3), (30, 1e-3))
+    assert found["rate"] == (9, 0.1)
+    assert found["student"] == (6, 3e-3)
+    trial = apply(resolve(by_name["rate"], by_name, {}, base), {"phase_b.optim.lr": 0.2}, "x")
+    assert as_run(trial, 0, baseline=True).phase_b.optim.lr == 0.2
+
+
+def test_a_figure_leaves_out_losses_that_are_no_numbers(tmp_path):
+    nan = float("nan")
+    run = {"folder": "a", "val_loss": [nan, nan], "val_acc": [0.1, 0.4], "loss_hard": [1.9, nan]}
+    run |= {"seconds": [3.0, 2.0], "phase_a_seconds": 4.0}
+    cells = [{"cell": "plain ViT", "plain": True, "runs": [run]}]
+    results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "cells": cells}
+    save(curves(results), tmp_path / "a")
+    assert (tmp_path / "a.png").stat().st_size
 
 
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
@@ -656,6 +702,28 @@ def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, t
     code, _, err = in_process(*compare(folder, "--sweep", compared[1]))
     assert (code, err.count("\n")) == (2, 1), err
     assert str(metrics.parent) in err and "metrics.jsonl has 1" in err
+
+
+def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
+    """What is no setting of a teacher does not keep a comparison from its students."""
+    vit = config.load("digits", [*TINY, "phase_b.student=standard"])
+    phase_b.train_student(vit, tmp_path / "vit", teacher=None)
+    folder = tmp_path / "c"
+    sets = [
+        f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
+        "phase_a.teacher_args={num_classes: 0}",
+        "phase_b.model_args={num_heads: 1}",
+        "phase_b.mean_heads=true",
+        "phase_b.alpha=0.0",
+    ]
+    sets = [argument for setting in sets for argument in ("--set", setting)]
+    code, out, err = in_process(*compare(folder, "--row", "distilled", *sets, seeds="0"))
+    assert code == 0 and "failed" not in out, out
+    assert "teacher, 0 epochs" in err, err
+    [found] = {*folder.glob("*.json")} - {folder / "costs.json"}
+    results = json.loads(found.read_text())
+    distilled = {cell["cell"]: cell for cell in results["cells"]}["distilled"]
+    assert [run["phase_a_epochs"] for run in distilled["runs"]] == [0]
 
 
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):

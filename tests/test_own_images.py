@@ -311,6 +311,23 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
     assert "the training images of data set folder were others when the run began" in err
 
 
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp_path, command):
+    photos(tmp_path / "mine")
+    own = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
+    code, _, err = in_process(
+        command, "--data", "mine", "--student", "xsa", *sets(own), "--run-dir", "x", cwd=tmp_path
+    )
+    assert code == 0, err
+    [line] = [line for line in err.splitlines() if "phase_b.student=" in line]
+    assert line.split() == ["phase_b.student=xsa", "as", "you", "set", "it"]
+    chosen = yaml.safe_load((tmp_path / "x" / "choices.yaml").read_text())
+    assert chosen["phase_b"]["student"] == "xsa"
+    again = ["--data", "mine", "--run-dir", "x", "--student", "standard"]
+    code, _, err = in_process(command, *again, cwd=tmp_path)
+    assert code == 0 and "goes on with the settings" in err, err
+
+
 def test_train_and_plan_on_a_folder(in_process, tmp_path):
     photos(tmp_path / "mine" / "train", mode="L")
     code, out, err = in_process("plan", "--data", "mine", "--steps", "0", "--json", cwd=tmp_path)

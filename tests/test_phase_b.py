@@ -4,6 +4,8 @@ and exports to ONNX."""
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +85,26 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     torch.testing.assert_close(
         torch.from_numpy(logits), student(images).detach(), atol=1e-4, rtol=1e-4
     )
+
+
+def test_of_two_exports_at_once_the_second_waits(run_dir, tmp_path, monkeypatch):
+    phase_b.run(run_dir, "belief2", resume=True)
+
+    def slowly(student, _images, path):
+        path.write_bytes(b"x")
+        time.sleep(0.2)
+        assert path.read_bytes() == b"x"
+        return student
+
+    monkeypatch.setitem(export_student.FORMATS, "pt2", slowly)
+    out = tmp_path / "out.pt2"
+    with ThreadPoolExecutor() as pool:
+        runs = [
+            pool.submit(export_student.run, run_dir, "belief2", format="pt2", out=out)
+            for _ in range(3)
+        ]
+        assert [run.result() for run in runs] == [(out, 0.0)] * 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out.pt2"]
 
 
 def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_path):

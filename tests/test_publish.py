@@ -16,7 +16,8 @@ import yaml
 from huggingface_hub import HfApi
 
 from gaupipe import __version__, config
-from stages import evaluate
+from stages import evaluate, export_maps, phase_b
+from stages.run_directory import RunDirectory
 
 OLD = Path(__file__).parent / "old"
 
@@ -164,6 +165,37 @@ def test_the_code_of_the_card_classifies_an_image(run, tmp_path, in_process, mon
     exec(code.replace("hf-hub:OWNER/out", "local-dir:out"), {})
     label, probability = capfd.readouterr().out.split()
     assert 0 <= int(label) < 10 and 0.1 <= float(probability) <= 1
+
+
+def test_a_photo_that_its_camera_turned_is_classified_upright(run, tmp_path, in_process):
+    assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
+    assert "ImageOps.exif_transpose(Image.open(" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_card_names_what_the_student_learned_from(run, tmp_path, in_process):
+    """Not its run's own teacher and store; and the commands set what the student was given."""
+    settings = RunDirectory(run).settings()
+    phase_b.train_student(settings, tmp_path / "vit", teacher=None)
+    maps = tmp_path / "dense.zarr"
+    teacher = f"local-dir:{tmp_path / 'vit' / 'student'}"
+    export_maps.run(run, "dense", out=str(maps), teacher=teacher)
+    phase_b.run(
+        run, "xsa", name="mine", overrides=["phase_b.epochs=1", "seed=7"], maps_url=str(maps)
+    )
+    code, _, err = in_process("publish", "mine", "--run-dir", run, "--out", tmp_path / "out")
+    assert code == 0, err
+    card = (tmp_path / "out" / "README.md").read_text()
+    for said in (
+        "teacher: `local-dir:student`\n",
+        "stored attention: dense, float16",
+        "gaupipe export-maps --run-dir run --teacher local-dir:student --out maps.zarr "
+        "--kind dense --encoding float16\n",
+        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine "
+        "--set phase_b.epochs=1 --set seed=7\n",
+    ):
+        assert said in card, card
+    assert "phase A; epochs" not in card and str(tmp_path) not in card
+    assert config.load(tmp_path / "out" / "settings.yaml") == settings
 
 
 def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):

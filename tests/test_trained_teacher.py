@@ -21,7 +21,7 @@ from gaupipe.config import ExportSettings
 from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
 from gaupipe.models import forward_with_maps, save_student
-from gaupipe.stored_maps import KINDS
+from gaupipe.stored_maps import KINDS, chosen
 from gaupipe.training import TrainingState
 from processes import exit_code, kill_in_write
 from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b, resources
@@ -231,6 +231,32 @@ def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
         5, run_dir=run, view=views - 1, query="3", png=str(run / "seen.png")
     )
     assert np.isclose(np.sum(seen["map"]), 1, atol=1e-3) and (run / "seen.png").stat().st_size
+
+
+def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path, monkeypatch):
+    export_maps.run(run, k=2)
+    other = tmp_path / "dense.zarr"
+    export_maps.run(run, "dense", out=str(other))
+    monkeypatch.chdir(tmp_path)
+    phase_b.run(run, "standard", name="x", maps_url="dense.zarr")
+    folder = run / "phase_b" / "x"
+    assert json.loads((folder / "maps.json").read_text())["url"] == str(other)
+    settings, student, _ = evaluate.load_student(run, "x")
+    data = load_data(settings.data)
+    there = (RunDirectory(run), data, student, settings, folder)
+    assert evaluate.open_maps(*there).schema.kind == "dense"
+    export_maps.run(run, "dense", out=str(other), encoding="uint8", overwrite=True)
+    with pytest.raises(UserError, match="encoding of the store float16, now it is uint8"):
+        phase_b.run(run, "standard", name="x", maps_url="dense.zarr", resume=True)
+    shutil.rmtree(other)
+    assert evaluate.open_maps(*there).schema.kind == "topk"  # the run's own, of the same teacher
+
+
+def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
+    settings = settings_with("export.k=3")
+    assert chosen(settings, given={"kind": "topk"}).k == chosen(settings).k == 3
+    assert chosen(settings, given={"kind": "mixture"}).k == 2
+    assert chosen(settings, given={"kind": "topk", "k": 5}).k == 5
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])

@@ -54,16 +54,13 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     ReZero half as many. Further students and controls take what was best for the first student.
     Without ``tune`` no cell has trials.
     """
-    reference_optim = base.baseline_optim.model_dump(mode="json")
     standard = {
         **_student(base, "standard"),
         "phase_b.match_params": False,
         "phase_b.rezero": False,
-        "phase_b.optim": reference_optim,
-        "baseline.optim": None,
     }
     starts = _starts(base)
-    rates = _rates(reference_optim["lr"])
+    rates = _rates(base.baseline_optim.lr)
     weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
     distilled_starts = [
         {**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights
@@ -262,12 +259,26 @@ def resolve(
     """The settings of a cell, without its own trials.
 
     ``best_trials`` holds, by name of cell, the changes of the best trial of the cells that it
-    starts from; ``base`` is the configuration. Raises UserError for what is not a setting.
+    starts from; ``base`` is the configuration. Of a plain cell optimizer and epochs are the
+    baseline's, as settings of phase B, which the cell can change. Raises UserError for what is not
+    a setting.
     """
-    settings = base
+    settings = of_baseline(base) if cell.plain else base
     for name in reversed(ancestors(cell, by_name)):
         settings = apply(settings, by_name[name].settings | best_trials.get(name, {}), name)
     return apply(settings, cell.settings, cell.name)
+
+
+def of_baseline(base: Settings) -> Settings:
+    """Settings whose phase B has the optimizer and the epochs of the baseline."""
+    own = {"optim": base.baseline_optim, "epochs": base.baseline.epochs or base.phase_b.epochs}
+    rest = {"optim": None, "epochs": None}
+    return base.model_copy(
+        update={
+            "phase_b": base.phase_b.model_copy(update=own),
+            "baseline": base.baseline.model_copy(update=rest),
+        }
+    )
 
 
 def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:

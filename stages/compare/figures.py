@@ -65,6 +65,9 @@ def curves(results: dict[str, Any]) -> Figure:
         )
         panel.set_ylabel(label)
         values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
+        values = values[np.isfinite(values)]  # the loss of a training that diverged is not
+        if not len(values):
+            continue
         if name == "val_acc":
             low = max(np.quantile(values, 0.03), 0)
             high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])

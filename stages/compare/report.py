@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from gaupipe.folders import write_whole
-from gaupipe.progress import total_seconds
+from gaupipe.progress import epochs_in, total_seconds
 from stages.compare.cells import BASELINE, Cell
 from stages.compare.speed import COSTS, Run, Spread, compare_at
 from stages.compare.trainings import Comparison, Training
@@ -86,7 +86,7 @@ def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
         "val_loss": [run.metrics[-1]["val_loss"] for run in runs],
         "test_acc": [run.test_acc for run in runs],
         "epochs": [len(run.metrics) for run in runs],
-        "phase_a_epochs": [len(run.phase_a) for run in runs],
+        "phase_a_epochs": [epochs_in(run.phase_a) for run in runs],
         "seconds": [total_seconds(run.metrics) for run in runs],
         "phase_a_seconds": [total_seconds(run.phase_a) for run in runs],
     }
@@ -108,7 +108,7 @@ def _run_results(run: Run, training: Training) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "folder": str(training.folder.relative_to(training.root)),
-        "phase_a_epochs": len(run.phase_a),
+        "phase_a_epochs": epochs_in(run.phase_a),
         "test_acc": run.test_acc,
         "val_acc": run.curve,
         "val_loss": [entry["val_loss"] for entry in run.metrics],

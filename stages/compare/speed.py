@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from gaupipe.progress import total_seconds
+from gaupipe.progress import epochs_in, total_seconds
 
 COSTS = ("epochs", "epochs_with_phase_a", "seconds", "seconds_with_phase_a")
 """What reaching an accuracy costs; names of fields of :class:`Reach`."""
@@ -40,7 +40,7 @@ class Run:
         seconds = total_seconds(self.metrics[:epochs])
         return Reach(
             epochs=epochs,
-            epochs_with_phase_a=epochs + len(self.phase_a),
+            epochs_with_phase_a=epochs + epochs_in(self.phase_a),
             seconds=seconds,
             seconds_with_phase_a=seconds + total_seconds(self.phase_a),
             accuracy=self.curve[epochs - 1],

@@ -166,7 +166,9 @@ class Training:
 
 def export_of(cell: Cell, settings: Settings) -> ExportSettings:
     """What the store of a cell with these settings holds."""
-    given = {"kind": cell.kind, "encoding": cell.encoding, "k": cell.settings.get("export.k")}
+    names_k = any("export.k" in changes for changes in (cell.settings, *cell.trials))
+    k = settings.export.k if names_k else None
+    given = {"kind": cell.kind, "encoding": cell.encoding, "k": k}
     return export_maps.chosen(settings, given=given)
 
 

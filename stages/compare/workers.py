@@ -32,7 +32,7 @@ from gaupipe.building import select_device
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
 from gaupipe.folders import write_whole
-from gaupipe.progress import total_seconds
+from gaupipe.progress import epochs_in, total_seconds
 from stages import evaluate, export_maps, phase_a, phase_b
 from stages.compare.speed import Run
 from stages.compare.trainings import Training, as_teacher
@@ -166,7 +166,7 @@ def _teach(group: list[Training]) -> tuple[str, str]:
     }
     with _quietly(teacher.path.with_suffix(".log")) as failures:
         if stores:
-            metrics = phase_a.run(settings, teacher.path, resume=True)
+            metrics = phase_a.run(settings, teacher.path, resume=True, students=False)
             for maps, training in stores.items():
                 export_maps.ensure(
                     teacher.path,
@@ -174,10 +174,9 @@ def _teach(group: list[Training]) -> tuple[str, str]:
                     export=training.export,
                     augment=training.settings.phase_b.augment,
                 )
-            line = (
-                f"teacher, {len(metrics)} epochs, "
-                f"training accuracy {metrics[-1]['train_acc']:.4f}, {total_seconds(metrics):.0f} s"
-            )
+            line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
+            if (accuracy := metrics[-1]["train_acc"]) is not None:  # it predicts classes
+                line += f", training accuracy {accuracy:.4f}"
     return line, "".join(failures)
 
 
