@@ -1,0 +1,79 @@
+"""How far a moved map is from the map that a trained ViT shows of the view itself.
+
+    gaupipe phase-a cifar10_vit --run-dir runs/cifar10 --set phase_a.max_epochs=12
+    python benchmarks/moved_maps.py runs/cifar10
+
+For each augmentation the teacher of a run looks at training images and at one view of each. Three
+stand-ins for the maps of the view are compared with these: the maps of the image, moved; the mean
+of the views' maps over the images; and the maps of another image's view. The distance of two rows
+is their total variation, from 0 (alike) to 1 (no key in common): the mean over images, blocks,
+heads and queries.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gaupipe.augment import Augment
+from gaupipe.augment_settings import AugmentSettings, ResizedCropSettings
+from gaupipe.data import Batches, load_data
+from gaupipe.maps import move_map
+from stages import trained_teacher
+from stages.run_directory import RunDirectory
+
+CROPS = ResizedCropSettings()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    run = RunDirectory(arguments.run_dir)
+    settings = run.settings()
+    data = load_data(settings.data)
+    job = trained_teacher.load(run, settings, data)
+    ids = np.arange(arguments.images)
+    batches = Batches(data.train, data, job.device, len(ids))
+
+    @torch.no_grad()
+    def maps(images: Tensor) -> Tensor:
+        """[B, L * H, T, T] of a teacher, on the CPU."""
+        return torch.cat(job.teacher(images).maps, dim=1).float().cpu()
+
+    [batch] = batches.in_order(ids)
+    own, grid = maps(batch.images), job.shape.grid
+    padding = data.image_size // 8
+    augmentations = {
+        "flip": AugmentSettings(flip=True),
+        f"shift by up to {padding} pixels": AugmentSettings(crop_padding=padding),
+        "flip and shift": AugmentSettings(flip=True, crop_padding=padding),
+        f"crops of {CROPS.scale[0]:.0%} of the area and more": AugmentSettings(resized_crop=CROPS),
+    }
+    print("| augmentation | moved | mean map | map of another image |\n|---|---|---|---|")
+    for name, augmentation in augmentations.items():
+        augment = Augment(augmentation, settings.seed)
+        [views] = batches.views(ids, augment, 1)
+        of_view = maps(views.images)
+        empty = torch.zeros(len(ids), data.channels, *[data.image_size] * 2, dtype=torch.uint8)
+        geometry = augment(empty, torch.from_numpy(ids), 0)[1]
+        stand_ins = (
+            move_map(own, geometry, grid),
+            of_view.mean(0, keepdim=True),
+            of_view.roll(1, 0),
+        )
+        far = [(of_view - one).abs().sum(-1).mean().item() / 2 for one in stand_ins]
+        print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in far) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
