@@ -432,6 +432,7 @@ def test_a_trial_that_failed_is_worse_than_any():
         (["lock"], True),  # killed at once
         (["lock", "students", "compare.json"], True),
         (["lock", "teachers"], True),
+        (["lock", "costs.json", "compare.json"], True),  # its trainings were removed
         (["comparison.lock", "students", "compare.json"], True),  # of an earlier version
         (["students"], False),
         (["lock", "config.yaml", "phase_a"], False),  # a run
@@ -739,6 +740,7 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
         (["--set", "phase_a.optim.name=adamv"], "adamv"),
         (["--sweep", wrong], "--kind prior"),
         (["--row", "prior"], "prior alone"),
+        (["--sweep", tmp_path / "costs.yaml"], "rename the sweep"),
         (["--sweep", unknown], "did you mean 'phase_b.gamma'"),
     ]:
         code, _, err = in_process("compare", "digits", "--run-dir", tmp_path / "new", *arguments)
