@@ -320,6 +320,11 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
         if maps is not None and len(student.blocks) != maps.schema.layers:
             layers = layer_map(settings, len(student.blocks), maps.schema.layers)
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
+        if maps is not None and not done and moves_roughly(maps.schema, phase):
+            progress.line(
+                f"{label}: shifts and crops move the stored maps, which a trained ViT would not show "
+                "so; 'gaupipe export-maps --views' stores the maps of the views"
+            )
         for epoch in running.epochs():
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
@@ -357,6 +362,14 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             running.line(epoch, f"loss {means['loss']:.4f}, validation acc {scores['acc']:.4f}")
         if state.best and len(state.metrics) > done:
             progress.line(f"{label}: {epochs_in_words(state, phase)}")
+
+
+def moves_roughly(schema: store.Schema, phase: PhaseBSettings) -> bool:
+    """Whether maps of a trained ViT are moved by shifts or crops and compared."""
+    augment = phase.augment
+    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
+    compared = phase.gamma or phase.copy_epochs
+    return bool(schema.views == 1 and moved and compared and schema.extra.get("teacher"))
 
 
 def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:

@@ -252,6 +252,23 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     assert evaluate.open_maps(*there).schema.kind == "topk"  # the run's own, of the same teacher
 
 
+@pytest.mark.parametrize(
+    "augment, views, said",
+    [
+        ("{crop_padding: 1}", None, True),
+        ("{resized_crop: {scale: [0.5, 1.0]}}", None, True),
+        ("{flip: true}", None, False),
+        ("{crop_padding: 1, geometry: ignore}", None, False),
+        ("{crop_padding: 1}", 2, False),
+    ],
+)
+def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augment, views, said):
+    with_settings(run, f"phase_b.augment={augment}", "phase_b.epochs=1")
+    export_maps.run(run, views=views)
+    phase_b.run(run, "standard")
+    assert ("'gaupipe export-maps --views' stores" in capsys.readouterr().err) == said
+
+
 def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
     settings = settings_with("export.k=3")
     assert chosen(settings, given={"kind": "topk"}).k == chosen(settings).k == 3
