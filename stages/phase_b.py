@@ -322,8 +322,8 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
         if maps is not None and not done and moves_roughly(maps.schema, phase):
             progress.line(
-                f"{label}: shifts and crops move the stored maps, which a trained ViT would not show "
-                "so; 'gaupipe export-maps --views' stores the maps of the views"
+                f"{label}: shifts and crops move the stored maps; a trained ViT would not show "
+                "them so: 'gaupipe export-maps --views' stores the maps of the views"
             )
         for epoch in running.epochs():
             losses_of = update.replicated(loss_module)
