@@ -36,11 +36,16 @@ FEWEST_EPOCHS, MOST_EPOCHS = 12, 90
 MLP_RATIO, HEAD_DIM = 2, 32
 LR = 2e-3
 
+KEY_BYTES = 16
+"""Of a query in a store of eight keys."""
+MOST_BYTES = 2e9
+"""What views may take in a store."""
+
 PUBLISHED = "vit_small_patch8_224.dino"
 """A ViT with published weights whose maps suit any images, for the message."""
 
 AS_SET = "as you set it"
-OF_TWO_PHASES = ("phase_a.", "phase_b.epochs", "phase_b.gamma")
+OF_TWO_PHASES = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
 """Settings that a training without a teacher does not read."""
 WITHOUT_A_TEACHER = {
     "baseline.epochs": "more may help, and take longer",
@@ -166,6 +171,7 @@ def choose(
     flops = _choose_model(chosen, images, (size // patch) ** 2, patch, machine)
     _choose_epochs(chosen, images, flops, machine)
     _choose_augmentation(chosen, facts, size)
+    _choose_views(chosen, images, (size // patch) ** 2)
     _choose_optimizer(chosen, images)
     sections = [name for name in Settings.model_fields if name in chosen.tree]
     chosen.tree = {name: chosen.tree[name] for name in dict.fromkeys([*sections, *chosen.tree])}
@@ -300,6 +306,24 @@ def _choose_augmentation(chosen: Choices, facts: FolderFacts, size: int) -> None
         chosen.choose(f"{augment}.flip", not characters, reason if told else None)
         crop = "pixels by which an image is shifted at most"
         chosen.choose(f"{augment}.crop_padding", size // 8, crop if told else None)
+
+
+def _choose_views(chosen: Choices, images: int, tokens: int) -> None:
+    """Maps of the views themselves where shifts would move those of the images."""
+    learns = (
+        chosen.given("phase_b.gamma") and chosen.given("phase_b.gamma_schedule") == "stop_after"
+    )
+    epochs = _whole(chosen.given("phase_b.gamma_epochs"), 1)
+    if not learns or chosen.given("phase_a.teacher") != "vit":
+        return
+    if not chosen.given("phase_b.augment.crop_padding") or chosen.given("phase_b.alpha"):
+        return
+    depth, heads = (chosen.given(f"model.args.{name}") for name in ("depth", "num_heads"))
+    of_view = KEY_BYTES * tokens * _whole(depth, 1) * _whole(heads, 1)
+    views = min(epochs, int(MOST_BYTES / (images * of_view)))
+    if views > 1:
+        reason = "maps of so many views of each image are stored; moved maps fit shifts badly"
+        chosen.choose("export.views", views, reason)
 
 
 def _choose_optimizer(chosen: Choices, images: int) -> None:

@@ -160,6 +160,28 @@ def test_a_training_without_a_teacher_is_told_of_its_own_settings_alone():
     assert alone.minutes == (pytest.approx(whole / 2, abs=1), plain)
 
 
+def test_maps_are_those_of_views_that_shifts_move():
+    chosen = settings()
+    assert chosen.export.views == chosen.phase_b.gamma_epochs > 1
+    for given in (
+        "phase_b.augment.crop_padding=0",
+        "phase_b.gamma=0",
+        "phase_b.gamma_schedule=constant",
+        "phase_b.alpha=0.5",
+        "phase_a.teacher=gaussian",
+        "phase_a.teacher=local-dir:mine",
+        "phase_b.gamma_epochs=1",
+        "export.views=null",
+    ):
+        assert settings([given]).export.views is None, given
+    assert settings(["export.views=3"]).export.views == 3
+    few = settings(images=200_000)
+    assert 200_000 * 64 * 2 * 4 * 16 * (few.export.views or 1) < 4e9
+    assert settings(images=10**7).export.views is None
+    line = next(line for line in choose(facts(), "x", TWO_CORES).lines() if "views" in line)
+    assert "export.views=" in line and "moved maps" in line
+
+
 def test_published_weights_are_taken_for_their_maps_alone():
     chosen = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert chosen.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
@@ -179,7 +201,9 @@ def test_the_file_says_the_same_with_its_reasons():
     chosen = choose(facts(), "photos: mine", TWO_CORES, {"seed": 3, "log": {"to": []}})
     text = chosen.as_yaml("a head\nof two lines")
     assert yaml.safe_load(text) == chosen.tree
-    assert list(chosen.tree) == ["seed", "data", "model", "phase_a", "log", "phase_b", "baseline"]
+    assert list(chosen.tree) == [
+        *("seed", "data", "model", "phase_a", "export", "log", "phase_b", "baseline")
+    ]
     of_file = config.parse(chosen.tree, "test").with_choices(text)
     assert pickle.loads(pickle.dumps(of_file)).choices == text  # ranks send it to each other
     assert text.startswith("# a head\n# of two lines\n")
