@@ -125,7 +125,12 @@ def test_the_shipped_sweeps_can_be_run():
     small += ["model.name=gauvit_pico_patch2_8"]  # 16 tokens of the digits, for eight keys
     data = load_data(config.load("digits").data)
     vit = "fashion_mnist_vit"
-    meant_for = {"teachers": vit, "goal": vit, "first_phases": "cifar10_small"}
+    meant_for = {
+        "teachers": vit,
+        "goal": vit,
+        "first_phases": "cifar10_small",
+        "views": "cifar10_vit",
+    }
     for name in names:
         base = config.load(meant_for.get(name, "fashion_mnist"), small)
         cells = sweep_cells(
