@@ -320,7 +320,7 @@ def _choose_views(chosen: Choices, images: int, tokens: int) -> None:
         return
     depth, heads = (chosen.given(f"model.args.{name}") for name in ("depth", "num_heads"))
     of_view = KEY_BYTES * tokens * _whole(depth, 1) * _whole(heads, 1)
-    views = min(epochs, int(MOST_BYTES / (images * of_view)))
+    views = min(max(2, epochs), int(MOST_BYTES / (images * of_view)))
     if views > 1:
         reason = "maps of so many views of each image are stored; moved maps fit shifts badly"
         chosen.choose("export.views", views, reason)

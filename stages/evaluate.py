@@ -161,19 +161,27 @@ def open_maps(
     """The store that a student in ``folder`` learned from; where that is gone, or the student
     learned from none, the run's own. None where neither is there, finished, and of as many blocks
     and heads as the student."""
-    own = (str(run.maps), run.teacher_digest())
-    learned = read_json(folder / "maps.json")
-    places = [own]
-    if learned:
-        same = learned["teacher_sha256"] == own[1]
-        places = [(learned["url"], learned["teacher_sha256"]), *([own] if same else [])]
-    for url, teacher_sha256 in places:
+    for url, teacher_sha256 in stores_of(run, folder):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
             check_fit(student, maps.schema, settings, url)
             phase_b.check_targets(maps.schema, settings, url)
             return maps
     return None
+
+
+def stores_of(run: RunDirectory, folder: Path) -> list[tuple[str, str | None]]:
+    """(url, sha256 of its teacher) of the stores that a student in ``folder`` may have learned
+    from, the likeliest first. The run's own store is found where the run is now."""
+    own = (str(run.maps), run.teacher_digest())
+    learned = read_json(folder / "maps.json")
+    if learned is None:
+        return [own]
+    recorded = (learned["url"], learned["teacher_sha256"])
+    if recorded[1] != own[1]:
+        return [recorded]
+    was_own = Path(recorded[0]).name == run.maps.name
+    return [own, recorded] if was_own else [recorded, own]
 
 
 def read_json(path: Path) -> dict[str, str] | None:

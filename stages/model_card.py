@@ -3,6 +3,7 @@ head that the Hugging Face Hub reads."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 from pathlib import Path
@@ -20,7 +21,7 @@ from gaupipe.models import STOCK_ARCHITECTURE
 from gaupipe.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.vit_teacher import LOCAL
 from stages import kept_epochs
-from stages.evaluate import read_json
+from stages.evaluate import read_json, stores_of
 from stages.run_directory import RunDirectory
 
 SETTINGS = "settings.yaml"
@@ -50,11 +51,10 @@ def stored(run: RunDirectory, name: str, distilled: bool) -> store.Schema | None
     store is gone."""
     if not distilled:
         return None
-    learned = read_json(run.student(name) / "maps.json")
-    try:
-        return store.open(learned["url"] if learned else str(run.maps)).schema
-    except store.StoreError:
-        return None
+    for url, teacher_sha256 in stores_of(run, run.student(name)):
+        with contextlib.suppress(store.StoreError):
+            return store.open(url, teacher_sha256=teacher_sha256).schema
+    return None
 
 
 def other_teacher(run: RunDirectory, name: str) -> bool:

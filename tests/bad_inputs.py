@@ -300,7 +300,6 @@ COMMAND_LINE = [
         ("--student standard", "already exists"),
         ("--no-distill", "already exists"),
         ("--no-distill --name x --maps shards.zarr", "--maps"),
-        ("--no-distill --name x --set phase_b.optim.lr=0.5", "baseline.optim.lr"),
         ("--name a/b", "--name"),
         ("--name /tmp/x", "--name"),
         ("--name ..", "--name"),

@@ -374,6 +374,21 @@ def test_plain_training_goes_through_the_same_loop(run_dir):
     assert json.loads(written[-1]) == rows[-1]
 
 
+def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
+    command = dict(student="standard", name="y", distilled=False)
+    with pytest.raises(UserError, match=r"takes its place in plain training: --set baseline.optim"):
+        phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
+    assert not (run_dir / "plain" / "y").exists()
+    before = (run_dir / "config.yaml").read_text()
+    change(run_dir, "baseline.optim=null")
+    try:
+        phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
+        settings = RunDirectory(run_dir).student_settings("y", distilled=False)
+        assert settings.baseline_optim.lr == 0.5
+    finally:
+        (run_dir / "config.yaml").write_text(before)
+
+
 def test_norms_and_angles_are_measured_while_a_student_is_trained(run_dir, tmp_path):
     """Every 23 steps, which an epoch has; the last time is after the last step. The training does
     not notice."""
