@@ -66,28 +66,32 @@ def finished(folder: Path) -> bool:
     return (folder / "student").is_dir()
 
 
-def check(folder: Path, epochs: int) -> None:
-    """Raises UserError where ``folder``/student ended after another number of epochs than its
-    metrics: files of two trainings were copied into one folder."""
-    last = (_said(folder) or {}).get("last", epochs)
-    if last != epochs:
+def check(folder: Path, epochs: int) -> dict[str, Any]:
+    """What student.json says; {} before version 0.2, which had none.
+
+    Raises UserError where ``folder``/student ended after another number of epochs than its
+    metrics: files of two trainings were copied into one folder.
+    """
+    said = _said(folder)
+    if said.get("last", epochs) != epochs:
         raise UserError(
-            f"{folder}: student.json is of {last} epochs of training, metrics.jsonl has {epochs}: "
-            "the files are not of one training; remove the folder, and it is trained again"
+            f"{folder}: student.json is of {said['last']} epochs of training, metrics.jsonl has "
+            f"{epochs}: the files are not of one training; remove the folder, and it is "
+            "trained again"
         )
+    return said
 
 
 def of_student(folder: Path) -> int | None:
     """The number of the epoch, from 1, that ``folder``/student is of; None where it is not said, as
     before version 0.2: the last. Raises UserError where student.json is of other weights."""
-    return (_said(folder) or {}).get("epoch")
+    return _said(folder).get("epoch")
 
 
 def entry_of_student(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """What ``metrics`` say of the epoch that ``folder``/student is of. Raises UserError as
     :func:`check` and :func:`of_student` do."""
-    check(folder, len(metrics))
-    return metrics[(of_student(folder) or len(metrics)) - 1]
+    return metrics[check(folder, len(metrics)).get("epoch", len(metrics)) - 1]
 
 
 def _write(folder: Path, said: dict[str, Any]) -> None:
@@ -99,8 +103,8 @@ def _weights(folder: Path) -> str | None:
     return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
 
 
-def _said(folder: Path) -> dict[str, Any] | None:
-    """What student.json says; None before version 0.2, which had none. Raises UserError for what
+def _said(folder: Path) -> dict[str, Any]:
+    """What student.json says; {} before version 0.2, which had none. Raises UserError for what
     cannot be read, and where the weights beside it are others."""
     path = folder / FILE
     try:
@@ -108,7 +112,7 @@ def _said(folder: Path) -> dict[str, Any] | None:
         epochs = range(1, said["last"] + 1)
         damaged = said["epoch"] not in epochs or said["last"] not in epochs
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         said, damaged = {}, True
     if damaged:

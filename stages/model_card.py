@@ -34,8 +34,7 @@ def without_paths(settings: Settings) -> Settings:
     data, phase = settings.data, settings.phase_a
     if data.root is not None:
         data = data.model_copy(update={"root": Path(data.root.name)})
-    if phase.teacher.startswith(LOCAL):
-        phase = phase.model_copy(update={"teacher": LOCAL + Path(phase.teacher).name})
+    phase = phase.model_copy(update={"teacher": without_folders(phase.teacher)})
     own = {"device": Settings().device, "log": Settings().log}
     return settings.model_copy(update={"data": data, "phase_a": phase, **own})
 
@@ -224,9 +223,7 @@ def teacher_of(run: RunDirectory, name: str, settings: Settings, distilled: bool
         return ["teacher: none; the model learned from the labels alone"]
     phase, schema, other = settings.phase_b, stored(run, name, distilled), other_teacher(run, name)
     own = "another one than the run's" if other else settings.phase_a.teacher
-    named = (schema and schema.extra.get("teacher")) or own
-    if named.startswith(LOCAL):
-        named = LOCAL + Path(named).name
+    named = without_folders((schema and schema.extra.get("teacher")) or own)
     what = {
         "gaussian": "a ViT with GauAttention, trained in phase A",
         "vit": "a ViT, trained in phase A",
@@ -246,6 +243,11 @@ def teacher_of(run: RunDirectory, name: str, settings: Settings, distilled: bool
     return lines
 
 
+def without_folders(teacher: str) -> str:
+    """The name of a teacher, without the folders above that of a ``local-dir:`` teacher."""
+    return LOCAL + Path(teacher).name if teacher.startswith(LOCAL) else teacher
+
+
 def commands_of(
     run: RunDirectory, name: str, settings: Settings, distilled: bool, tested: bool
 ) -> str:
@@ -257,9 +259,7 @@ def commands_of(
         kind += f" --views {schema.views}" if schema and schema.views > 1 else ""
         maps = ""
         if other_teacher(run, name):
-            teacher = (schema and schema.extra.get("teacher")) or "TEACHER"
-            if teacher.startswith(LOCAL):
-                teacher = LOCAL + Path(teacher).name
+            teacher = without_folders((schema and schema.extra.get("teacher")) or "TEACHER")
             kind, maps = f" --teacher {teacher} --out maps.zarr{kind}", " --maps maps.zarr"
         attention = settings.phase_b.student
         student = "" if attention == run.settings().phase_b.student else f" --student {attention}"

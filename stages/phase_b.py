@@ -329,11 +329,10 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
+            stored, view = None, None
             # once a store of views has nothing to say, there is no need to see its views again
-            unread = views > 1 and not (gamma or copy or phase.alpha)
-            view = epoch.number % views if views > 1 and not unread else None
-            stored = None
-            if maps is not None and not unread:
+            if maps is not None and (views == 1 or gamma or copy or phase.alpha):
+                view = epoch.number % views if views > 1 else None
                 stored = MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
                 with update.forward():

@@ -14,6 +14,7 @@ import torch
 import zarr
 from PIL import Image
 
+from arguments import sets
 from gaupipe import __version__
 from gaupipe.config import DataSettings
 from gaupipe.data import load_data
@@ -40,10 +41,6 @@ def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
         timeout=300,
         **options,
     )
-
-
-def sets(*overrides: str) -> list[str]:
-    return [argument for override in overrides for argument in ("--set", override)]
 
 
 def metrics(path: Path) -> list[dict]:

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load_file
 
 import store
+from arguments import sets
 from gaupipe import config
 from gaupipe.cli import main
 from gaupipe.config import ExportSettings
@@ -540,9 +541,8 @@ def compared(tmp_path_factory):
 
 def compare(folder, *arguments, seeds="0,1"):
     """The command's arguments."""
-    sets = [argument for setting in TINY for argument in ("--set", setting)]
     options = ["--run-dir", folder, "--seeds", seeds, "--no-tune"]
-    return [*map(str, ["compare", "digits", *options, *arguments]), *sets]
+    return [*map(str, ["compare", "digits", *options, *arguments]), *sets(*TINY)]
 
 
 def test_a_tiny_comparison(compared):
@@ -668,10 +668,9 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
         "- {name: flips, phase_b.augment.flip: true}\n"
         "- {name: the images themselves, export.views: null}\n"
     )
-    sets = ["phase_a.teacher=vit", "phase_b.alpha=0.0", "phase_b.augment.crop_padding=1"]
-    sets = [argument for setting in [*sets, "export.views=2"] for argument in ("--set", setting)]
+    views = ["phase_a.teacher=vit", "phase_b.alpha=0.0", "phase_b.augment.crop_padding=1"]
     rows = [part for name in ("xsa", "flips", "the images themselves") for part in ("--row", name)]
-    command = compare(folder, "--sweep", sweep, *rows, *sets, seeds="0,1")
+    command = compare(folder, "--sweep", sweep, *rows, *sets(*views, "export.views=2"))
     code, _, err = in_process(*command)
     assert code == 0, err
     cells = {
@@ -710,15 +709,14 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
     vit = config.load("digits", [*TINY, "phase_b.student=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
-    sets = [
+    changes = [
         f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
         "phase_a.teacher_args={num_classes: 0}",
         "phase_b.model_args={num_heads: 1}",
         "phase_b.mean_heads=true",
         "phase_b.alpha=0.0",
     ]
-    sets = [argument for setting in sets for argument in ("--set", setting)]
-    code, out, err = in_process(*compare(folder, "--row", "distilled", *sets, seeds="0"))
+    code, out, err = in_process(*compare(folder, "--row", "distilled", *sets(*changes), seeds="0"))
     assert code == 0 and "failed" not in out, out
     assert "teacher, 0 epochs" in err, err
     [found] = {*folder.glob("*.json")} - {folder / "costs.json"}

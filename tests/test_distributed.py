@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from arguments import sets
 from conftest import write_idx
 from gaupipe import config, distributed
 from gaupipe.errors import UserError
@@ -369,7 +370,7 @@ def machines(tmp_path_factory) -> Path:
     return place
 
 
-OVERRIDES = [word for setting in TINY for word in ("--set", setting)]
+OVERRIDES = sets(*TINY)
 FASHION = ["--set", "data.name=fashion_mnist", "--set", "data.train_images=80"]
 
 
@@ -449,7 +450,7 @@ def test_three_ranks_continue_to_the_same_bits(tmp_path):
 
 @pytest.mark.parametrize("program", [["--no-python", GAUPIPE], ["-m", "gaupipe"]])
 def test_torchrun_starts_the_ranks(tmp_path, program):
-    overrides = [word for setting in [*TINY, "phase_a.max_epochs=1"] for word in ("--set", setting)]
+    overrides = sets(*TINY, "phase_a.max_epochs=1")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
     command = [sys.executable, *torchrun, "phase-a", "digits", *overrides]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True)
@@ -475,8 +476,7 @@ main()
 
 def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
     """Rank 1 is killed as it begins to write the parameters of its images after epoch 2."""
-    settings = [*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic"]
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    overrides = sets(*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic")
     phase_a = ["phase-a", "digits", *overrides, "--resume", "--run-dir"]
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
     assert in_world(2, tmp_path / "words", command, *phase_a, str(unbroken)) == [0, 0]
@@ -502,8 +502,7 @@ def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
 
 
 def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
-    settings = [*TINY, "data.buckets=null", "phase_a.max_epochs=1"]
-    overrides = [word for setting in settings for word in ("--set", setting)]
+    overrides = sets(*TINY, "data.buckets=null", "phase_a.max_epochs=1")
     phase_a = ["phase-a", "digits", "--run-dir", str(tmp_path / "run"), *overrides]
     assert in_world(1, tmp_path / "words", command, *phase_a) == [0]
     assert in_world(2, tmp_path / "words", command, *phase_a, "--resume") == [2, 2]

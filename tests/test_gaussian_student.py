@@ -8,6 +8,7 @@ import timm
 import torch
 from torch.distributions import Normal
 
+from arguments import sets
 from gaupipe import config
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import StandardAttention
@@ -263,7 +264,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path, in_process):
 def test_what_cannot_be_handed_over_is_refused_before_work_starts(
     changes, needs, tmp_path, in_process
 ):
-    settings = [part for one in (*TEACHER, *EXACT, *changes) for part in ("--set", one)]
+    settings = sets(*TEACHER, *EXACT, *changes)
     code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *settings)
     assert code == 2 and needs in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()

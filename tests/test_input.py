@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from arguments import sets
 from gaupipe import config, decoded_images, decoding, kept_images, machine
 from gaupipe.augment import Augment, AugmentSettings, Crops, middle_square
 from gaupipe.config import DataSettings
@@ -445,7 +446,7 @@ def test_plan_counts_validation_images_of_their_own_folder(root):
 
 def test_a_run_does_not_go_on_with_other_validation_images(root, in_process, tmp_path):
     with_own_validation(root)
-    sets = [
+    settings = [
         "data.name=folder",
         f"data.root={root}",
         "data.image_size=8",
@@ -453,7 +454,7 @@ def test_a_run_does_not_go_on_with_other_validation_images(root, in_process, tmp
         "phase_b.epochs=1",
         "threads=1",
     ]
-    train = ["train", "digits", "--run-dir", "run", *(a for s in sets for a in ("--set", s))]
+    train = ["train", "digits", "--run-dir", "run", *sets(*settings)]
     before = load(root)
     assert in_process(*train, cwd=tmp_path)[0] == 0
     Image.fromarray(smooth(99, 20, 20)).save(root / "val" / "cat" / "0.jpg")

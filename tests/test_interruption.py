@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from arguments import sets
 from gaupipe import config, distributed
 from gaupipe.config import DataSettings
 from gaupipe.data import Batches, load_data
@@ -93,8 +94,7 @@ def attempt(tmp_path: Path, arguments: list[str], kill: Kill | None = None) -> t
 
 
 def with_settings(command: str, run_dir: Path, settings: list[str]) -> list[str]:
-    sets = [word for setting in settings for word in ("--set", setting)]
-    return [command, "digits", "--run-dir", str(run_dir), *sets]
+    return [command, "digits", "--run-dir", str(run_dir), *sets(*settings)]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:

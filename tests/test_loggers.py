@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from arguments import sets
 from gaupipe import config
 from gaupipe.data import Batches, load_data
 from gaupipe.errors import UserError
@@ -195,7 +196,7 @@ def test_a_logger_that_is_not_installed_is_said_before_work_starts(
     tmp_path, in_process, monkeypatch, command
 ):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    settings = [word for one in [*TINY, "log.to=[wandb]"] for word in ("--set", one)]
+    settings = sets(*TINY, "log.to=[wandb]")
     code, _, err = in_process(command, "digits", "--run-dir", tmp_path / "run", *settings)
     assert code == 2 and err.count("\n") == 1
     assert "log.to: wandb is not installed" in err and "pip install 'gaupipe[wandb]'" in err

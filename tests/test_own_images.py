@@ -10,6 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from arguments import sets
 from gaupipe import config
 from gaupipe.choices import Machine, choose
 from gaupipe.config import DataSettings
@@ -45,10 +46,6 @@ def photos(folder, classes=("cat", "dog"), count=12, size=(10, 8), mode="RGB"):
             pixels = draw.integers(256, size=(*size[::-1], 3), dtype=np.uint8)
             Image.fromarray(pixels).convert(mode).save(folder / name / f"{number}.png")
     return folder
-
-
-def sets(overrides=TINY) -> list[str]:
-    return [argument for override in overrides for argument in ("--set", override)]
 
 
 # what is chosen
@@ -266,7 +263,7 @@ def test_class_folders_without_a_folder_for_training(tmp_path):
 
 
 def run(in_process, *arguments, cwd):
-    return in_process(*arguments, *sets(), cwd=cwd)
+    return in_process(*arguments, *sets(*TINY), cwd=cwd)
 
 
 def metrics(path) -> list[dict]:
@@ -318,7 +315,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
 
 def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_path):
     photos(tmp_path / "mine")
-    plain = sets([*TINY[:2], "baseline.epochs=1", "threads=1"])
+    plain = sets(*TINY[:2], "baseline.epochs=1", "threads=1")
     assert in_process("train", "--data", "mine", *plain, cwd=tmp_path)[0] == 0
     (tmp_path / "mine").rename(tmp_path / "moved")
     again = "train", "--data", "moved", "--run-dir", "runs/mine"
@@ -340,7 +337,7 @@ def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp
     photos(tmp_path / "mine")
     own = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
     code, _, err = in_process(
-        command, "--data", "mine", "--student", "xsa", *sets(own), "--run-dir", "x", cwd=tmp_path
+        command, "--data", "mine", "--student", "xsa", *sets(*own), "--run-dir", "x", cwd=tmp_path
     )
     assert code == 0, err
     [line] = [line for line in err.splitlines() if "phase_b.student=" in line]
@@ -358,7 +355,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert code == 0, err
     assert json.loads(out)["images"] == 19
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-    plain = sets([*TINY[:2], "baseline.epochs=3", "threads=1"])
+    plain = sets(*TINY[:2], "baseline.epochs=3", "threads=1")
     code, out, err = in_process("train", "--data", "mine", *plain, cwd=tmp_path)
     assert code == 0 and "teacher" not in err and "  baseline.epochs=3 " in err, err
     trained = tmp_path / "runs" / "mine" / "plain" / "belief"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments import sets
 from gaupipe import __version__
 
 ROOT = Path(__file__).parent.parent
@@ -85,7 +86,6 @@ def test_the_wheel_of_the_sdist_runs_without_the_clone(installed, tmp_path):
     assert run(installed / "gaupipe", "--version", **options) == f"gaupipe {__version__}\n"
     epoch = ["phase_a.max_epochs=1", "phase_b.epochs=1", "baseline.enabled=false", "threads=1"]
     epoch += ["data.train_images=64", "phase_b.warm_start=none", "phase_b.gamma_epochs=1"]
-    arguments = [argument for setting in epoch for argument in ("--set", setting)]
-    assert "standard, distilled" in run(installed / "gaupipe", "run", *arguments, **options)
+    assert "standard, distilled" in run(installed / "gaupipe", "run", *sets(*epoch), **options)
     folder = tmp_path / "runs" / "digits" / "phase_b" / "standard" / "student"
     assert (folder / "model.safetensors").is_file()

@@ -13,6 +13,7 @@ from scipy.stats import norm
 
 import gaupipe.models  # noqa: F401
 import store
+from arguments import sets
 from gaupipe import config
 from gaupipe.attention.gaussian import predicted_gaussians
 from gaupipe.data import load_data
@@ -248,7 +249,7 @@ def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path):
     ],
 )
 def test_what_cannot_be_predicted_is_refused(change, message, in_process, tmp_path):
-    changes = [part for setting in (*TINY, change) for part in ("--set", setting)]
+    changes = sets(*TINY, change)
     code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *changes)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments import sets
 from gaupipe import config
 from gaupipe.errors import UserError
 from processes import FORKS
@@ -23,7 +24,7 @@ TINY = [
     "threads=1",
     "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
 ]
-SETS = [part for setting in TINY for part in ("--set", setting)]
+SETS = sets(*TINY)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from gaupipe.config import (
 from gaupipe.data import ImageData, load_data
 from gaupipe.progress import read_metrics
 from stages import export_maps, kept_epochs
-from stages.compare.cells import Cell, apply, resolve
+from stages.compare.cells import Cell, apply, of_baseline, resolve
 from stages.compare.speed import Run
 from stages.run_directory import RunDirectory
 
@@ -50,11 +50,9 @@ DISTILLATION = (
 
 def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     """The settings of one run. Settings that mean nothing to it go back to their defaults."""
-    phase_b = settings.phase_b.model_copy(update={"keep": "last"})  # the epoch of the tables
     if baseline:
-        own = {"optim": settings.baseline.optim, "epochs": settings.baseline.epochs}
-        given = {name: value for name, value in own.items() if value is not None}
-        phase_b = phase_b.model_copy(update=given)
+        settings = of_baseline(settings)
+    phase_b = settings.phase_b.model_copy(update={"keep": "last"})  # the epoch of the tables
     phase_a = settings.phase_a
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         phase_b = phase_b.model_copy(update={"shuffle_maps": False})
