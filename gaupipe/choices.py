@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from gaupipe.config import Settings, place
+from gaupipe.config import FILE_IMAGE_SIZE, Settings, place
 from gaupipe.folder_facts import FolderFacts
 
 MINUTES = 10
@@ -202,7 +202,8 @@ def _choose_sizes(chosen: Choices, facts: FolderFacts, machine: Machine) -> tupl
     else:
         size = max(8, shorter // 4 * 4)
         reason = f"of images of {facts.width} x {facts.height} pixels"
-    size = _whole(chosen.choose("data.image_size", size, reason), size)
+    size = chosen.choose("data.image_size", size, reason)
+    size = _whole(size, FILE_IMAGE_SIZE if size is None else facts.shorter)
     wanted = 2 if size < 24 else 4 if size < 48 else 8 if size < 144 else 16
     fitting = [patch for patch in range(-(-wanted // 2), 2 * wanted + 1) if size % patch == 0]
     # where none fits, the settings are refused with sizes that would
@@ -214,6 +215,11 @@ def _choose_sizes(chosen: Choices, facts: FolderFacts, machine: Machine) -> tupl
 
 def _choose_model(chosen: Choices, images: int, tokens: int, patch: int, machine: Machine) -> float:
     """The largest ViT that has enough epochs. Returns the operations of an image in training."""
+    if (named := chosen.given("model.name")) is not None:
+        dim, depth, mlp_ratio = _own_sizes(named)
+        args = (("embed_dim", dim), ("depth", depth))
+        dim, depth = (_whole(chosen.given(f"model.args.{name}"), own) for name, own in args)
+        return training_flops(tokens, patch, dim, depth, mlp_ratio)
     chosen.choose("model.name", "gauvit_pico_patch2_8")
     models = GPU_MODELS if machine.gpu else MODELS
     fast_enough = [
@@ -235,6 +241,20 @@ def _choose_model(chosen: Choices, images: int, tokens: int, patch: int, machine
         "attention starts as trained attention looks; normal starts at random",
     )
     return training_flops(tokens, patch, dim, depth)
+
+
+def _own_sizes(name: Any) -> tuple[int, int, float]:
+    """Width, number of blocks and MLP ratio of a ViT that the user named; of a small one for a name
+    that the settings refuse."""
+    import timm
+
+    import gaupipe.models  # noqa: F401  (timm learns gaupipe's names)
+
+    try:
+        vit: Any = timm.create_model(name, device="meta")
+        return vit.embed_dim, len(vit.blocks), vit.blocks[0].mlp.fc1.out_features / vit.embed_dim
+    except (RuntimeError, AttributeError, TypeError):  # no such model, or no ViT
+        return (*MODELS[0], MLP_RATIO)
 
 
 def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine) -> None:
@@ -339,9 +359,11 @@ def epochs_that_fit(images: int, flops: float, machine: Machine) -> int:
     return int(MINUTES * 60 / 2 * machine.flops / (images * flops))
 
 
-def training_flops(tokens: int, patch: int, dim: int, depth: int) -> float:
+def training_flops(
+    tokens: int, patch: int, dim: int, depth: int, mlp_ratio: float = MLP_RATIO
+) -> float:
     """Operations for one image in one step of training: three times those of the forward pass."""
-    block = 2 * (4 + 2 * MLP_RATIO) * dim**2 + 4 * tokens * dim
+    block = 2 * (4 + 2 * mlp_ratio) * dim**2 + 4 * tokens * dim
     return 3.0 * tokens * (depth * block + 2 * 3 * patch**2 * dim)
 
 

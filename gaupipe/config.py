@@ -55,6 +55,8 @@ IRRELEVANT = (
 )
 """Settings that do not make another run of it: they may differ when one is continued."""
 
+FILE_IMAGE_SIZE = 224
+"""Pixels of images in files where ``data.image_size`` is null."""
 
 IN_PHASE_B = (
     "phase_b.",

@@ -23,7 +23,7 @@ from torch import Tensor
 from gaupipe import distributed
 from gaupipe.augment import Augment, Crops, Mix, mix
 from gaupipe.buckets import Buckets, slices
-from gaupipe.config import DataSettings
+from gaupipe.config import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.decoded_images import DecodedImages
 from gaupipe.errors import UserError
 from gaupipe.folders import write_whole
@@ -405,7 +405,7 @@ def load_data(settings: DataSettings) -> ImageData:
         from timm.data import IMAGENET_DEFAULT_MEAN as mean
         from timm.data import IMAGENET_DEFAULT_STD as std
     image_size = settings.image_size or (
-        train.images.shape[-1] if isinstance(train, ArrayImages) else 224
+        train.images.shape[-1] if isinstance(train, ArrayImages) else FILE_IMAGE_SIZE
     )
     return ImageData(
         name=settings.name,

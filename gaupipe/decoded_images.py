@@ -22,7 +22,7 @@ from torchvision.transforms.v2 import functional as F
 
 from gaupipe import interruption, kept_images, machine
 from gaupipe.augment import Crops
-from gaupipe.config import DataSettings
+from gaupipe.config import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.decoding import image_size, read_pixels, refusing
 from gaupipe.errors import UserError
 from gaupipe.image_files import SAMPLE, HubImages, ImageFiles, cache_folder, sample
@@ -57,7 +57,8 @@ class DecodedImages(Dataset):
         class_names: Sequence[str] = (),
     ) -> None:
         self.class_names = tuple(class_names)
-        self.files, self.settings, self.size = files, settings, settings.image_size or 224
+        self.files, self.settings = files, settings
+        self.size = settings.image_size or FILE_IMAGE_SIZE
         self.labels = np.asarray(labels, dtype=np.int64)
         self.chosen = np.arange(len(labels))
         """Positions of the images that a training reads, ascending: those that may be kept."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from gaupipe.augment_settings import AugmentSettings
 from gaupipe.config import DataSettings
 from gaupipe.data import ImageData, load_data
 from gaupipe.errors import UserError
+from gaupipe.progress import read_metrics
 from gaupipe.stored_maps import KINDS, StoredGaussians
 from stages.evaluate import load_student
 from stages.run_directory import RunDirectory
@@ -73,7 +73,7 @@ def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
     distilled = run.is_distilled(name)
     settings, model, name = load_student(run.path, name, distilled)
     block: Any = model.blocks[0]
-    metrics = last_metrics(run.student(name, distilled) / "metrics.jsonl")
+    metrics = read_metrics(run.student(name, distilled) / "metrics.jsonl")
     return {
         "student": name,
         "attention": settings.phase_b.student,
@@ -82,22 +82,8 @@ def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "overrides": run.overrides(name, distilled),
-        **metrics,
+        **metrics[-1],
     }
-
-
-def last_metrics(path: Path) -> dict[str, Any]:
-    """The metrics entry of the last epoch. Raises UserError for a damaged file."""
-    try:
-        entry = json.loads(path.read_bytes().splitlines()[-1])
-    except (ValueError, IndexError, RecursionError):
-        entry = None
-    if not isinstance(entry, dict):
-        raise UserError(
-            f"{path} is damaged: its last line is no JSON object; 'gaupipe phase-b --resume' "
-            "writes it again"
-        )
-    return entry
 
 
 def attention(

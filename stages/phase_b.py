@@ -511,7 +511,11 @@ class MapsOfEpoch:
     def __init__(self, maps: store.Store, view: int = 0, seed: int | None = None) -> None:
         self.maps, self.view, self.views = maps, view, maps.schema.views
         images = len(maps) // self.views
-        self.others = None if seed is None else np.random.default_rng(seed).permutation(images)
+        self.others = None
+        if seed is not None:  # one cycle through all images: none keeps its own maps
+            order = np.random.default_rng(seed).permutation(images)
+            self.others = np.empty_like(order)
+            self.others[order] = np.roll(order, 1)
 
     def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         """As :meth:`store.Store.prefetch`."""

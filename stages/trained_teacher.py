@@ -84,8 +84,11 @@ def run(
     Raises UserError before anything is written.
     """
     job = distributed.main_first(lambda: check(settings, data, students))
-    if job is not None and distributed.size() > 1:
-        job.common_sha256()
+    if job is not None:
+        if distributed.size() > 1:
+            job.common_sha256()
+        if run.teacher_digest() is not None:
+            check_unchanged(job, run)
     state = training_state(settings, data) if job is None else None
 
     def finish(teacher: TrainedTeacher | None) -> None:
@@ -268,12 +271,17 @@ def load(run: RunDirectory, settings: Settings, data: ImageData) -> TrainedTeach
             f"{run.path} --resume' does that"
         )
     job = build(settings, data, run.phase_a / "teacher")
+    check_unchanged(job, run)
+    return job
+
+
+def check_unchanged(job: TrainedTeacher, run: RunDirectory) -> None:
+    """Raises UserError for another teacher than that whose digest the run has."""
     if job.sha256() != run.teacher_digest():
         raise UserError(
-            f"phase_a.teacher: {settings.phase_a.teacher} is not the teacher that {run.path} was "
-            "started with: its weights have changed; restore them, or start another run"
+            f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that {run.path} "
+            "was started with: its weights have changed; restore them, or start another run"
         )
-    return job
 
 
 def build_model(

@@ -7,12 +7,13 @@ import shutil
 
 import numpy as np
 import pytest
+import timm
 import yaml
 from PIL import Image
 
 from arguments import sets
 from gaupipe import config
-from gaupipe.choices import Machine, choose
+from gaupipe.choices import Machine, choose, training_flops
 from gaupipe.config import DataSettings
 from gaupipe.data import load_data
 from gaupipe.errors import UserError
@@ -126,6 +127,29 @@ def test_what_the_user_set_stays_and_the_rest_follows():
     assert chosen.phase_b.alpha == 0.5
     fewer = settings(["data.train_images=100"])
     assert fewer.phase_b.epochs > settings().phase_b.epochs
+
+
+def test_a_named_model_keeps_its_own_sizes():
+    named = {"name": "gauvit_tiny_patch16_224"}
+    chosen = choose(facts(), "photos", TWO_CORES, {"model": dict(named)})
+    assert chosen.given("model.args") == {"patch_size": 8}
+    vit = timm.create_model(named["name"], device="meta", patch_size=8, img_size=64, num_classes=9)
+    products = sum(weight.numel() for weight in vit.parameters() if weight.ndim == 2)
+    products += vit.patch_embed.proj.weight.numel()
+    attention = 2 * len(vit.blocks) * 64 * vit.embed_dim
+    assert training_flops(64, 8, vit.embed_dim, len(vit.blocks), 1) == pytest.approx(
+        6 * 64 * (products + attention), rel=0.01
+    )
+    small = choose(facts(), "photos", TWO_CORES, {"model": {**named, "args": {"depth": 2}}})
+    assert small.minutes < chosen.minutes
+    for unknown in ("no_such_model", "resnet18", 5):  # the settings refuse it later
+        assert choose(facts(), "photos", TWO_CORES, {"model": {"name": unknown}}).tree["phase_b"]
+
+
+def test_images_that_are_not_scaled_have_224_pixels():
+    chosen = settings(["data.image_size=null"])
+    assert (chosen.data.image_size, chosen.model.args["patch_size"]) == (None, 16)
+    assert chosen.phase_b.augment.crop_padding == 28
 
 
 def test_a_line_for_each_choice_names_the_setting():

@@ -424,6 +424,8 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
     save_student(other, folder)
     with pytest.raises(UserError, match="its weights have changed"):
         export_maps.run(tmp_path / "next")
+    with pytest.raises(UserError, match="its weights have changed"):
+        phase_a.run(settings, tmp_path / "next", resume=True)
 
 
 @pytest.mark.parametrize(
