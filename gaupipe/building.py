@@ -48,13 +48,15 @@ def build_vit(
     data: ImageData,
     attention: str = "standard",
     device: str | None = None,
+    args_setting: str = "model.args",
     **options: Any,
 ) -> VisionTransformer:
     """The timm model that the settings name, sized for the data, its weights started as the
     settings say.
 
-    ``device`` "meta" builds it without weights, to see whether it can be built. Raises UserError
-    where it cannot, and for images that patches do not cover.
+    ``device`` "meta" builds it without weights, to see whether it can be built. ``args_setting`` is
+    where messages say that ``model.args`` can be changed. Raises UserError where it cannot be
+    built, and for images that patches do not cover.
     """
     if not timm.is_model(model.name):
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
@@ -66,7 +68,7 @@ def build_vit(
             model.name, attention=attention, **{**sizes, **model.args}, **options, **placed
         )
         assert isinstance(vit, VisionTransformer)  # no other model of timm's takes an attention
-        _check_patches(vit.patch_embed.patch_size, data.image_size)
+        _check_patches(vit.patch_embed.patch_size, data.image_size, args_setting)
         start_weights(vit, model)
     except UserError:
         raise
@@ -77,13 +79,13 @@ def build_vit(
                 f"model.name: {model.name} has no choice of attentions: take one of {known}"
             ) from None
         raise UserError(
-            f"model.args: {model.name} cannot be built for {data.image_size}-pixel images with "
+            f"{args_setting}: {model.name} cannot be built for {data.image_size}-pixel images with "
             f"{model.args}: {_reason(error)}"
         ) from None
     return vit
 
 
-def _check_patches(patch: tuple[int, int], image_size: int) -> None:
+def _check_patches(patch: tuple[int, int], image_size: int, args_setting: str) -> None:
     """timm drops the border of an image that is no whole number of patches high and wide."""
     step = math.lcm(*patch)
     if image_size % step:
@@ -91,7 +93,7 @@ def _check_patches(patch: tuple[int, int], image_size: int) -> None:
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
-            f"{image_size} x {image_size}; {near} would fit, or another model.args.patch_size"
+            f"{image_size} x {image_size}; {near} would fit, or another {args_setting}.patch_size"
         )
 
 
@@ -136,6 +138,7 @@ def build_optimizer(
     except (AssertionError, ValueError, TypeError) as error:
         raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
     warmup = min(optim.warmup_epochs, epochs)
+    cycle: dict[str, Any] = {"num_epochs": epochs - warmup or 1, **optim.schedule_args}
     try:
         schedule, _ = create_scheduler_v2(
             optimizer,
@@ -146,7 +149,7 @@ def build_optimizer(
             warmup_prefix=True,
             step_on_epochs=False,
             updates_per_epoch=steps_per_epoch,
-            **{"num_epochs": epochs - warmup or 1} | optim.schedule_args,
+            **cycle,
         )
         if schedule is None:
             raise ValueError("'constant' holds the rate")

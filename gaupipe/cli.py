@@ -276,6 +276,15 @@ def export_maps(
             show_default="the run's teacher",
         ),
     ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="PHASE_A.TEACHER_ARGS=Y",
+            help="Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
+            show_default="none",
+        ),
+    ] = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -318,6 +327,7 @@ def export_maps(
         k=k,
         views=views,
         teacher=teacher,
+        overrides=overrides or [],
         download=download,
     )
     print(url)
@@ -1031,7 +1041,18 @@ def _report(values: dict[str, Any], as_json: bool) -> None:
         print(json.dumps(values))
         return
     for name, value in values.items():
-        print(f"{name:<18} {value:.4f}" if isinstance(value, float) else f"{name:<18} {value}")
+        print(f"{name:<18} {_in_words(value)}")
+
+
+def _in_words(value: Any) -> str:
+    """A value as YAML has it, numbers with four decimals."""
+    if isinstance(value, float):
+        return f"{round(value, 4) + 0.0:.4f}"  # no -0.0000
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_in_words, value))}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {_in_words(of)}" for name, of in value.items())
+    return str(value)
 
 
 if __name__ == "__main__":

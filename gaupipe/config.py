@@ -114,6 +114,14 @@ YES_OR_NO = {
 """Keywords of timm's VisionTransformer that are true or false (``fc_norm`` may be null)."""
 
 
+def _keywords(args: dict[str, Any]) -> dict[str, Any]:
+    """YAML reads ``{a:1}`` as one key without a value, which timm would leave out silently."""
+    for name in args:
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is no keyword: write {{name: value}}, with a space")
+    return args
+
+
 def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
     for name, value in args.items():
         if name in MODEL_ARGS_ELSEWHERE:
@@ -130,7 +138,8 @@ def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
     return args
 
 
-ModelArgs = Annotated[dict[str, Any], AfterValidator(_usable_model_args)]
+Keywords = Annotated[dict[str, Any], AfterValidator(_keywords)]
+ModelArgs = Annotated[Keywords, AfterValidator(_usable_model_args)]
 
 
 def _number_of_workers(value: Any) -> Any:
@@ -224,7 +233,7 @@ class OptimSettings(Section):
     schedule: str = "cosine"
     """The schedule after the warm-up: ``cosine``, ``constant``, ``poly``, ``step``, ``multistep``,
     ``tanh``, ``wsd`` or ``rsqrt``."""
-    schedule_args: dict[str, Any] = {}
+    schedule_args: Keywords = {}
     """Further keywords of ``create_scheduler_v2``, with times in epochs, e.g. ``{decay_epochs: 30,
     decay_rate: 0.1}``. ``num_epochs`` is the length of one cycle. By default one cycle takes all
     epochs after the warm-up. ``{num_epochs: 3, cycle_limit: 2, cycle_mul: 2}`` restarts the
@@ -282,7 +291,7 @@ class PhaseASettings(Section):
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
     ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
-    teacher_args: dict[str, Any] = {}
+    teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
     download: bool = False
@@ -413,7 +422,7 @@ class PhaseBSettings(Section):
 
     student: StudentKey = "standard"
     """The student's attention."""
-    attention_options: dict[str, Any] = {}
+    attention_options: Keywords = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
     match_params: bool = False
     """Make the FFN smaller, so that the student has as many parameters as with standard

@@ -46,6 +46,7 @@ def build_student(
         data,
         phase.student,
         device,
+        "phase_b.model_args" if phase.model_args else "model.args",
         attention_options=phase.attention_options,
         match_params=phase.match_params,
         rezero=phase.rezero,
@@ -59,7 +60,8 @@ def layer_map(settings: Settings, depth: int, layers: int) -> list[int | None]:
         return settings.phase_b.layer_map
     if depth == 1:
         return [layers - 1]
-    return [round(block * (layers - 1) / (depth - 1)) for block in range(depth)]
+    last, steps = layers - 1, depth - 1
+    return [(2 * block * last + steps) // (2 * steps) for block in range(depth)]  # halves go up
 
 
 def check_fit(student: VisionTransformer, schema: Any, settings: Settings, where: str) -> None:
@@ -92,8 +94,8 @@ def check_fit(student: VisionTransformer, schema: Any, settings: Settings, where
     check_heads(settings, heads, schema.heads, where)
     if tuple(schema.grid) != grid and not phase.match_grid:
         raise UserError(
-            f"{where}: the store holds maps with grid {tuple(schema.grid)}, the student has "
-            f"{grid}: use the model of phase A, or set phase_b.match_grid=true"
+            f"{where}: the maps have the grid {tuple(schema.grid)}, the student has {grid}: set "
+            "phase_b.match_grid=true, or give the student as many patches as the teacher has"
         )
     if phase.copy_epochs and student.num_prefix_tokens:
         raise UserError(
@@ -114,9 +116,9 @@ def check_heads(settings: Settings, heads: int, stored: int, where: str) -> None
             )
     elif not settings.phase_b.mean_heads and heads != stored:
         raise UserError(
-            f"{where}: the store holds maps with heads {stored}, the student has {heads}: use the "
-            "model of phase A, set phase_b.mean_heads=true, or name the stored head for each of "
-            "the student's in phase_b.head_map"
+            f"{where}: the maps have {stored} heads, the student has {heads}: set "
+            "phase_b.mean_heads=true, name the stored head for each of the student's in "
+            "phase_b.head_map, or give the student as many heads as the teacher has"
         )
 
 

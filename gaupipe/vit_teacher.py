@@ -9,8 +9,11 @@ Axis letters: B images, L blocks, H heads, P class and register tokens, T patche
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from typing import Any
 import timm
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.constants import ENDPOINT
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 from timm.layers import Attention
 from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer
@@ -33,6 +38,7 @@ from gaupipe.student_folder import load_folder
 
 LOCAL = "local-dir:"
 SETTING = "phase_a.teacher"
+RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
 
 
 class AttentionReader(TorchFunctionMode):
@@ -279,7 +285,7 @@ def load_vit(
     arguments: dict[str, Any],
     *,
     download: bool = False,
-    remedy: str = f"{SETTING}: give a folder with a trained ViT",
+    remedy: str = f"{SETTING} should name a folder with a trained ViT that timm reads",
 ) -> VitTeacher:
     """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -294,21 +300,49 @@ def load_vit(
     if teacher.startswith(LOCAL):
         folder = Path(teacher.removeprefix(LOCAL)).expanduser()
         if not folder.is_dir():
-            raise UserError(f"{SETTING}: there is no folder {folder}: {remedy}")
+            raise UserError(f"there is no folder {folder}: {remedy}")
         model = load_folder(folder, remedy, arguments)
     else:
-        try:
+        with _of_setting():
+            published(teacher)
+        check_fit(teacher, arguments, data)
+        with _of_setting():
             model = pretrained(teacher, arguments, download)
-        except UserError as error:
-            raise UserError(f"{SETTING}: {error}") from None
     return VitTeacher(model, data, teacher)
+
+
+@contextlib.contextmanager
+def _of_setting() -> Iterator[None]:
+    """Puts the name of the setting before messages."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{SETTING}: {error}") from None
+
+
+def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:
+    """Raises UserError for a model of timm's that is no teacher for the data, whatever its weights
+    are: before they are fetched."""
+    for device in ("meta", "cpu"):  # the first takes no memory; not every model runs there
+        try:
+            with torch.device(device):
+                model = timm.create_model(name, **arguments)
+        except Exception:  # no model of timm's, or keywords that it does not take: said later
+            return
+        try:
+            VitTeacher(model, data, name)
+        except UserError:
+            if device == "cpu":
+                raise
+        else:
+            return
 
 
 def pretrained(
     name: str,
     arguments: dict[str, Any],
     download: bool,
-    right: str = "gaussian, vit, local-dir:FOLDER or a timm name with weights",
+    right: str = RIGHT,
     consent: str = "phase_a.download=true",
 ) -> nn.Module:
     """A timm model with its weights from this machine, or from the hub where ``download`` allows
@@ -317,16 +351,7 @@ def pretrained(
     ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which says what
     name would be ``right`` and how to give the ``consent`` to a download.
     """
-    try:
-        config = get_pretrained_cfg(name)
-    except RuntimeError:  # a tag that the model has not
-        config = None
-    if config is None:
-        near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
-        hint = f"; there are {', '.join(near)}" if near else ""
-        raise UserError(f"timm has no weights {name!r}{hint}; {right} is right")
-    if not config.has_weights:
-        raise UserError(f"timm has no trained weights for {name}: train one first")
+    config = published(name, right)
     overlay = None
     if config.hf_hub_id and config.custom_load != "hf":
         overlay = {"file": _weights_file(name, config, download, consent), "custom_load": False}
@@ -336,6 +361,24 @@ def pretrained(
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
     except Exception as error:  # whatever timm makes of keywords or of a broken download
         raise UserError(f"timm cannot build {name} with {arguments}: {_one_line(error)}") from None
+
+
+def published(name: str, right: str = RIGHT) -> Any:
+    """timm's configuration of trained weights. Raises UserError where timm knows none of this
+    name, and says what name would be ``right``."""
+    try:
+        config = get_pretrained_cfg(name)
+    except RuntimeError:  # a tag that the model has not
+        config = None
+    if config is None:
+        near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
+        hint = f"; there are {', '.join(near)}" if near else ""
+        if Path(name).is_dir():
+            hint = f"; for the folder write {LOCAL}{name}"
+        raise UserError(f"timm has no weights {name!r}{hint}; {right} is right")
+    if not config.has_weights:
+        raise UserError(f"timm has no trained weights for {name}: train one first")
+    return config
 
 
 def _weights_file(name: str, config: Any, download: bool, consent: str) -> str:
@@ -349,11 +392,23 @@ def _weights_file(name: str, config: Any, download: bool, consent: str) -> str:
     if not download:
         raise _not_here(name, repository, consent)
     problem: Exception | None = None
-    for file in names:
-        try:
-            return hf_hub_download(repository, file, revision=revision or None)
-        except Exception as error:  # no network, no such file, no leave to read it
-            problem = problem or error
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # of every attempt that failed it writes a line
+    try:
+        for file in names:
+            try:
+                return hf_hub_download(repository, file, revision=revision or None)
+            except RemoteEntryNotFoundError as error:  # no such file there: maybe the other one is
+                problem = problem or error
+    except LocalEntryNotFoundError:
+        raise UserError(
+            f"the weights of {name} could not be fetched: no connection to {ENDPOINT}/{repository}"
+        ) from None
+    except Exception as error:  # no leave to read it, a full disk
+        problem = error
+    finally:
+        logger.setLevel(level)
     raise UserError(
         f"the weights of {name} could not be fetched from {repository}: {_one_line(problem)}"
     )

@@ -104,7 +104,7 @@ def run(
     if epoch := kept_epochs.of_student(folder):
         scores["epoch"] = epoch
     scores |= metrics(logits, labels)
-    scores |= beside_teacher(run, images, data, logits)
+    scores |= beside_teacher(run, folder, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student, maps, data, settings, device)
     return scores
@@ -112,21 +112,27 @@ def run(
 
 @torch.inference_mode()
 def beside_teacher(
-    run: RunDirectory, images: Split, data: ImageData, logits: Tensor
-) -> dict[str, float]:
+    run: RunDirectory, folder: Path, images: Split, data: ImageData, logits: Tensor
+) -> dict[str, Any]:
     """Of a teacher that is a trained ViT with predictions, or predicts its Gaussians: its top-1
     accuracy and cross-entropy on the split, and the share on which it predicts the class that
-    ``logits`` [N, C] do. Nothing for other teachers, which know no unseen images, and for one that
-    is no longer there."""
+    ``logits`` [N, C] do. Nothing for other teachers, which know no unseen images. ``no_teacher``
+    says why, where the teacher is no longer there, and where the student in ``folder`` learned from
+    another one than the run's."""
     phase = run.settings().phase_a
     if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
+    learned = read_json(folder / "maps.json")
+    if learned is not None and learned["teacher_sha256"] != run.teacher_digest():
+        return {"no_teacher": "the student learned from another teacher than the run's"}
+    job, missing = None, None
     try:
         job = phase_a.load(run, data)
-    except UserError:  # a folder that has moved, or weights that are no longer there
-        job = None
-    if not all(distributed.gathered(job is not None)) or job is None:
-        return {}
+    except UserError as error:  # a folder that has moved, or weights that are no longer there
+        missing = str(error)
+    reasons = [reason for reason in distributed.gathered(missing) if reason]
+    if job is None or reasons:
+        return {"no_teacher": reasons[0]}
     teacher = job.teacher
     if isinstance(teacher, VitTeacher) and not teacher.predicts:
         return {}

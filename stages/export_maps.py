@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe import distributed
+from gaupipe import config, distributed
 from gaupipe.augment import Augment
 from gaupipe.augment_settings import AugmentSettings
 from gaupipe.config import ExportSettings, Settings
@@ -48,6 +48,7 @@ def run(
     k: int | None = None,
     views: int | None = None,
     teacher: str | None = None,
+    overrides: Sequence[str] = (),
     download: bool = False,
     data: ImageData | None = None,
     augment: AugmentSettings | None = None,
@@ -64,6 +65,7 @@ def run(
     shard_mb   size of a file, in 10^6 bytes before compression
     force      writes a store that the disk does not seem to hold
     teacher    a trained ViT, named as ``phase_a.teacher`` is, in place of the run's own teacher
+    overrides  ``phase_a.teacher_args...=value``, of ``teacher``
     download   fetch the published weights of ``teacher``
     data       the data set of the settings, where it has been read already
     augment    what views are drawn with; None is the run's ``phase_b.augment``
@@ -86,6 +88,7 @@ def run(
                 f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
                 "another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
+        check_overrides(overrides, teacher)
         if not math.isfinite(shard_mb):
             raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
         return run.settings()  # a folder that is no run is left alone
@@ -94,7 +97,9 @@ def run(
         if teacher is None:
             job = phase_a.load(run, data, download=download)
         else:
-            job = other_teacher(settings, teacher, download, data)
+            tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
+            arguments = tree["phase_a"]["teacher_args"]
+            job = other_teacher(settings, teacher, arguments, download=download, data=data)
         if augment is not None:
             phase = job.settings.phase_b.model_copy(update={"augment": augment})
             job.settings = job.settings.model_copy(update={"phase_b": phase})
@@ -165,19 +170,36 @@ def ensure(
     return url
 
 
+def check_overrides(overrides: Sequence[str], teacher: str | None) -> None:
+    """Raises UserError for settings that are not the keywords of another ``teacher``."""
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if not f"{name}.".startswith("phase_a.teacher_args."):
+            raise UserError(
+                f"--set {name}: 'export-maps' takes phase_a.teacher_args alone, with --teacher"
+            )
+        if teacher is None:
+            raise UserError(f"--set {name}: belongs to the run; it is for another --teacher")
+
+
 def other_teacher(
-    settings: Settings, teacher: str, download: bool = False, data: ImageData | None = None
+    settings: Settings,
+    teacher: str,
+    arguments: dict[str, Any] | None = None,
+    *,
+    download: bool = False,
+    data: ImageData | None = None,
 ) -> TeacherJob:
-    """A trained ViT in place of a run's own teacher."""
+    """A trained ViT in place of a run's own teacher; ``arguments`` are its ``teacher_args``."""
     if teacher in ("gaussian", "vit"):
         raise UserError(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
-    changes: dict[str, Any] = {"teacher": teacher, "teacher_args": {}}
-    changes |= {"per_image": "table", "compression": None, "download": download}
-    phase = settings.phase_a.model_copy(update=changes)
-    settings = settings.model_copy(update={"phase_a": phase})
+    tree = settings.model_dump(mode="json")
+    tree["phase_a"] |= {"teacher": teacher, "teacher_args": arguments or {}}
+    tree["phase_a"] |= {"per_image": "table", "compression": None, "download": download}
+    settings = config.parse(tree, f"--teacher {teacher}")
     return trained_teacher.build(settings, data or load_data(settings.data))
 
 
@@ -213,6 +235,11 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     notes = job.notes()
     if export.views is not None:
         notes["views"] = drawing(job.settings)
+        if notes["views"] == drawing(Settings(seed=job.settings.seed)):
+            raise UserError(
+                f"export.views: {export.views} views of an image would all be the image itself: "
+                "phase_b.augment draws nothing; without views its maps are stored once"
+            )
     return store.Schema(
         kind=kind,
         encoding=export.encoding,
@@ -290,23 +317,30 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
         distributed.on_main(writer.finish)
         seconds = time.monotonic() - started
         progress.line(
-            f"export: {images:,} images in {seconds:.1f} s, "
-            f"{images / max(seconds, 1e-9):,.0f} images/s"
+            f"export: {images:,} {entry_of(schema)}s in {seconds:.1f} s, "
+            f"{images / max(seconds, 1e-9):,.0f} {entry_of(schema)}s/s"
         )
         for line in Remarks.together(all_remarks).lines():
             progress.line(f"export: {line}")
+
+
+def entry_of(schema: store.Schema) -> str:
+    """What an entry of the store is of."""
+    return "image" if schema.views == 1 else "view"
 
 
 def announcement(schema: store.Schema, images: int) -> str:
     """What is about to be written, in one line."""
     kept = schema.num_images - images
     what = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
-    views = f" in {schema.views} views each" if schema.views > 1 else ""
+    entry = entry_of(schema)
+    each = f", {schema.views} of each image," if schema.views > 1 else ""
+    one = f"{'a' if entry == 'view' else 'an'} {entry}"
     return (
-        f"export: {images:,} images{views} as {what}, {schema.encoding}"
+        f"export: {images:,} {entry}s{each} as {what}, {schema.encoding}"
         f"{f', {kept:,} are there already' if kept else ''}, at most "
         f"{images * schema.bytes_per_image / 1e6:,.1f} MB "
-        f"({schema.bytes_per_image / 1e3:,.1f} kB an image) before compression"
+        f"({schema.bytes_per_image / 1e3:,.1f} kB {one}) before compression"
     )
 
 

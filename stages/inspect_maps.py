@@ -57,7 +57,8 @@ def summary(
         "grid": list(schema.grid),
         "classes": schema.num_classes,
         "arrays": {
-            name: f"{list(shape)} {dtype}" for name, (shape, dtype, _) in schema.arrays().items()
+            name: f"{list(shape)} {schema.stored_dtype(name)}"
+            for name, (shape, *_) in schema.arrays().items()
         },
         "bytes_on_disk": size,
         "bytes_per_image": round(size / schema.images, 1),
@@ -107,7 +108,8 @@ def attention(
     std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
     holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
     map that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
-    over the queries and heads that were asked for; both are None otherwise.
+    over the queries and heads that were asked for; both are None otherwise, and ``no_teacher`` says
+    why a student has no teacher's map beside it.
     """
     if png is not None:
         check_png(png)
@@ -141,15 +143,15 @@ def attention(
 
 
 def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
-    """``teacher`` and ``kl`` of :func:`attention`."""
+    """``teacher``, ``kl`` and ``no_teacher`` of :func:`attention`."""
     if found.teacher is None:
-        return {"teacher": None, "kl": None}
+        return {"teacher": None, "kl": None, "no_teacher": found.no_teacher}
     teacher = found.teacher.expand_as(found.maps)  # [H, T, T]
     tiny = torch.finfo(torch.float32).tiny
     ratio = teacher.clamp_min(tiny).log() - found.maps.clamp_min(tiny).log()
     kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
     weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
-    return {"teacher": weights.tolist(), "kl": kl}
+    return {"teacher": weights.tolist(), "kl": kl, "no_teacher": None}
 
 
 @dataclass
@@ -161,6 +163,7 @@ class ImageMaps:
     probabilities  [C], of the classes
     pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
     teacher        [H or 1, T, T], what the run's store has to compare with a student's maps
+    no_teacher     why a student's maps have none
     """
 
     grid: tuple[int, int]
@@ -170,6 +173,7 @@ class ImageMaps:
     probabilities: Tensor
     pixels: Callable[[], np.ndarray]
     teacher: Tensor | None = None
+    no_teacher: str | None = None
 
 
 def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
@@ -242,6 +246,7 @@ def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageM
         seen.logits.softmax(-1),
         lambda: student.data.train.image(image),
         seen.teacher[layer],
+        student.no_teacher,
     )
 
 
@@ -262,28 +267,29 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     characters, which not every terminal has."""
     shades = BLOCKS if blocks else LETTERS
     weights = np.array(seen["map"])
-    top = weights.max()
+    top = most_of(seen)
     title = Text(
         f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
         f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query "
         f"{seen['query']}"
     )
-    own = shaded(weights, seen, shades)
+    own = shaded(weights, seen, shades, top)
     lines: list[Text | Table] = [title, *own]
     if seen["teacher"] is not None:
         beside = Table(box=None, pad_edge=False, padding=(0, 2))
         beside.add_column(seen["by"])
         beside.add_column("teacher")
-        for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades), strict=True):
+        for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades, top), strict=True):
             beside.add_row(*line)
         lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
+    elif seen["no_teacher"]:
+        lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
     y, x = np.unravel_index(weights.argmax(), weights.shape)
-    lines.append(
-        Text(
-            f"  {shades[-1] * 2} = {top:.4f}, the largest weight, at token "
-            f"{y * weights.shape[1] + x} (row {y}, column {x})"
-        )
-    )
+    largest = "the largest weight"
+    if seen["teacher"] is not None:
+        largest = f"of both maps; the largest weight of {seen['by']} is {weights.max():.4f}"
+    place = f"at token {y * weights.shape[1] + x} (row {y}, column {x})"
+    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {place}"))
     if seen["gaussian"]:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
         lines.append(
@@ -295,9 +301,14 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     return Group(*lines)
 
 
-def shaded(weights: np.ndarray, seen: dict[str, Any], shades: str) -> list[Text]:
-    """A line for each row of a map [h, w]."""
-    top = weights.max()
+def most_of(seen: dict[str, Any]) -> float:
+    """The largest weight of the map of :func:`attention` and of the teacher's beside it, which are
+    drawn on one scale."""
+    return float(max(np.max(seen[name]) for name in ("map", "teacher") if seen[name] is not None))
+
+
+def shaded(weights: np.ndarray, seen: dict[str, Any], shades: str, top: float) -> list[Text]:
+    """A line for each row of a map [h, w]; the last of the ``shades`` is for ``top``."""
     query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
     lines = []
     for y, row in enumerate(weights):
@@ -336,6 +347,7 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
                 extent=(0, width, height, 0),
                 cmap="viridis",
                 vmin=0,
+                vmax=most_of(seen),
                 alpha=0.65,
                 interpolation="nearest",
             )

@@ -37,7 +37,8 @@ class Seen:
 
 
 class StudentMaps:
-    """A student of a run, loaded once. Raises UserError where it is not there or damaged."""
+    """A student of a run, loaded once; ``no_teacher`` says why no stored maps are compared with its
+    own. Raises UserError where it is not there or damaged."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
         distilled = run.is_distilled(name)
@@ -50,7 +51,12 @@ class StudentMaps:
         self._batches = Batches(self.data.train, self.data, device, batch_size=1)
         self._job = None
         maps = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
-        if maps is not None and maps.schema.extra.get("views") is None:  # maps of the images
+        self.no_teacher: str | None = None
+        if maps is None:
+            self.no_teacher = "there is no whole store that fits the student"
+        elif maps.schema.extra.get("views") is not None:
+            self.no_teacher = f"{maps.url} holds maps of views, not of the images themselves"
+        else:
             self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, maps)
 
     @torch.inference_mode()

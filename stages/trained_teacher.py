@@ -67,8 +67,10 @@ class TrainedTeacher(TeacherJob):
         return self.teacher.sha256()
 
     def notes(self) -> dict[str, Any]:
+        arguments = self.settings.phase_a.teacher_args
         return {
             "teacher": self.settings.phase_a.teacher,
+            **({"teacher_args": arguments} if arguments else {}),
             "predicts": self.teacher.predicts,
             "data": self.settings.data.model_dump(mode="json", exclude={"buckets"}),
         }
@@ -291,7 +293,8 @@ def build_model(
     torch.manual_seed(settings.seed)
     args = {**settings.model.args, **settings.phase_a.teacher_args}
     model = settings.model.model_copy(update={"args": args})
-    return build_vit(model, data, "standard", device)
+    own = "phase_a.teacher_args" if settings.phase_a.teacher_args else "model.args"
+    return build_vit(model, data, "standard", device, own)
 
 
 def training_state(settings: Settings, data: ImageData) -> TrainingState[VisionTransformer]:

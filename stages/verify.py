@@ -54,11 +54,12 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
     run = RunDirectory(run_dir or Path(url).absolute().parent)
     settings = run.settings()
-    teacher = store.open(url).schema.extra.get("teacher")
+    extra = store.open(url).schema.extra
+    teacher = extra.get("teacher")
     if teacher in (None, settings.phase_a.teacher):
         job = phase_a.load(run)
     else:  # one that export-maps was given
-        job = export_maps.other_teacher(settings, teacher)
+        job = export_maps.other_teacher(settings, teacher, extra.get("teacher_args"))
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256())
     read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
     size = job.settings.data.eval_batch_size

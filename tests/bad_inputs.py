@@ -1072,7 +1072,7 @@ RUNS = [
                     write(f"{STUDENT}/student/config.json", "{}"),
                     sums(f"{STUDENT}/student"),
                 ),
-                "not a student",
+                "no model that timm reads",
             ),
         )
     ),
@@ -1089,7 +1089,7 @@ RUNS = [
             *(
                 (
                     both(write(f"{STUDENT}/student/config.json", text), sums(f"{STUDENT}/student")),
-                    "not a student",
+                    "no model that timm reads",
                 )
                 for text in (
                     "",
@@ -1110,13 +1110,13 @@ RUNS = [
             (both(flip(f"{STUDENT}/student/config.json"), sums(f"{STUDENT}/student")), ""),
             (
                 both(cut(f"{STUDENT}/student/model.safetensors"), sums(f"{STUDENT}/student")),
-                "not a student",
+                "no model that timm reads",
             ),
             (
                 both(
                     write(f"{STUDENT}/student/model.safetensors", b""), sums(f"{STUDENT}/student")
                 ),
-                "not a student",
+                "no model that timm reads",
             ),
         )
     ),

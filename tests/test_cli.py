@@ -248,7 +248,7 @@ def test_mistakes_about_a_run_give_one_line_and_change_nothing(
     "override,message",
     [
         ("data.train_images=190", "another data set"),
-        ("model.args={depth: 2, embed_dim: 16, num_heads: 4}", "heads 2, the student has 4"),
+        ("model.args={depth: 2, embed_dim: 16, num_heads: 4}", "2 heads, the student has 4"),
     ],
 )
 def test_a_store_that_does_not_match_is_refused(finished, in_process, tmp_path, override, message):

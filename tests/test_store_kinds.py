@@ -264,6 +264,37 @@ def test_the_sizes_in_the_documentation(row, encoding):
     assert cells == expected
 
 
+def documented(word: str, url: Path) -> dict:
+    """What the code block of docs/store.md with this word defines, run on a store."""
+    text = (Path(__file__).parents[1] / "docs/store.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in b)
+    names: dict = {}
+    exec(block.replace("runs/mine/maps.zarr", str(url)), names)
+    return names
+
+
+@pytest.mark.parametrize("kind,k", [("gaussian", None), ("mixture", 3)])
+def test_the_documented_way_to_decode_gaussians_by_hand(tmp_path, kind, k):
+    torch = pytest.importorskip("torch")
+    from gaupipe.gaussians import expected_map
+    from gaupipe.mixtures import mixture_map
+
+    schema = make_schema(kind=kind, k=k)
+    array, make = {
+        "gaussian": ("gaussians", expected_map),
+        "mixture": ("mixtures", mixture_map),
+    }[kind]
+    arrays = make_arrays(schema)
+    draw = np.random.default_rng(0)
+    arrays[array] = np.abs(draw.normal(size=arrays[array].shape)).astype(np.float16) + 0.01
+    arrays[array][..., -4:-2] *= draw.choice([-1, 1], (*arrays[array].shape[:-1], 2))
+    write_store(tmp_path / "s", schema, arrays)
+    names = documented("map_of_gaussians", tmp_path / "s")
+    stored = names["group"][array][4]
+    ours = make(torch.from_numpy(stored), schema.grid)
+    np.testing.assert_allclose(names[f"map_of_{array}"](stored), ours, atol=1e-6)
+
+
 @pytest.mark.parametrize("encoding", ["float16", "uint8"])
 @pytest.mark.parametrize("k", [3, 6])
 def test_the_documented_way_to_decode_by_hand(tmp_path, encoding, k):
@@ -273,10 +304,7 @@ def test_the_documented_way_to_decode_by_hand(tmp_path, encoding, k):
 
     schema = make_schema(kind="topk", k=k, encoding=encoding)
     write_store(tmp_path / "s", schema, make_arrays(schema))
-    text = (Path(__file__).parents[1] / "docs/store.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "map_of" in b)
-    names = {}
-    exec(block.replace("runs/mine/maps.zarr", str(tmp_path / "s")), names)
+    names = documented("map_of(group", tmp_path / "s")
     read = store.open(tmp_path / "s").gather([4])
     keys, weights = (torch.from_numpy(read[name][0]) for name in ("keys", "weights"))
     ours = from_top_k(keys, weights, schema.tokens)

@@ -15,6 +15,7 @@ from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 import store
+from arguments import sets
 from gaupipe import config
 from gaupipe.augment import Augment
 from gaupipe.config import ExportSettings
@@ -191,7 +192,7 @@ def test_blocks_are_compared_evenly_spaced():
     assert layer_map(settings, 2, 12) == [0, 11]
     assert layer_map(settings, 4, 4) == [0, 1, 2, 3]
     assert layer_map(settings, 4, 7) == [0, 2, 4, 6]
-    assert layer_map(settings, 7, 4) == [0, 0, 1, 2, 2, 2, 3]
+    assert layer_map(settings, 7, 4) == [0, 1, 1, 2, 2, 3, 3]
     assert layer_map(settings, 1, 5) == [4]
     named = settings_with("phase_b.layer_map=[3, null]")
     assert layer_map(named, 2, 4) == [3, None]
@@ -366,7 +367,8 @@ def test_a_student_becomes_the_teacher_of_the_next(run, tmp_path, in_process):
     assert scores["teacher_top1"] == rows[0]["val_acc"] and scores["teacher_loss"] > 0
     assert 0 <= scores["same_class_as_teacher"] <= 1
     seen = inspect_maps.attention(2, run_dir=tmp_path / "next", student="standard", layer=1)
-    assert np.shape(seen["teacher"]) == (4, 4) and seen["kl"] > 0
+    assert np.shape(seen["teacher"]) == (4, 4) and seen["kl"] > 0 and seen["no_teacher"] is None
+    assert inspect_maps.most_of(seen) == max(np.max(seen["map"]), np.max(seen["teacher"]))
     code, out, _ = in_process(
         "inspect", "--run-dir", tmp_path / "next", "--student", "standard", "--image", 2
     )
@@ -438,6 +440,9 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_a.compression={embedding: 4}"], "has no Gaussians"),
         (["phase_a.teacher=gaussian", "phase_a.teacher_args={depth: 3}"], "teacher_args"),
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
+        (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),
+        (["phase_a.teacher_args={num_heads: 5}"], "phase_a.teacher_args: gauvit_pico"),
+        (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no embeddings"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
         (["export.kind=dense", "export.k=4"], "export.k 4: is for the kinds topk and mixture"),
@@ -465,6 +470,9 @@ def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
         (["--teacher", "local-dir:nowhere"], "name another store with --out"),
         (["--teacher", "vit", "--out", "o.zarr"], "is trained by phase A"),
         (["--teacher", "local-dir:nowhere", "--out", "o.zarr"], "there is no folder"),
+        (["--set", "phase_a.teacher_args.depth=3"], "it is for another --teacher"),
+        (["--set", "export.k=4"], "takes phase_a.teacher_args alone"),
+        (["--views", "2"], "phase_b.augment draws nothing"),
     ],
 )
 def test_exports_that_make_no_sense_are_refused(run, in_process, arguments, message):
@@ -483,6 +491,49 @@ def test_another_teacher_writes_another_store(run, tmp_path, in_process):
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
     code, _, err = in_process("phase-b", "--run-dir", run, "--maps", out, "--name", "other")
     assert code == 0, err
+
+
+def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
+    other = timm.create_model(f"local-dir:{run / 'phase_a' / 'teacher'}", num_classes=7)
+    save_student(other, tmp_path / "seven", mean=(0.5,), std=(0.5,))
+    out = tmp_path / "seven.zarr"
+    export = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
+    code, _, err = in_process(*export, "--out", out)
+    advice = "phase_a.teacher_args={num_classes: 0}"
+    assert (code, err.count("\n")) == (2, 1) and advice in err and not out.exists()
+    code, _, err = in_process(*export, "--out", out, "--set", advice)
+    assert code == 0, err
+    assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
+    for wrong in ("phase_a.teacher_args={num_classes:0}", "phase_a.teacher_args=5"):
+        code, _, err = in_process(*export, "--out", tmp_path / "x.zarr", "--set", wrong)
+        assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err, err
+        assert not (tmp_path / "x.zarr").exists()
+    settings = ["phase_b.alpha=0", "phase_b.beta=1", "phase_b.epochs=1"]
+    code, _, err = in_process(
+        *("phase-b", "--run-dir", run, "--maps", out, "--name", "seven", *sets(*settings))
+    )
+    assert code == 0, err
+    scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
+    assert "another teacher" in scores["no_teacher"] and "teacher_top1" not in scores
+    assert len(scores["map_kl"]) == 2
+
+
+def test_a_student_of_views_says_why_no_teacher_stands_beside_it(tmp_path, in_process):
+    settings = settings_with(
+        "phase_b.augment.flip=true",
+        "phase_b.augment.crop_padding=1",
+        "phase_b.alpha=0",
+        "export.views=2",
+        "baseline.enabled=false",
+    )
+    run_all(settings, tmp_path / "run")
+    seen = inspect_maps.attention(2, run_dir=tmp_path / "run", student="standard")
+    assert seen["teacher"] is None and "maps of views" in seen["no_teacher"]
+    one = ["inspect", "--run-dir", tmp_path / "run", "--student", "standard", "--image", 2]
+    code, out, _ = in_process(*one)
+    assert code == 0 and "no teacher beside it" in out
+    shutil.rmtree(tmp_path / "run" / "maps.zarr")
+    assert "no whole store" in json.loads(in_process(*one, "--json")[1])["no_teacher"]
 
 
 def test_a_student_is_compared_with_the_maps_it_learned_from(run, tmp_path, in_process):
@@ -523,6 +574,7 @@ def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
     shutil.rmtree(vit)
     scores = evaluate.run(tmp_path / "next")
     assert "teacher_top1" not in scores and scores["teacher_agreement"] <= 1
+    assert "there is no folder" in scores["no_teacher"]
 
 
 def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(tmp_path):

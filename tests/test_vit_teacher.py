@@ -1,13 +1,16 @@
 """Trained ViTs as teachers: their maps against softmax written in numpy, and what is refused."""
 
+import contextlib
 import json
 import shutil
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import timm
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
 import gaupipe.models  # noqa: F401
 from gaupipe.attention import STUDENTS
@@ -229,8 +232,59 @@ def test_a_folder_is_loaded_and_checked(tmp_path):
         load_vit(f"local-dir:{damaged}", data(8), {})
     (damaged / "SHA256SUMS").unlink()
     (damaged / "config.json").write_text(json.dumps({"architecture": "resnet18"}))
-    with pytest.raises(UserError, match="damaged, or not a student"):
+    with pytest.raises(UserError, match="damaged, or no model that timm reads"):
         load_vit(f"local-dir:{damaged}", data(8), {})
+
+
+class Touches:
+    """Unpickled it would make a file."""
+
+    def __init__(self, path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
+    """timm.models.save_for_hf writes pytorch_model.bin unless it is told otherwise."""
+    model = small("vit_tiny_patch16_224")
+    folder = tmp_path / "vit"
+    with contextlib.suppress(FileNotFoundError):  # timm removes a file that it has not written
+        timm.models.save_for_hf(model, folder, safe_serialization=False)
+    assert (folder / "pytorch_model.bin").is_file() and not (folder / "model.safetensors").exists()
+    described = json.loads((folder / "config.json").read_text())
+    described["model_args"] = {"img_size": 32, "depth": 2, "embed_dim": 48, "num_heads": 3}
+    (folder / "config.json").write_text(json.dumps(described | {"num_classes": 5}))
+    teacher = load_vit(f"local-dir:{folder}", data(), {})
+    assert torch.equal(teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
+    tensors = model.state_dict()
+    for weights in (
+        {**tensors, "pos_embed": tensors["pos_embed"][:, :4]},
+        {**tensors, "called": Touches(tmp_path / "touched")},
+    ):
+        torch.save(weights, folder / "pytorch_model.bin")
+        with pytest.raises(UserError, match="damaged, or no model that timm reads"):
+            load_vit(f"local-dir:{folder}", data(), {})
+    assert not (tmp_path / "touched").exists()
+
+
+def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, tmp_path):
+    monkeypatch.setattr("gaupipe.vit_teacher.try_to_load_from_cache", lambda *a, **k: None)
+    for name, size, message in (
+        ("swin_tiny_patch4_window7_224.ms_in1k", 224, "SwinTransformer.* does not attend over all"),
+        ("resnet18.a1_in1k", 224, "ResNet.* shows no attention maps"),
+        ("deit_tiny_patch16_224.fb_in1k", 32, "takes images of 224 x 224 pixels"),
+        ("deit_tiny_patch16_224.fb_in1k", 224, "not on this machine: phase_a.download=true"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_vit(name, data(size), {"num_classes": 0})
+    with pytest.raises(UserError, match="predicts 1000 classes"):
+        load_vit("deit_tiny_patch16_224.fb_in1k", data(224), {})
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="for the folder write local-dir:mine;"):
+        load_vit("mine", data(), {})
 
 
 @pytest.mark.parametrize(
@@ -253,16 +307,26 @@ def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
 
     def fetch(repository, file, revision=None):
         asked.append((repository, file))
-        raise ConnectionError("no network")
+        raise errors.pop(0)
 
+    missing = RemoteEntryNotFoundError("no such file", response=Mock())
+    offline = LocalEntryNotFoundError("cannot find the requested files, and so on")
+    errors = [missing, PermissionError("no leave"), offline, missing, missing]
     monkeypatch.setattr("gaupipe.vit_teacher.hf_hub_download", fetch)
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     with pytest.raises(UserError, match=r"not on this machine: phase_a.download=true"):
-        load_vit(name, data(), {})
+        load_vit(name, data(224), {"num_classes": 0})
     assert not asked
-    with pytest.raises(UserError, match="could not be fetched from timm/.*no network"):
-        load_vit(name, data(), {}, download=True)
-    assert asked[0] == (f"timm/{name}", "model.safetensors")
+    both = [(f"timm/{name}", file) for file in ("model.safetensors", "pytorch_model.bin")]
+    for message, files in (
+        ("could not be fetched from timm/.*no leave", both),
+        ("could not be fetched: no connection to https://.*/timm/", both[:1]),
+        ("could not be fetched from timm/.*no such file", both),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_vit(name, data(224), {"num_classes": 0}, download=True)
+        assert asked == files
+        asked.clear()
 
 
 def test_published_weights_are_read_from_the_cache(monkeypatch, tmp_path):
