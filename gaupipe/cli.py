@@ -1040,8 +1040,9 @@ def _report(values: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(values))
         return
+    width = max(map(len, values))
     for name, value in values.items():
-        print(f"{name:<18} {_in_words(value)}")
+        print(f"{name:<{width}} {_in_words(value)}")
 
 
 def _in_words(value: Any) -> str:

@@ -287,7 +287,7 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     y, x = np.unravel_index(weights.argmax(), weights.shape)
     largest = "the largest weight"
     if seen["teacher"] is not None:
-        largest = f"of both maps; the largest weight of {seen['by']} is {weights.max():.4f}"
+        largest += f" of both maps; {seen['by']} has {weights.max():.4f}"
     place = f"at token {y * weights.shape[1] + x} (row {y}, column {x})"
     lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {place}"))
     if seen["gaussian"]:
