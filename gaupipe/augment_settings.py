@@ -101,6 +101,12 @@ class AugmentSettings(Section):
     GauTransformer paper. ``ignore`` also allows RandAugment's geometric operations, which maps
     cannot follow."""
 
+    @property
+    def draws_views(self) -> bool:
+        """Whether a view, before Mixup and CutMix, can be other than the image."""
+        views = (self.resized_crop, self.crop_padding, self.flip, self.randaugment, self.erasing)
+        return any(views)
+
     @model_validator(mode="after")
     def _can_be_followed(self) -> AugmentSettings:
         named = (

@@ -48,19 +48,20 @@ def build_vit(
     data: ImageData,
     attention: str = "standard",
     device: str | None = None,
-    args_setting: str = "model.args",
+    changes: tuple[str, dict[str, Any]] = ("model.args", {}),
     **options: Any,
 ) -> VisionTransformer:
     """The timm model that the settings name, sized for the data, its weights started as the
     settings say.
 
-    ``device`` "meta" builds it without weights, to see whether it can be built. ``args_setting`` is
-    where messages say that ``model.args`` can be changed. Raises UserError where it cannot be
-    built, and for images that patches do not cover.
+    ``device`` "meta" builds it without weights, to see whether it can be built. ``changes`` are the
+    setting that changed ``model.args``, and its keywords, for messages. Raises UserError where it
+    cannot be built, and for images that patches do not cover.
     """
     if not timm.is_model(model.name):
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
         raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
+    setting, changed = changes
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
         placed: dict[str, Any] = {"device": device} if device else {}
@@ -68,7 +69,8 @@ def build_vit(
             model.name, attention=attention, **{**sizes, **model.args}, **options, **placed
         )
         assert isinstance(vit, VisionTransformer)  # no other model of timm's takes an attention
-        _check_patches(vit.patch_embed.patch_size, data.image_size, args_setting)
+        of_patches = setting if "patch_size" in changed else "model.args"
+        _check_patches(vit.patch_embed.patch_size, data.image_size, of_patches)
         start_weights(vit, model)
     except UserError:
         raise
@@ -78,14 +80,15 @@ def build_vit(
             raise UserError(
                 f"model.name: {model.name} has no choice of attentions: take one of {known}"
             ) from None
+        settings = f"model.args and {setting}" if changed else "model.args"
         raise UserError(
-            f"{args_setting}: {model.name} cannot be built for {data.image_size}-pixel images with "
+            f"{settings}: {model.name} cannot be built for {data.image_size}-pixel images with "
             f"{model.args}: {_reason(error)}"
         ) from None
     return vit
 
 
-def _check_patches(patch: tuple[int, int], image_size: int, args_setting: str) -> None:
+def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> None:
     """timm drops the border of an image that is no whole number of patches high and wide."""
     step = math.lcm(*patch)
     if image_size % step:
@@ -93,7 +96,7 @@ def _check_patches(patch: tuple[int, int], image_size: int, args_setting: str) -
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
-            f"{image_size} x {image_size}; {near} would fit, or another {args_setting}.patch_size"
+            f"{image_size} x {image_size}; {near} would fit, or another {setting}.patch_size"
         )
 
 

@@ -6,6 +6,7 @@ nothing else. docs/your-own-images.md has the rules in words and what they reach
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -168,10 +169,10 @@ def choose(
     chosen.choose("data.root", root)
     images = _choose_images(chosen, facts)
     size, patch = _choose_sizes(chosen, facts, machine)
-    flops = _choose_model(chosen, images, (size // patch) ** 2, patch, machine)
+    flops, maps = _choose_model(chosen, images, (size // patch) ** 2, patch, machine)
     _choose_epochs(chosen, images, flops, machine)
     _choose_augmentation(chosen, facts, size)
-    _choose_views(chosen, images, (size // patch) ** 2)
+    _choose_views(chosen, images, maps * (size // patch) ** 2)
     _choose_optimizer(chosen, images)
     sections = [name for name in Settings.model_fields if name in chosen.tree]
     chosen.tree = {name: chosen.tree[name] for name in dict.fromkeys([*sections, *chosen.tree])}
@@ -213,13 +214,19 @@ def _choose_sizes(chosen: Choices, facts: FolderFacts, machine: Machine) -> tupl
     return size, min(size, taken)
 
 
-def _choose_model(chosen: Choices, images: int, tokens: int, patch: int, machine: Machine) -> float:
-    """The largest ViT that has enough epochs. Returns the operations of an image in training."""
+def _choose_model(
+    chosen: Choices, images: int, tokens: int, patch: int, machine: Machine
+) -> tuple[float, int]:
+    """The largest ViT that has enough epochs. Returns the operations of an image in training, and
+    the number of its attention maps."""
     if (named := chosen.given("model.name")) is not None:
-        dim, depth, mlp_ratio = _own_sizes(named)
-        args = (("embed_dim", dim), ("depth", depth))
-        dim, depth = (_whole(chosen.given(f"model.args.{name}"), own) for name, own in args)
-        return training_flops(tokens, patch, dim, depth, mlp_ratio)
+        *sizes, mlp_ratio = _own_sizes(named)
+        names = ("embed_dim", "depth", "num_heads")
+        dim, depth, heads = (
+            _whole(chosen.given(f"model.args.{name}"), own)
+            for name, own in zip(names, sizes, strict=True)
+        )
+        return training_flops(tokens, patch, dim, depth, mlp_ratio), depth * heads
     chosen.choose("model.name", "gauvit_pico_patch2_8")
     models = GPU_MODELS if machine.gpu else MODELS
     fast_enough = [
@@ -232,29 +239,31 @@ def _choose_model(chosen: Choices, images: int, tokens: int, patch: int, machine
     reason = f"the width, for {images:,} training images on {machine}"
     dim = _whole(chosen.choose("model.args.embed_dim", dim, reason), dim)
     depth = _whole(chosen.choose("model.args.depth", depth, "the number of blocks"), depth)
-    heads = max(1, dim // HEAD_DIM)
-    chosen.choose("model.args.num_heads", next(n for n in range(heads, 0, -1) if dim % n == 0))
+    heads = next(n for n in range(max(1, dim // HEAD_DIM), 0, -1) if dim % n == 0)
+    heads = _whole(chosen.choose("model.args.num_heads", heads), heads)
     chosen.choose("model.args.mlp_ratio", MLP_RATIO)
     chosen.choose(
         "model.init",
         "mimetic",
         "attention starts as trained attention looks; normal starts at random",
     )
-    return training_flops(tokens, patch, dim, depth)
+    return training_flops(tokens, patch, dim, depth), depth * heads
 
 
-def _own_sizes(name: Any) -> tuple[int, int, float]:
-    """Width, number of blocks and MLP ratio of a ViT that the user named; of a small one for a name
+def _own_sizes(name: Any) -> tuple[int, int, int, float]:
+    """Width, blocks, heads and MLP ratio of a ViT that the user named; of a small one for a name
     that the settings refuse."""
     import timm
+    import torch
 
     import gaupipe.models  # noqa: F401  (timm learns gaupipe's names)
 
-    try:
-        vit: Any = timm.create_model(name, device="meta")
-        return vit.embed_dim, len(vit.blocks), vit.blocks[0].mlp.fc1.out_features / vit.embed_dim
-    except (RuntimeError, AttributeError, TypeError):  # no such model, or no ViT
-        return (*MODELS[0], MLP_RATIO)
+    if isinstance(name, str) and timm.is_model(name):
+        with torch.device("meta"), contextlib.suppress(AttributeError, RuntimeError):  # no ViT
+            vit: Any = timm.create_model(name)
+            block, dim = vit.blocks[0], vit.embed_dim
+            return dim, len(vit.blocks), block.attn.num_heads, block.mlp.fc1.out_features / dim
+    return (*MODELS[0], MODELS[0][0] // HEAD_DIM, MLP_RATIO)
 
 
 def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine) -> None:
@@ -328,8 +337,9 @@ def _choose_augmentation(chosen: Choices, facts: FolderFacts, size: int) -> None
         chosen.choose(f"{augment}.crop_padding", size // 8, crop if told else None)
 
 
-def _choose_views(chosen: Choices, images: int, tokens: int) -> None:
-    """Maps of the views themselves where shifts would move those of the images."""
+def _choose_views(chosen: Choices, images: int, rows: int) -> None:
+    """Maps of the views themselves where shifts would move those of the images; ``rows`` are the
+    queries of an image, over all blocks and heads."""
     learns = (
         chosen.given("phase_b.gamma") and chosen.given("phase_b.gamma_schedule") == "stop_after"
     )
@@ -338,8 +348,7 @@ def _choose_views(chosen: Choices, images: int, tokens: int) -> None:
         return
     if not chosen.given("phase_b.augment.crop_padding") or chosen.given("phase_b.alpha"):
         return
-    depth, heads = (chosen.given(f"model.args.{name}") for name in ("depth", "num_heads"))
-    of_view = KEY_BYTES * tokens * _whole(depth, 1) * _whole(heads, 1)
+    of_view = KEY_BYTES * rows
     views = min(max(2, epochs), int(MOST_BYTES / (images * of_view)))
     if views > 1:
         reason = "maps of so many views of each image are stored; moved maps fit shifts badly"

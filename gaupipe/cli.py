@@ -1046,13 +1046,13 @@ def _report(values: dict[str, Any], as_json: bool) -> None:
 
 
 def _in_words(value: Any) -> str:
-    """A value as YAML has it, numbers with four decimals."""
+    """A value as Python has it, but without quotes, and numbers with four decimals."""
     if isinstance(value, float):
         return f"{round(value, 4) + 0.0:.4f}"  # no -0.0000
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_in_words, value))}]"
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_in_words(of)}" for name, of in value.items())
+        return f"{{{', '.join(f'{name}: {_in_words(of)}' for name, of in value.items())}}}"
     return str(value)
 
 

@@ -118,7 +118,8 @@ def _keywords(args: dict[str, Any]) -> dict[str, Any]:
     """YAML reads ``{a:1}`` as one key without a value, which timm would leave out silently."""
     for name in args:
         if not name.isidentifier():
-            raise ValueError(f"{name!r} is no keyword: write {{name: value}}, with a space")
+            hint = ": write {name: value}, with a space" if ":" in name else ""
+            raise ValueError(f"{name!r} is no keyword{hint}")
     return args
 
 

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from gaupipe.augment_settings import AugmentSettings
 from gaupipe.config import ExportSettings, Settings
 from gaupipe.errors import UserError
 from gaupipe.gaussians import (
@@ -462,6 +463,7 @@ def chosen(
 
 def check_export(
     export: ExportSettings,
+    augment: AugmentSettings,
     teacher: nn.Module,
     grid: Grid,
     per_image: bool = False,
@@ -470,6 +472,7 @@ def check_export(
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     as :func:`chosen` gives it
+    augment    phase B's, which draws the views
     teacher    a :class:`~gaupipe.teacher.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
     per_image  whether the teacher has parameters of single images
@@ -490,4 +493,9 @@ def check_export(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
             "themselves; views are for a teacher that sees them: a trained ViT, or "
             "phase_a.per_image=predicted"
+        )
+    if export.views is not None and not augment.draws_views:
+        raise UserError(
+            f"{prefix}views {export.views}: phase_b.augment draws nothing, so every view would be "
+            "the image itself: set phase_b.augment, or leave out the views"
         )

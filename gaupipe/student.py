@@ -46,7 +46,7 @@ def build_student(
         data,
         phase.student,
         device,
-        "phase_b.model_args" if phase.model_args else "model.args",
+        ("phase_b.model_args", phase.model_args),
         attention_options=phase.attention_options,
         match_params=phase.match_params,
         rezero=phase.rezero,

@@ -21,8 +21,8 @@ from typing import Any
 import timm
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT
-from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
+from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from timm.layers import Attention
 from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer
@@ -73,7 +73,9 @@ def softmax_of_scores(
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(query.device.type, enabled=False):
+    device = query.device.type
+    exact = torch.autocast(device, enabled=False) if device != "meta" else contextlib.nullcontext()
+    with exact:
         scores = (query.float() * scale) @ key.float().mT  # [..., queries, keys]
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -373,8 +375,8 @@ def published(name: str, right: str = RIGHT) -> Any:
     if config is None:
         near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
         hint = f"; there are {', '.join(near)}" if near else ""
-        if Path(name).is_dir():
-            hint = f"; for the folder write {LOCAL}{name}"
+        if name and Path(name).is_dir():
+            hint += f"; for the folder write {LOCAL}{name}"
         raise UserError(f"timm has no weights {name!r}{hint}; {right} is right")
     if not config.has_weights:
         raise UserError(f"timm has no trained weights for {name}: train one first")
@@ -399,12 +401,14 @@ def _weights_file(name: str, config: Any, download: bool, consent: str) -> str:
         for file in names:
             try:
                 return hf_hub_download(repository, file, revision=revision or None)
-            except RemoteEntryNotFoundError as error:  # no such file there: maybe the other one is
+            except LocalEntryNotFoundError:
+                why = f"no connection to {ENDPOINT}"
+                why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else why
+                raise UserError(f"the weights of {name} could not be fetched: {why}") from None
+            except EntryNotFoundError as error:  # no such file there: maybe the other one is
                 problem = problem or error
-    except LocalEntryNotFoundError:
-        raise UserError(
-            f"the weights of {name} could not be fetched: no connection to {ENDPOINT}/{repository}"
-        ) from None
+    except UserError:
+        raise
     except Exception as error:  # no leave to read it, a full disk
         problem = error
     finally:

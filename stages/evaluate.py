@@ -122,8 +122,8 @@ def beside_teacher(
     phase = run.settings().phase_a
     if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
-    learned = read_json(folder / "maps.json")
-    if learned is not None and learned["teacher_sha256"] != run.teacher_digest():
+    learned = distributed.agree(read_json(folder / "maps.json"))
+    if learned is not None and learned["teacher_sha256"] != distributed.agree(run.teacher_digest()):
         return {"no_teacher": "the student learned from another teacher than the run's"}
     job, missing = None, None
     try:

@@ -76,6 +76,8 @@ def run(
     url = str(run.maps) if out is None else out
     given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
 
+    notes: dict[str, Any] = {}
+
     def read_settings() -> Settings:
         if overwrite and repair:
             raise UserError(
@@ -98,8 +100,10 @@ def run(
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            arguments = tree["phase_a"]["teacher_args"]
-            job = other_teacher(settings, teacher, arguments, download=download, data=data)
+            notes["teacher_args"] = tree["phase_a"]["teacher_args"]
+            job = other_teacher(
+                settings, teacher, notes["teacher_args"], download=download, data=data
+            )
         if augment is not None:
             phase = job.settings.phase_b.model_copy(update={"augment": augment})
             job.settings = job.settings.model_copy(update={"phase_b": phase})
@@ -134,7 +138,8 @@ def run(
         job, export = distributed.main_first(load)
         ranks.check_same(settings, job.data)
         sha256 = job.common_sha256()
-        schema = distributed.main_first(lambda: make_schema(job, export, sha256))
+        noted = {name: value for name, value in notes.items() if value}
+        schema = distributed.main_first(lambda: make_schema(job, export, sha256, noted))
         created = distributed.on_main(lambda: create(schema))
         write(job, created if distributed.is_main() else store.join(url))
     return url
@@ -173,7 +178,7 @@ def ensure(
 def check_overrides(overrides: Sequence[str], teacher: str | None) -> None:
     """Raises UserError for settings that are not the keywords of another ``teacher``."""
     for override in overrides:
-        name = override.partition("=")[0].strip()
+        name = override.partition("=")[0]
         if not f"{name}.".startswith("phase_a.teacher_args."):
             raise UserError(
                 f"--set {name}: 'export-maps' takes phase_a.teacher_args alone, with --teacher"
@@ -196,10 +201,13 @@ def other_teacher(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
-    tree = settings.model_dump(mode="json")
-    tree["phase_a"] |= {"teacher": teacher, "teacher_args": arguments or {}}
-    tree["phase_a"] |= {"per_image": "table", "compression": None, "download": download}
-    settings = config.parse(tree, f"--teacher {teacher}")
+    named = {"teacher": teacher, "teacher_args": {} if arguments is None else arguments}
+    changes = config.parse({"phase_a": named}, f"--teacher {teacher}").phase_a.model_dump(
+        include={"teacher", "teacher_args"}
+    )
+    changes |= {"per_image": "table", "compression": None, "download": download}
+    phase = settings.phase_a.model_copy(update=changes)
+    settings = settings.model_copy(update={"phase_a": phase})
     return trained_teacher.build(settings, data or load_data(settings.data))
 
 
@@ -224,22 +232,23 @@ def stored_export(url: str) -> ExportSettings | None:
     return ExportSettings.model_validate(held)
 
 
-def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
+def make_schema(
+    job: TeacherJob,
+    export: ExportSettings,
+    sha256: str | None = None,
+    more: dict[str, Any] | None = None,
+) -> store.Schema:
     """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
-    known. Raises UserError for a kind that this teacher does not have, StoreError for an
-    encoding that the kind does not have."""
+    known, and ``more`` are further notes. Raises UserError for a kind that this teacher does not
+    have, StoreError for an encoding that the kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    check_export(export, job.teacher, shape.grid, job.has_parameters_of_images)
+    augment = job.settings.phase_b.augment
+    check_export(export, augment, job.teacher, shape.grid, job.has_parameters_of_images)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
-    notes = job.notes()
+    notes = job.notes() | (more or {})
     if export.views is not None:
         notes["views"] = drawing(job.settings)
-        if notes["views"] == drawing(Settings(seed=job.settings.seed)):
-            raise UserError(
-                f"export.views: {export.views} views of an image would all be the image itself: "
-                "phase_b.augment draws nothing; without views its maps are stored once"
-            )
     return store.Schema(
         kind=kind,
         encoding=export.encoding,

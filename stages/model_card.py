@@ -260,6 +260,9 @@ def commands_of(
         maps = ""
         if other_teacher(run, name):
             teacher = without_folders((schema and schema.extra.get("teacher")) or "TEACHER")
+            if arguments := schema and schema.extra.get("teacher_args"):
+                given = shlex.quote(f"phase_a.teacher_args={json.dumps(arguments)}")
+                kind = f" --set {given}{kind}"
             kind, maps = f" --teacher {teacher} --out maps.zarr{kind}", " --maps maps.zarr"
         attention = settings.phase_b.student
         student = "" if attention == run.settings().phase_b.student else f" --student {attention}"

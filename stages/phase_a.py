@@ -135,6 +135,7 @@ def run(
             check_student(asked, images, MapShape.of(teacher), teacher.weights())
             check_export(
                 chosen(asked),
+                asked.phase_b.augment,
                 teacher,
                 teacher.grid,
                 asked.phase_a.learns_of_images,

@@ -81,7 +81,8 @@ def run(
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
-    check_export(export, teacher, sizes.grid, settings.phase_a.learns_of_images, prefix="export.")
+    augment, of_images = settings.phase_b.augment, settings.phase_a.learns_of_images
+    check_export(export, augment, teacher, sizes.grid, of_images, prefix="export.")
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
     plan = make_plan(settings, sizes)

@@ -67,10 +67,8 @@ class TrainedTeacher(TeacherJob):
         return self.teacher.sha256()
 
     def notes(self) -> dict[str, Any]:
-        arguments = self.settings.phase_a.teacher_args
         return {
             "teacher": self.settings.phase_a.teacher,
-            **({"teacher_args": arguments} if arguments else {}),
             "predicts": self.teacher.predicts,
             "data": self.settings.data.model_dump(mode="json", exclude={"buckets"}),
         }
@@ -148,7 +146,7 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> Trained
 def check_store(settings: Settings, teacher: nn.Module, shape: MapShape) -> None:
     """Raises UserError for a store of the settings that cannot hold the teacher's maps."""
     export = chosen(settings, tokens=shape.grid[0] * shape.grid[1])
-    check_export(export, teacher, shape.grid, prefix="export.")
+    check_export(export, settings.phase_b.augment, teacher, shape.grid, prefix="export.")
 
 
 def check_predictions(job: TrainedTeacher) -> None:
@@ -278,7 +276,7 @@ def load(run: RunDirectory, settings: Settings, data: ImageData) -> TrainedTeach
 
 
 def check_unchanged(job: TrainedTeacher, run: RunDirectory) -> None:
-    """Raises UserError for another teacher than that whose digest the run has."""
+    """Raises UserError for another teacher than the run's."""
     if job.sha256() != run.teacher_digest():
         raise UserError(
             f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that {run.path} "
@@ -293,7 +291,7 @@ def build_model(
     torch.manual_seed(settings.seed)
     args = {**settings.model.args, **settings.phase_a.teacher_args}
     model = settings.model.model_copy(update={"args": args})
-    own = "phase_a.teacher_args" if settings.phase_a.teacher_args else "model.args"
+    own = ("phase_a.teacher_args", settings.phase_a.teacher_args)
     return build_vit(model, data, "standard", device, own)
 
 

@@ -54,12 +54,13 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
     run = RunDirectory(run_dir or Path(url).absolute().parent)
     settings = run.settings()
-    extra = store.open(url).schema.extra
-    teacher = extra.get("teacher")
-    if teacher in (None, settings.phase_a.teacher):
+    maps_of = store.open(url).schema
+    teacher = maps_of.extra.get("teacher")
+    is_own = run.teacher_digest() == maps_of.teacher_sha256
+    if is_own or teacher in (None, "gaussian", "vit"):
         job = phase_a.load(run)
     else:  # one that export-maps was given
-        job = export_maps.other_teacher(settings, teacher, extra.get("teacher_args"))
+        job = export_maps.other_teacher(settings, teacher, maps_of.extra.get("teacher_args"))
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256())
     read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
     size = job.settings.data.eval_batch_size

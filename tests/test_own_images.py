@@ -142,7 +142,8 @@ def test_a_named_model_keeps_its_own_sizes():
     )
     small = choose(facts(), "photos", TWO_CORES, {"model": {**named, "args": {"depth": 2}}})
     assert small.minutes < chosen.minutes
-    for unknown in ("no_such_model", "resnet18", 5):  # the settings refuse it later
+    unusable = ("no_such_model", "resnet18", "timm/deit_tiny", "local-dir:x", "hf-hub:a/b", 5)
+    for unknown in unusable:  # the settings refuse it later
         assert choose(facts(), "photos", TWO_CORES, {"model": {"name": unknown}}).tree["phase_b"]
 
 
@@ -199,6 +200,11 @@ def test_maps_are_those_of_views_that_shifts_move():
     few = settings(images=200_000)
     assert 200_000 * 64 * 2 * 4 * 16 * (few.export.views or 1) < 4e9
     assert settings(images=10**7).export.views is None
+    large = ["model.name=gauvit_tiny_patch16_224", "data.image_size=128", "phase_b.epochs=60"]
+    of_view = 16 * (128 // 8) ** 2 * 8 * 12  # bytes, by the model's own blocks and heads
+    views = settings(large, images=6000).export.views or 0
+    assert views == int(2e9 / (5400 * of_view)) < 20
+    assert settings(large, images=100_000).export.views is None
     line = next(line for line in choose(facts(), "x", TWO_CORES).lines() if "views" in line)
     assert "export.views=" in line and "moved maps" in line
 

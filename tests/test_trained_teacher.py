@@ -25,7 +25,7 @@ from gaupipe.models import forward_with_maps, save_student
 from gaupipe.stored_maps import KINDS, chosen
 from gaupipe.training import TrainingState
 from processes import exit_code, kill_in_write
-from stages import evaluate, export_maps, inspect_maps, phase_a, phase_b, resources
+from stages import evaluate, export_maps, inspect_maps, model_card, phase_a, phase_b, resources
 from stages.run import run as run_all
 from stages.run_directory import RunDirectory
 
@@ -445,6 +445,11 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no embeddings"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
+        (["export.views=2"], "export.views 2: phase_b.augment draws nothing"),
+        (
+            ["phase_a.teacher=gaussian", "phase_a.per_image=predicted", "export.views=2"],
+            "export.views 2: phase_b.augment draws nothing",
+        ),
         (["export.kind=dense", "export.k=4"], "export.k 4: is for the kinds topk and mixture"),
         (["phase_a.teacher=gaussian", "export.views=3"], "export.views 3: Gaussians of images"),
         (["phase_a.teacher=gaussian", "export.kind=mixture"], "one Gaussian already"),
@@ -472,7 +477,7 @@ def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
         (["--teacher", "local-dir:nowhere", "--out", "o.zarr"], "there is no folder"),
         (["--set", "phase_a.teacher_args.depth=3"], "it is for another --teacher"),
         (["--set", "export.k=4"], "takes phase_a.teacher_args alone"),
-        (["--views", "2"], "phase_b.augment draws nothing"),
+        (["--views", "2"], "--views 2: phase_b.augment draws nothing"),
     ],
 )
 def test_exports_that_make_no_sense_are_refused(run, in_process, arguments, message):
@@ -504,7 +509,12 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     code, _, err = in_process(*export, "--out", out, "--set", advice)
     assert code == 0, err
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
-    for wrong in ("phase_a.teacher_args={num_classes:0}", "phase_a.teacher_args=5"):
+    for wrong in (
+        "phase_a.teacher_args={num_classes:0}",
+        "phase_a.teacher_args=5",
+        "phase_a.teacher_args=0",
+        "phase_a.teacher_args = {num_classes: 0}",
+    ):
         code, _, err = in_process(*export, "--out", tmp_path / "x.zarr", "--set", wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err, err
         assert not (tmp_path / "x.zarr").exists()
@@ -516,6 +526,25 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
     assert "another teacher" in scores["no_teacher"] and "teacher_top1" not in scores
     assert len(scores["map_kl"]) == 2
+    card = model_card.commands_of(
+        RunDirectory(run), "seven", RunDirectory(run).student_settings("seven", True), True, False
+    )
+    (line,) = (line for line in card.splitlines() if "export-maps" in line)
+    assert "--set 'phase_a.teacher_args={\"num_classes\": 0}'" in line
+
+
+def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_process):
+    """The other teacher does not have to fit what phase B was to do with the run's own."""
+    folder = tmp_path / "gaussians"
+    gaussian = ("phase_a.teacher=gaussian", "phase_a.per_image=none", "phase_b.warm_start=prior")
+    phase_a.run(settings_with(*gaussian), folder)
+    out = tmp_path / "vit.zarr"
+    vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
+    code, _, err = in_process(
+        "export-maps", "--run-dir", folder, "--teacher", vit, "--kind", "topk", "--out", out
+    )
+    assert code == 0, err
+    assert in_process("verify", out, "--teacher", "--run-dir", folder)[0] == 0
 
 
 def test_a_student_of_views_says_why_no_teacher_stands_beside_it(tmp_path, in_process):
