@@ -108,8 +108,8 @@ def attention(
     std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
     holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
     map that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
-    over the queries and heads that were asked for; both are None otherwise, and ``no_teacher`` says
-    why a student has no teacher's map beside it.
+    over the queries and heads that were asked for; both are None otherwise. ``no_teacher`` is there
+    only for a student without a teacher's map, and says why.
     """
     if png is not None:
         check_png(png)
@@ -145,13 +145,14 @@ def attention(
 def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
     """``teacher``, ``kl`` and ``no_teacher`` of :func:`attention`."""
     if found.teacher is None:
-        return {"teacher": None, "kl": None, "no_teacher": found.no_teacher}
+        why = {} if found.no_teacher is None else {"no_teacher": found.no_teacher}
+        return {"teacher": None, "kl": None, **why}
     teacher = found.teacher.expand_as(found.maps)  # [H, T, T]
     tiny = torch.finfo(torch.float32).tiny
     ratio = teacher.clamp_min(tiny).log() - found.maps.clamp_min(tiny).log()
     kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
     weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
-    return {"teacher": weights.tolist(), "kl": kl, "no_teacher": None}
+    return {"teacher": weights.tolist(), "kl": kl}
 
 
 @dataclass
@@ -282,7 +283,7 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades, top), strict=True):
             beside.add_row(*line)
         lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
-    elif seen["no_teacher"]:
+    elif "no_teacher" in seen:
         lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
     y, x = np.unravel_index(weights.argmax(), weights.shape)
     largest = "the largest weight"
