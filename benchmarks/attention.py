@@ -25,7 +25,7 @@ from timing import seconds
 from timm.layers import Attention
 from torch import nn
 
-import gaupipe.models  # noqa: F401  (registers the models)
+import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.attention import ATTENTION
 
 BASELINE = "timm"

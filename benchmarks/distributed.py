@@ -30,10 +30,12 @@ import torch
 from timing import spread
 from torch.multiprocessing import spawn
 
-from gaupipe import config, distributed
-from gaupipe.data import Batch
-from gaupipe.student import build_student
-from stages import export_maps, phase_a, phase_b
+from gaupipe import settings as config
+from gaupipe.data.batches import Batch
+from gaupipe.distillation.student import build_student
+from gaupipe.system import distributed
+from stages import export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
 from stages.plan import random_data
 
 STEPS = 2

@@ -20,11 +20,13 @@ import torch
 from timing import spread
 
 import store
-from gaupipe import config
-from gaupipe.data import load_data
-from gaupipe.teacher import predict
-from stages import export_maps, phase_a, trained_teacher
-from stages.teacher_job import TeacherJob
+from gaupipe import settings as config
+from gaupipe.data.batches import load_data
+from gaupipe.teachers.gaussian import predict
+from stages import export_maps
+from stages.phase_a import gaussian as phase_a
+from stages.phase_a import trained_vit as trained_teacher
+from stages.phase_a.job import TeacherJob
 
 
 def main() -> None:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from timing import seconds, spread
 from torch import Tensor
 
-import gaupipe.models  # noqa: F401  (registers the models)
-from gaupipe.gaussians import expected_axes, from_raw, outer, point_axes, sample
-from gaupipe.models import run_blocks
+import gaupipe.vit.models  # noqa: F401  (registers the models)
+from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, sample
+from gaupipe.vit.models import run_blocks
 
 SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
 Read = Callable[[Tensor, Tensor, tuple[int, int]], Tensor]

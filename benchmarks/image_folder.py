@@ -20,9 +20,9 @@ import numpy as np
 from PIL import Image
 from timing import spread
 
-from gaupipe import data
-from gaupipe.config import DataSettings
-from gaupipe.image_files import SETTLED_NS
+from gaupipe.data import batches as data
+from gaupipe.data.files import SETTLED_NS
+from gaupipe.settings import DataSettings
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from timing import spread
 
-from gaupipe.image_state import ImageState, record_words
+from gaupipe.teachers.image_state import ImageState, record_words
 
 BATCH = 128
 
@@ -244,8 +244,8 @@ def overlap(arguments: argparse.Namespace) -> None:
     interleaved in random order."""
     import timm
 
-    import gaupipe.models  # noqa: F401
-    from gaupipe.teacher import Teacher
+    import gaupipe.vit.models  # noqa: F401
+    from gaupipe.teachers.gaussian import Teacher
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     vit = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", depth=2)

@@ -36,12 +36,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchvision.transforms import v2
 
-import gaupipe.models  # noqa: F401  (registers the models)
-from gaupipe import machine
-from gaupipe.augment import Augment, AugmentSettings
-from gaupipe.config import DataSettings
-from gaupipe.data import Batches, ImageData, load_data
-from gaupipe.decoding import read_pixels
+import gaupipe.vit.models  # noqa: F401  (registers the models)
+from gaupipe.data.augment import Augment, AugmentSettings
+from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.decoding import read_pixels
+from gaupipe.settings import DataSettings
+from gaupipe.system import machine
 
 BATCH = 128
 SEEN = {32: 32, 500: 224}

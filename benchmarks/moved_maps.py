@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.augment import Augment
-from gaupipe.augment_settings import AugmentSettings, ResizedCropSettings
-from gaupipe.data import Batches, load_data
-from gaupipe.maps import move_map
-from stages import trained_teacher
-from stages.run_directory import RunDirectory
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.maps.views import move_map
+from gaupipe.settings.augment import AugmentSettings, ResizedCropSettings
+from stages.phase_a import trained_vit as trained_teacher
+from stages.runs.directory import RunDirectory
 
 CROPS = ResizedCropSettings()
 

@@ -33,15 +33,15 @@ import timm
 import torch
 from timing import seconds, spread
 
-import gaupipe.models  # noqa: F401  (registers the models)
+import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe.attention import STUDENTS
-from gaupipe.augment import draw_queries
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import hard_loss, soft_loss
-from gaupipe.maps import top_k
-from gaupipe.stored_maps import KINDS
+from gaupipe.data.augment import draw_queries
+from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.losses import hard_loss, soft_loss
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.maps.views import top_k
 
 IMAGES = 512
 STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from gaupipe.config import DataSettings
-from gaupipe.data import load_data
+from gaupipe.data.batches import load_data
+from gaupipe.settings import DataSettings
 
 SIZE, SCRAPS, SCRAP = 56, 6, 10
 

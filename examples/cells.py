@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gaupipe.errors import UserError, mistake_of
-from gaupipe.folders import write_whole
+from gaupipe.system.errors import UserError, mistake_of
+from gaupipe.system.files import write_whole
 
 
 @contextlib.contextmanager

@@ -29,11 +29,11 @@ from torchvision.transforms import v2
 
 from cells import in_one_line, kept, mean_and_spread, write_json
 from gaupipe.attention import COMPARING
-from gaupipe.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
-from gaupipe.errors import UserError
+from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
 from gaupipe.models import STUDENT_FILES, convert
-from gaupipe.student_folder import load_folder
-from gaupipe.vit_teacher import pretrained
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.vit import pretrained
+from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights
 VOID = 255

@@ -12,4 +12,4 @@ __all__ = ["__version__"]
 # The command line answers at once: a command imports torch and timm when it needs them. "-m" is
 # what Python calls the program while it looks for the module of ``python -m gaupipe``.
 if PurePath(sys.argv[0] if hasattr(sys, "argv") and sys.argv else "").name not in ("gaupipe", "-m"):
-    import gaupipe.models  # noqa: F401
+    import gaupipe.vit.models  # noqa: F401

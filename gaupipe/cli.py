@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gaupipe import __version__, distributed
+from gaupipe import __version__
 from gaupipe.attention import STUDENTS
-from gaupipe.errors import Stopped, UserError, mistake_of
+from gaupipe.system import distributed
+from gaupipe.system.errors import Stopped, UserError, mistake_of
 
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
@@ -64,7 +65,7 @@ class Encoding(StrEnum):
 
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
-    from gaupipe.config import shipped
+    from gaupipe.settings import shipped
 
     return shipped()
 
@@ -72,7 +73,7 @@ def complete_config() -> list[str]:
 def complete_student(context: typer.Context) -> list[str]:
     """For the shell's completion: the students of the run that the line names, or of the run that
     was used last."""
-    from stages.run_directory import RunDirectory, last_used
+    from stages.runs.directory import RunDirectory, last_used
 
     folder = context.params.get("run_dir")
     try:
@@ -226,7 +227,7 @@ def phase_a(
     """Make the teacher: train it, or take a trained ViT."""
     overrides = _with_teacher(overrides, teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    from stages import phase_a as stage
+    from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
     print(folder)
@@ -369,7 +370,7 @@ def phase_b(
     """Distil the stored maps into an ordinary ViT, saved as a folder that timm loads."""
     run_dir = _run(run_dir)
     from stages import phase_b as stage
-    from stages.run_directory import RunDirectory
+    from stages.runs.directory import RunDirectory
 
     attention = student and student.value
     stage.run(
@@ -399,9 +400,9 @@ def train(
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
-    from gaupipe.config import check_used
+    from gaupipe.settings import check_used
     from stages import train as stage
-    from stages.run_directory import RunDirectory
+    from stages.runs.directory import RunDirectory
 
     distributed.main_first(lambda: check_used(overrides or [], settings))
     attention = student.value if student else settings.phase_b.student
@@ -447,7 +448,7 @@ def export_student(
     """Write a student as ONNX (pip install 'gaupipe\\[onnx]') or by torch.export, and check that
     what was written computes the student's outputs."""
     run_dir = _run(run_dir)
-    from stages import export_student as stage
+    from stages.publish import export_student as stage
 
     path, difference = stage.run(
         run_dir, student, format=format.value, out=out, distilled=False if plain else None
@@ -492,7 +493,7 @@ def publish(
     """Give a student to others: a folder or a repository that timm loads, with a model card that
     the run fills in. Its licence is left to you."""
     run_dir = _run(run_dir)
-    from stages import publish as stage
+    from stages.publish import folder as stage
 
     distilled = False if plain else None
     print(stage.run(run_dir, student, out=out, repo=repo, private=private, distilled=distilled))
@@ -950,7 +951,7 @@ def _run(run_dir: Path | None) -> Path:
     """The folder of the run that a command continues: the one named, else the one used last,
     which is then said."""
     if run_dir is None:
-        from stages.run_directory import last_used
+        from stages.runs.directory import last_used
 
         run_dir = distributed.agree(distributed.on_main(lambda: last_used().path))
         if distributed.is_main():
@@ -994,7 +995,7 @@ def _settings(
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
         return _chosen_settings(data, overrides or [], run_dir, student, plain)
-    from gaupipe.config import load
+    from gaupipe.settings import load
 
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))
@@ -1004,7 +1005,7 @@ def _settings(
 def _chosen_settings(
     data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
 ) -> tuple[Any, Path]:
-    from stages.chosen_settings import settings_for
+    from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.agree(

@@ -17,21 +17,23 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import store
-from gaupipe import digests, distributed
-from gaupipe.augment import Augment
-from gaupipe.building import select_device
-from gaupipe.config import Settings
-from gaupipe.data import Batches, ImageData, Split, load_data
-from gaupipe.distillation import patch_map
-from gaupipe.errors import UserError
-from gaupipe.losses import feature_loss
-from gaupipe.models import forward_with_maps
-from gaupipe.student import check_fit, layer_map
-from gaupipe.student_folder import load_folder
-from gaupipe.teacher import Teacher
-from gaupipe.vit_teacher import VitTeacher
-from stages import kept_epochs, phase_a, phase_b, ranks
-from stages.run_directory import RunDirectory, check_name
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, ImageData, Split, load_data
+from gaupipe.distillation.feature_loss import patch_map
+from gaupipe.distillation.losses import feature_loss
+from gaupipe.distillation.student import check_fit, layer_map
+from gaupipe.settings import Settings
+from gaupipe.system import digests, distributed
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training.optimizer import select_device
+from gaupipe.vit.models import forward_with_maps
+from gaupipe.vit.saving import load_folder
+from stages import phase_b
+from stages.phase_a import gaussian as phase_a
+from stages.runs import kept_epochs, ranks
+from stages.runs.directory import RunDirectory, check_name
 
 TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""

@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe import config, distributed
-from gaupipe.augment import Augment
-from gaupipe.augment_settings import AugmentSettings
-from gaupipe.config import ExportSettings, Settings
-from gaupipe.data import Batches, ImageData, load_data
-from gaupipe.errors import UserError
-from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS, Attention, check_export, chosen
-from gaupipe.teacher import Teacher
-from stages import phase_a, ranks, trained_teacher
-from stages.resources import check_disk, check_memory, make_plan, sizes_of
-from stages.run_directory import RunDirectory
-from stages.teacher_job import TeacherJob
+from gaupipe import settings as config
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.gaussian import Teacher
+from stages.phase_a import gaussian as phase_a
+from stages.phase_a import trained_vit as trained_teacher
+from stages.phase_a.job import TeacherJob
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory
+from stages.runs.resources import check_disk, check_memory, make_plan, sizes_of
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
@@ -57,7 +60,7 @@ def run(
 
     kind, encoding, k, views
                what is stored. None is what the store that is there has, else what the settings say
-               (:class:`gaupipe.config.ExportSettings`)
+               (:class:`gaupipe.settings.ExportSettings`)
     out        path or URL of the store; None is the run's own
     overwrite  replaces a complete store, which is refused otherwise
     repair     rewrites what :func:`store.verify` finds damaged, and nothing else; until that is
@@ -75,8 +78,6 @@ def run(
     run = RunDirectory(run_dir)
     url = str(run.maps) if out is None else out
     given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
-
-    notes: dict[str, Any] = {}
 
     def read_settings() -> Settings:
         if overwrite and repair:
@@ -100,10 +101,8 @@ def run(
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            notes["teacher_args"] = tree["phase_a"]["teacher_args"]
-            job = other_teacher(
-                settings, teacher, notes["teacher_args"], download=download, data=data
-            )
+            arguments = tree["phase_a"]["teacher_args"]
+            job = other_teacher(settings, teacher, arguments, download=download, data=data)
         if augment is not None:
             phase = job.settings.phase_b.model_copy(update={"augment": augment})
             job.settings = job.settings.model_copy(update={"phase_b": phase})
@@ -138,8 +137,9 @@ def run(
         job, export = distributed.main_first(load)
         ranks.check_same(settings, job.data)
         sha256 = job.common_sha256()
-        noted = {name: value for name, value in notes.items() if value}
-        schema = distributed.main_first(lambda: make_schema(job, export, sha256, noted))
+        own = job.settings.phase_a.teacher_args if teacher else {}
+        notes = {"teacher_args": own} if own else {}
+        schema = distributed.main_first(lambda: make_schema(job, export, sha256, notes))
         created = distributed.on_main(lambda: create(schema))
         write(job, created if distributed.is_main() else store.join(url))
     return url
@@ -324,10 +324,10 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
             write.result()
         all_remarks = distributed.gathered(remarks)  # once the shards of all ranks are stored
         distributed.on_main(writer.finish)
-        seconds = time.monotonic() - started
+        seconds, entry = time.monotonic() - started, entry_of(schema)
         progress.line(
-            f"export: {images:,} {entry_of(schema)}s in {seconds:.1f} s, "
-            f"{images / max(seconds, 1e-9):,.0f} {entry_of(schema)}s/s"
+            f"export: {images:,} {entry}s in {seconds:.1f} s, "
+            f"{images / max(seconds, 1e-9):,.0f} {entry}s/s"
         )
         for line in Remarks.together(all_remarks).lines():
             progress.line(f"export: {line}")

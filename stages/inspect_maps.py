@@ -17,15 +17,15 @@ from rich.text import Text
 from torch import Tensor
 
 import store
-from gaupipe.augment import Augment
-from gaupipe.augment_settings import AugmentSettings
-from gaupipe.config import DataSettings
-from gaupipe.data import ImageData, load_data
-from gaupipe.errors import UserError
-from gaupipe.progress import read_metrics
-from gaupipe.stored_maps import KINDS, StoredGaussians
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import ImageData, load_data
+from gaupipe.distillation.kinds import KINDS, StoredGaussians
+from gaupipe.settings import DataSettings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import read_metrics
 from stages.evaluate import load_student
-from stages.run_directory import RunDirectory
+from stages.runs.directory import RunDirectory
 from stages.student_maps import StudentMaps
 
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
@@ -275,6 +275,7 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         f"{seen['query']}"
     )
     own = shaded(weights, seen, shades, top)
+    largest = "the largest weight"
     lines: list[Text | Table] = [title, *own]
     if seen["teacher"] is not None:
         beside = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -283,12 +284,10 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades, top), strict=True):
             beside.add_row(*line)
         lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
+        largest += f" of both maps; {seen['by']} has {weights.max():.4f}"
     elif "no_teacher" in seen:
         lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
     y, x = np.unravel_index(weights.argmax(), weights.shape)
-    largest = "the largest weight"
-    if seen["teacher"] is not None:
-        largest += f" of both maps; {seen['by']} has {weights.max():.4f}"
     place = f"at token {y * weights.shape[1] + x} (row {y}, column {x})"
     lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {place}"))
     if seen["gaussian"]:

@@ -20,35 +20,40 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
-from gaupipe import config, distributed, loggers
+from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
-from gaupipe.augment import Augment, draw_queries, mixed_targets
-from gaupipe.buckets import Buckets, check_buckets
-from gaupipe.building import build_optimizer, select_device
-from gaupipe.config import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, check_used
-from gaupipe.data import Batch, Batches, ImageData, load_data, train_and_val
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
-from gaupipe.epochs import loop
-from gaupipe.errors import UserError
-from gaupipe.folders import write_whole
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import gamma_at, hard_loss, soft_loss
-from gaupipe.maps import take_queries
-from gaupipe.stored_maps import KINDS, Reader, StoredRows, of_block
-from gaupipe.student import build_student, check_fit, layer_map
-from gaupipe.teacher import Teacher
-from gaupipe.training import (
+from gaupipe.data.augment import Augment, draw_queries, mixed_targets
+from gaupipe.data.batches import Batch, Batches, ImageData, load_data, train_and_val
+from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.kinds import KINDS, Reader, StoredRows, of_block
+from gaupipe.distillation.losses import gamma_at, hard_loss, soft_loss
+from gaupipe.distillation.student import build_student, check_fit, layer_map
+from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.maps.views import take_queries
+from gaupipe.settings import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, check_used
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training import loggers
+from gaupipe.training.epochs import loop
+from gaupipe.training.optimizer import build_optimizer, select_device
+from gaupipe.training.state import (
     TrainingState,
     accuracy,
     has_checkpoint,
     label_targets,
     score_model,
 )
-from gaupipe.vit_teacher import VitTeacher
-from gaupipe.warm_start import fit_queries_and_keys, hand_over, warm_start
-from stages import export_maps, geometry, kept_epochs, phase_a, ranks
-from stages.key_attention import save_snapshot, student_attention
-from stages.run_directory import RunDirectory, check_name, locked, without
+from stages import export_maps
+from stages.figures import geometry
+from stages.figures.key_attention import save_snapshot, student_attention
+from stages.phase_a import gaussian as phase_a
+from stages.runs import kept_epochs, ranks
+from stages.runs.directory import RunDirectory, check_name, locked, without
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -181,7 +186,7 @@ def run(
     student     its attention; None is the settings' ``phase_b.student``
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:data:`gaupipe.config.IN_PHASE_B`)
+                (:data:`gaupipe.settings.IN_PHASE_B`)
     maps_url    the attention-map store; None is the run's own
     resume      continues from the last checkpoint, or starts where there is none; without it a
                 student that is there is refused

@@ -20,26 +20,28 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import store
-from gaupipe.building import select_device
-from gaupipe.config import LogSettings, Settings
-from gaupipe.data import ArrayImages, Batches, ImageData, Split, load_data
-from gaupipe.decoded_images import DecodedImages, Kind
-from gaupipe.errors import UserError
-from gaupipe.machine import available_memory, free_disk
-from gaupipe.stored_maps import check_export, chosen
-from gaupipe.student import build_student
-from gaupipe.teacher import Teacher
-from gaupipe.training import score_model
-from gaupipe.vit_teacher import VitTeacher
-from stages import export_maps, phase_a, phase_b, plan_world, trained_teacher
-from stages.resources import (
+from gaupipe.data.batches import ArrayImages, Batches, ImageData, Split, load_data
+from gaupipe.data.decoded_images import DecodedImages, Kind
+from gaupipe.distillation.kinds import check_export, chosen
+from gaupipe.distillation.student import build_student
+from gaupipe.settings import LogSettings, Settings
+from gaupipe.system.errors import UserError
+from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training.optimizer import select_device
+from gaupipe.training.state import score_model
+from stages import export_maps, phase_b, plan_world
+from stages.phase_a import gaussian as phase_a
+from stages.phase_a import trained_vit as trained_teacher
+from stages.phase_a.job import TeacherJob
+from stages.runs.resources import (
     Plan,
     check_resources,
     gigabytes,
     make_plan,
     sizes_of,
 )
-from stages.teacher_job import TeacherJob
 
 StartedTeacher = Teacher | VisionTransformer | VitTeacher
 
@@ -48,7 +50,8 @@ JSON_NAMES = {
     "per_image_in": "rows_in",
     "per_image_disk_bytes": "rows_disk_bytes",
 }
-"""Fields of :class:`~stages.resources.Plan`, and their older names in the JSON: scripts read it."""
+"""Fields of :class:`~stages.runs.resources.Plan`, and their older names in the JSON: scripts read
+it."""
 
 
 def run(

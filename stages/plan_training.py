@@ -11,15 +11,15 @@ from typing import Any
 from rich.table import Table
 
 from gaupipe.attention.options import count_parameters
-from gaupipe.building import select_device
-from gaupipe.config import Settings
-from gaupipe.data import Batches, ImageData
-from gaupipe.machine import free_disk
-from gaupipe.student import build_student, check_baseline
-from gaupipe.training import score_model
+from gaupipe.data.batches import Batches, ImageData
+from gaupipe.distillation.student import build_student, check_baseline
+from gaupipe.settings import Settings
+from gaupipe.system.machine import free_disk
+from gaupipe.training.optimizer import select_device
+from gaupipe.training.state import score_model
 from stages import phase_b
 from stages.plan import clock, data_of, duration, first_images, two_epochs
-from stages.resources import gigabytes
+from stages.runs.resources import gigabytes
 
 
 def run(

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from gaupipe.buckets import Buckets, too_many
-from gaupipe.config import Settings
-from gaupipe.data import ImageData
-from gaupipe.errors import UserError
-from gaupipe.stored_maps import chosen
-from gaupipe.student import build_student
-from stages.resources import Plan, Sizes, count, gigabytes
+from gaupipe.data.batches import ImageData
+from gaupipe.data.buckets import Buckets, too_many
+from gaupipe.distillation.kinds import chosen
+from gaupipe.distillation.student import build_student
+from gaupipe.settings import Settings
+from gaupipe.system.errors import UserError
+from stages.runs.resources import Plan, Sizes, count, gigabytes
 
 GRADIENT_BYTES = 4
 """Of one number: gradients are float32, also with autocast."""

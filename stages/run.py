@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe import distributed
-from gaupipe.config import Settings
-from gaupipe.data import ImageData, load_data
-from gaupipe.progress import total_seconds
-from gaupipe.student import check_baseline
-from stages import export_maps, kept_epochs, phase_a, phase_b, ranks
-from stages.run_directory import RunDirectory
+from gaupipe.data.batches import ImageData, load_data
+from gaupipe.distillation.student import check_baseline
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.system.progress import total_seconds
+from stages import export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
+from stages.runs import kept_epochs, ranks
+from stages.runs.directory import RunDirectory
 
 
 def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[dict[str, Any]]:

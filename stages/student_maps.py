@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data import Batch, Batches, load_data
-from gaupipe.distillation import patch_map
-from gaupipe.losses import without_keys
-from gaupipe.models import forward_with_maps
+from gaupipe.data.batches import Batch, Batches, load_data
+from gaupipe.distillation.feature_loss import patch_map
+from gaupipe.distillation.losses import without_keys
+from gaupipe.vit.models import forward_with_maps
 from stages.evaluate import load_student, open_maps
 from stages.phase_b import PhaseB
-from stages.run_directory import RunDirectory
+from stages.runs.directory import RunDirectory
 
 
 @dataclass

@@ -6,15 +6,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe import distributed, loggers
-from gaupipe.buckets import check_buckets
-from gaupipe.building import select_device
-from gaupipe.config import Settings
-from gaupipe.data import ImageData, load_data
-from gaupipe.errors import UserError
-from gaupipe.student import check_baseline
-from stages import phase_b, ranks
-from stages.run_directory import RunDirectory, lock_of_process
+from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.buckets import check_buckets
+from gaupipe.distillation.student import check_baseline
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.training import loggers
+from gaupipe.training.optimizer import select_device
+from stages import phase_b
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory, lock_of_process
 
 
 def run(

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 import store
-from gaupipe.errors import UserError
-from gaupipe.progress import EpochProgress
-from gaupipe.stored_maps import KINDS, StoredAttention
+from gaupipe.distillation.kinds import KINDS, StoredAttention
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochProgress
 from store.encoding import LOG_STD_STEP, MEAN_STEP, decode, encode
 
 if TYPE_CHECKING:
-    from gaupipe.data import Batches
-    from stages.teacher_job import TeacherJob
+    from gaupipe.data.batches import Batches
+    from stages.phase_a.job import TeacherJob
 
 
 def run(url: str) -> list[store.Problem]:
@@ -47,8 +47,9 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     the same draws. Raises UserError if the run is not there and StoreError if the store is another
     teacher's.
     """
-    from stages import export_maps, phase_a
-    from stages.run_directory import RunDirectory
+    from stages import export_maps
+    from stages.phase_a import gaussian as phase_a
+    from stages.runs.directory import RunDirectory
 
     if run_dir is None and "://" in url:
         raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from gaupipe import digests
+from gaupipe.system import digests
 from store.layout import seal
 
 Change = Callable[[Path], Any]

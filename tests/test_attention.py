@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gaupipe.attention import ATTENTION, summed_scores
 from gaupipe.attention.kernels import perpendicular
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 
 torch.set_num_threads(1)  # the cases are tiny: on a busy machine threads would wait for each other
 

@@ -6,7 +6,7 @@ import timm
 import torch
 
 from gaupipe.attention import ATTENTION
-from gaupipe.diagnostics import belief_geometry
+from gaupipe.vit.diagnostics import belief_geometry
 
 torch.set_num_threads(1)
 

@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.augment import (
+from gaupipe.data.augment import (
     OPERATIONS,
     Augment,
     Mix,
@@ -18,8 +18,8 @@ from gaupipe.augment import (
     philox,
     uniforms,
 )
-from gaupipe.augment_settings import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
-from gaupipe.gaussians import expected_map, move
+from gaupipe.maps.gaussians import expected_map, move
+from gaupipe.settings.augment import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
 
 EVERYTHING = AugmentSettings(
     flip=True, crop_padding=3, resized_crop={}, randaugment={}, erasing=0.5

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe import distributed
-from gaupipe.buckets import BLOCK, Buckets, check_buckets
-from gaupipe.errors import UserError
-from gaupipe.image_buckets import BucketedState
-from gaupipe.image_state import ImageState
+from gaupipe.data.buckets import BLOCK, Buckets, check_buckets
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from PIL import Image
 
 from arguments import sets
 from gaupipe import __version__
-from gaupipe.config import DataSettings
-from gaupipe.data import load_data
+from gaupipe.data.batches import load_data
+from gaupipe.settings import DataSettings
 
 TINY = [
     "data.train_images=200",

@@ -18,10 +18,10 @@ from safetensors.numpy import load_file
 
 import store
 from arguments import sets
-from gaupipe import config
+from gaupipe import settings as config
 from gaupipe.cli import main
-from gaupipe.config import ExportSettings
-from gaupipe.errors import UserError
+from gaupipe.settings import ExportSettings
+from gaupipe.system.errors import UserError
 from stages import phase_b
 from stages.compare import costs
 from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_cells
@@ -29,7 +29,7 @@ from stages.compare.figures import curves, save
 from stages.compare.run import best_trial, check_folder, run_cells, run_trials
 from stages.compare.speed import Run, Spread, compare_at, epochs_to
 from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
-from stages.run_directory import RunDirectory, locked
+from stages.runs.directory import RunDirectory, locked
 
 TINY = [
     "model.args={depth: 1, embed_dim: 16, num_heads: 2}",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gaupipe import config
-from gaupipe.errors import UserError
+from gaupipe import settings as config
+from gaupipe.system.errors import UserError
 
 
 def test_dumped_settings_load_to_the_same(tmp_path):

@@ -7,8 +7,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.attention import ATTENTION
-from gaupipe.errors import UserError
-from gaupipe.models import convert, forward_with_maps, save_student
+from gaupipe.system.errors import UserError
+from gaupipe.vit.models import convert, forward_with_maps, save_student
 
 torch.set_num_threads(1)
 

@@ -14,12 +14,12 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from conftest import write_idx
-from gaupipe.augment import Augment
-from gaupipe.augment_settings import AugmentSettings
-from gaupipe.building import build_vit
-from gaupipe.config import DataSettings, ModelSettings
-from gaupipe.data import Batches, ImageData, load_data
-from gaupipe.errors import UserError
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.settings import DataSettings, ModelSettings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.system.errors import UserError
+from gaupipe.training.optimizer import build_vit
 
 CPU = torch.device("cpu")
 UNCHANGED = Augment(AugmentSettings(), seed=0)

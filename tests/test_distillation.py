@@ -8,14 +8,14 @@ import timm
 import torch
 from torch.nn.functional import cross_entropy
 
-import gaupipe.models  # noqa: F401
+import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import COMPARING, STUDENTS
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import feature_loss
-from gaupipe.maps import take_queries
-from gaupipe.models import forward_with_maps, run_blocks
-from gaupipe.stored_maps import StoredGaussians, StoredRows
+from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.kinds import StoredGaussians, StoredRows
+from gaupipe.distillation.losses import feature_loss
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.maps.views import take_queries
+from gaupipe.vit.models import forward_with_maps, run_blocks
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
 

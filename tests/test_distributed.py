@@ -20,8 +20,9 @@ import torch
 
 from arguments import sets
 from conftest import write_idx
-from gaupipe import config, distributed
-from gaupipe.errors import UserError
+from gaupipe import settings as config
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
 from processes import FORKS, kill_this_process, moment
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
@@ -188,8 +189,8 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
     import hashlib
 
-    from gaupipe.data import load_data
-    from stages import phase_a
+    from gaupipe.data.batches import load_data
+    from stages.phase_a import gaussian as phase_a
 
     with distributed.world():
         data = load_data(settings.data)
@@ -228,7 +229,8 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, trained):
-    from stages import phase_a, run_directory
+    from stages.phase_a import gaussian as phase_a
+    from stages.runs import directory as run_directory
 
     run_dir = tmp_path / "run"
     shutil.copytree(trained, run_dir)
@@ -244,7 +246,7 @@ def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, train
 def test_a_rank_writes_what_the_plan_of_a_world_says(trained):
     """Phase A of the rank that has the first two of four buckets, and writes the checkpoint."""
     from stages import plan
-    from stages.run_directory import RunDirectory
+    from stages.runs.directory import RunDirectory
 
     planned = plan.run(RunDirectory(trained).settings(), trained, steps=0, world_size=2)
     checkpoint = trained / "phase_a" / "checkpoint"
@@ -278,8 +280,8 @@ def files_mapped_at(address: int) -> str:
 @pytest.mark.parametrize("buckets", [True, False])
 def test_an_export_leaves_parameters_in_the_checkpoint(tmp_path, trained, buckets):
     """What no shard of a rank needs is then never read into its memory."""
-    from stages import phase_a
-    from stages.run_directory import RunDirectory
+    from stages.phase_a import gaussian as phase_a
+    from stages.runs.directory import RunDirectory
 
     run_dir = trained
     if not buckets:
@@ -336,7 +338,7 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path, trained, arguments
 def command_elsewhere(place: Path, *arguments: str) -> None:
     """As :func:`command`, with the rank's number for RANK. A rank is in a folder of its own, and
     finds another Fashion-MNIST."""
-    from stages import ranks
+    from stages.runs import ranks
 
     ranks.VISIBLE_WITHIN = 0.0
     os.environ["GAUPIPE_FASHION_MNIST"] = str(place / os.environ["RANK"] / "fashion-mnist")
@@ -347,9 +349,9 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
-    from gaupipe.building import build_vit
-    from gaupipe.data import load_data
-    from gaupipe.models import save_student
+    from gaupipe.data.batches import load_data
+    from gaupipe.training.optimizer import build_vit
+    from gaupipe.vit.models import save_student
 
     place = tmp_path_factory.mktemp("machines")
     settings = config.load("digits", TINY)

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import store
-from gaupipe.stored_maps import KINDS
+from gaupipe.distillation.kinds import KINDS
 from processes import exit_code, kill_in_write
-from stages import export_maps, phase_a
-from stages.run_directory import RunDirectory
+from stages import export_maps
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
 
 SETTINGS = [
     "data.train_images=200",
@@ -30,7 +31,7 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    from gaupipe import config
+    from gaupipe import settings as config
 
     phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
     return folder

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 import store
-from gaupipe import config
-from stages import export_maps, phase_a
+from gaupipe import settings as config
+from stages import export_maps
+from stages.phase_a import gaussian as phase_a
 from stages.view.serve import open_viewer
 
 SETTINGS = [

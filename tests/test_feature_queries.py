@@ -11,12 +11,12 @@ import timm
 import torch
 
 from gaupipe.attention import COMPARING, STUDENTS, summed_scores
-from gaupipe.augment import Mix, draw_queries
-from gaupipe.distillation import TeacherMaps, forward_with_feature_loss
-from gaupipe.gaussians import Geometry, expected_map
-from gaupipe.maps import take_queries
-from gaupipe.models import forward_with_maps
-from gaupipe.stored_maps import KINDS, StoredGaussians
+from gaupipe.data.augment import Mix, draw_queries
+from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.kinds import KINDS, StoredGaussians
+from gaupipe.maps.gaussians import Geometry, expected_map
+from gaupipe.maps.views import take_queries
+from gaupipe.vit.models import forward_with_maps
 from test_attention import LargestTensor
 from test_distillation import GRID, PREFIXES, B, H, L, gaussians, gradients, student, teacher_maps
 from test_store import make_schema

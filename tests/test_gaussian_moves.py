@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gaupipe.gaussians import Geometry, expected_map, move, resample_queries
+from gaupipe.maps.gaussians import Geometry, expected_map, move, resample_queries
 
 GRIDS = [(4, 4), (3, 7), (1, 5), (8, 8)]
 

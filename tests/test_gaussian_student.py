@@ -9,20 +9,21 @@ import torch
 from torch.distributions import Normal
 
 from arguments import sets
-from gaupipe import config
+from gaupipe import settings as config
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import StandardAttention
-from gaupipe.building import build_optimizer
-from gaupipe.config import OptimSettings
-from gaupipe.data import load_data
-from gaupipe.diagnostics import belief_geometry
-from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
-from gaupipe.models import convert, forward_with_maps, save_student
-from gaupipe.teacher import Teacher
-from gaupipe.warm_start import hand_over, warm_start
-from stages import export_maps, phase_a, phase_b
-from stages.run_directory import RunDirectory
+from gaupipe.data.batches import load_data
+from gaupipe.distillation.warm_start import hand_over, warm_start
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.settings import OptimSettings
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.vit.diagnostics import belief_geometry
+from gaupipe.vit.models import convert, forward_with_maps, save_student
+from stages import export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
 
 PICO = "gauvit_pico_patch2_8"
 PRIOR = {"attention": "standard", "attention_options": {"prior": True}}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gaupipe.attention.gaussian import GaussianAttention
-from gaupipe.gaussians import (
+from gaupipe.maps.gaussians import (
     MAX_LOG_STD,
     expected_axes,
     expected_map,

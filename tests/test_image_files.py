@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from gaupipe import image_files
-from gaupipe.config import DataSettings
-from gaupipe.data import Batches, ImageData, load_data
-from gaupipe.decoding import read_rgb
-from gaupipe.errors import UserError
+from gaupipe.data import files as image_files
+from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.decoding import read_rgb
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
 
 CPU = torch.device("cpu")
 ORIENTATION = 0x0112
@@ -537,8 +537,9 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run directory with a store on a folder of images, which lies beside it."""
-    from gaupipe import config
-    from stages import export_maps, phase_a
+    from gaupipe import settings as config
+    from stages import export_maps
+    from stages.phase_a import gaussian as phase_a
 
     place = tmp_path_factory.mktemp("run")
     for name, colour in (("cat", 60), ("dog", 190)):

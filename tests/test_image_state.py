@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe.errors import UserError
-from gaupipe.image_state import ImageState, record_words
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.image_state import ImageState, record_words
 from processes import exit_code, kill_this_process
 
 PLACES = ["memory", "files"]

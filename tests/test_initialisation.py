@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe import config
-from gaupipe.building import build_vit
-from gaupipe.data import load_data
-from gaupipe.errors import UserError
-from gaupipe.initialisation import factors
-from stages import export_maps, key_attention, phase_a, phase_b
+from gaupipe import settings as config
+from gaupipe.data.batches import load_data
+from gaupipe.system.errors import UserError
+from gaupipe.training.optimizer import build_vit
+from gaupipe.vit.initialisation import factors
+from stages import export_maps, phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells
 from stages.compare.run import check
+from stages.figures import key_attention
+from stages.phase_a import gaussian as phase_a
 
 DIGITS = config.DataSettings(name="digits")
 

@@ -18,14 +18,17 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from arguments import sets
-from gaupipe import config, decoded_images, decoding, kept_images, machine
-from gaupipe.augment import Augment, AugmentSettings, Crops, middle_square
-from gaupipe.config import DataSettings
-from gaupipe.data import Batches, ImageData, load_data
-from gaupipe.decoding import read_pixels, read_rgb
-from gaupipe.errors import UserError
-from gaupipe.interruption import Pauses, spare_worker
-from gaupipe.loader import Loader
+from gaupipe import settings as config
+from gaupipe.data import cache as kept_images
+from gaupipe.data import decoded_images, decoding
+from gaupipe.data.augment import Augment, AugmentSettings, Crops, middle_square
+from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.decoding import read_pixels, read_rgb
+from gaupipe.data.loader import Loader
+from gaupipe.settings import DataSettings
+from gaupipe.system import machine
+from gaupipe.system.errors import UserError
+from gaupipe.system.signals import Pauses, spare_worker
 from processes import FORKS, exit_code, kill_this_process
 from stages.compare.workers import _start_worker
 from stages.plan import kept_images as kept_images_of_plan

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from arguments import sets
-from gaupipe import config, distributed
-from gaupipe.config import DataSettings
-from gaupipe.data import Batches, load_data
-from gaupipe.epochs import Epoch
+from gaupipe import settings as config
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.settings import DataSettings
+from gaupipe.system import distributed
+from gaupipe.training.epochs import Epoch
 from processes import exit_code, signal_at_call
 from test_data import UNCHANGED, NumberedMaps
 from test_distributed import assert_close, in_world
@@ -68,7 +69,7 @@ BATCH, RECORD = "a batch", "a record"
 
 
 def get_ready(kill: Kill) -> None:
-    from gaupipe import training
+    from gaupipe.training import state as training
 
     what, calls, number = kill
     owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
@@ -188,8 +189,8 @@ def test_draws_start_anew_on_another_type_of_device():
 
 
 def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
-    from gaupipe.training import TrainingState
-    from stages import phase_a
+    from gaupipe.training.state import TrainingState
+    from stages.phase_a import gaussian as phase_a
 
     written = []
     save = TrainingState.save

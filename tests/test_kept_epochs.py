@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gaupipe import config
-from gaupipe.config import OptimSettings
-from gaupipe.errors import UserError
-from gaupipe.training import TrainingState
-from stages import evaluate, kept_epochs, phase_b
+from gaupipe import settings as config
+from gaupipe.settings import OptimSettings
+from gaupipe.system.errors import UserError
+from gaupipe.training.state import TrainingState
+from stages import evaluate, phase_b
 from stages import run as whole_run
-from stages.run_directory import RunDirectory
+from stages.runs import kept_epochs
+from stages.runs.directory import RunDirectory
 
 TINY = [
     "data.train_images=60",

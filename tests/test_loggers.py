@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from arguments import sets
-from gaupipe import config
-from gaupipe.data import Batches, load_data
-from gaupipe.errors import UserError
-from gaupipe.step_log import remove_later
-from gaupipe.training import Update
-from stages import attention_images, export_maps, phase_a, phase_b
+from gaupipe import settings as config
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.system.errors import UserError
+from gaupipe.training.state import Update
+from gaupipe.training.step_log import remove_later
+from stages import export_maps, phase_b
+from stages.figures import attention_images
+from stages.phase_a import gaussian as phase_a
 from test_data import UNCHANGED, NumberedMaps
 
 TINY = [

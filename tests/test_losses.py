@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import feature_loss, gamma_at, hard_loss, soft_loss
+from gaupipe.distillation.losses import feature_loss, gamma_at, hard_loss, soft_loss
+from gaupipe.maps.gaussians import expected_map
 
 B, H, T, C = 2, 3, 5, 4
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe import stored_maps
-from gaupipe.gaussians import Geometry, expected_axes, expected_map
-from gaupipe.maps import from_top_k, interpolate_queries, move_map, top_k, without_prefix
+from gaupipe.distillation import kinds as stored_maps
+from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
+from gaupipe.maps.views import from_top_k, interpolate_queries, move_map, top_k, without_prefix
 
 GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]
 

@@ -9,8 +9,8 @@ import torch
 from scipy.optimize import minimize
 from scipy.special import ndtr
 
-from gaupipe.gaussians import Geometry, expected_map, move
-from gaupipe.mixtures import _cross_entropy, _normalised, fit, mixture_map, move_mixture_map
+from gaupipe.maps.fits import _cross_entropy, _normalised, fit, mixture_map, move_mixture_map
+from gaupipe.maps.gaussians import Geometry, expected_map, move
 
 GRID = (5, 6)
 

@@ -15,8 +15,8 @@ from timm.models.vision_transformer import ATTN_LAYERS, VisionTransformer
 
 import gaupipe  # noqa: F401
 from gaupipe.attention import ATTENTION
-from gaupipe.errors import UserError
-from gaupipe.models import forward_with_maps, run_blocks, save_student
+from gaupipe.system.errors import UserError
+from gaupipe.vit.models import forward_with_maps, run_blocks, save_student
 
 torch.set_num_threads(1)
 

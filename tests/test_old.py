@@ -11,8 +11,9 @@ import torch
 import zarr
 
 import store
-from gaupipe import config
-from stages import evaluate, export_maps, phase_a, phase_b
+from gaupipe import settings as config
+from stages import evaluate, export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
 
 OLD = Path(__file__).parent / "old"
 EXPECTED = json.loads((OLD / "expected.json").read_text())

@@ -12,12 +12,12 @@ import yaml
 from PIL import Image
 
 from arguments import sets
-from gaupipe import config
-from gaupipe.choices import Machine, choose, training_flops
-from gaupipe.config import DataSettings
-from gaupipe.data import load_data
-from gaupipe.errors import UserError
-from gaupipe.folder_facts import FolderFacts, facts_of
+from gaupipe import settings as config
+from gaupipe.data.batches import load_data
+from gaupipe.data.folder_facts import FolderFacts, facts_of
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
+from stages.runs.choices import Machine, choose, training_flops
 
 TWO_CORES = Machine(cores=2)
 TINY = (

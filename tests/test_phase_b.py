@@ -14,18 +14,21 @@ import timm
 import torch
 
 import store
-from gaupipe import config
+from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
-from gaupipe.building import build_optimizer
-from gaupipe.config import OptimSettings
-from gaupipe.data import Batches, load_data
-from gaupipe.diagnostics import belief_geometry
-from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
-from gaupipe.models import convert, forward_with_maps
-from gaupipe.student import MapShape, check_student
-from stages import evaluate, export_maps, export_student, key_attention, phase_a, phase_b
-from stages.run_directory import RunDirectory
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.distillation.student import MapShape, check_student
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.settings import OptimSettings
+from gaupipe.system.errors import UserError
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.vit.diagnostics import belief_geometry
+from gaupipe.vit.models import convert, forward_with_maps
+from stages import evaluate, export_maps, phase_b
+from stages.figures import key_attention
+from stages.phase_a import gaussian as phase_a
+from stages.publish import export_student
+from stages.runs.directory import RunDirectory
 
 TEACHER = [
     "phase_a.max_epochs=3",

@@ -14,16 +14,18 @@ import zarr
 from typer.testing import CliRunner
 
 import store
-from gaupipe import machine
 from gaupipe.cli import app
-from gaupipe.config import load, parse
-from gaupipe.data import load_data
-from gaupipe.errors import UserError
-from gaupipe.image_state import ImageState
-from gaupipe.teacher import Teacher
-from stages import export_maps, phase_a, plan_world, resources
+from gaupipe.data.batches import load_data
+from gaupipe.settings import load, parse
+from gaupipe.system import machine
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.image_state import ImageState
+from stages import export_maps, plan_world
+from stages.phase_a import gaussian as phase_a
 from stages.plan import duration
-from stages.resources import Sizes, check_resources, make_plan, sizes_of
+from stages.runs import resources
+from stages.runs.resources import Sizes, check_resources, make_plan, sizes_of
 
 ATTO = Sizes(
     images=50_000,

@@ -11,18 +11,19 @@ import timm
 import torch
 from scipy.stats import norm
 
-import gaupipe.models  # noqa: F401
+import gaupipe.vit.models  # noqa: F401
 import store
 from arguments import sets
-from gaupipe import config
+from gaupipe import settings as config
 from gaupipe.attention.gaussian import predicted_gaussians
-from gaupipe.data import load_data
-from gaupipe.errors import UserError
-from gaupipe.gaussians import Geometry, expected_map, raw_at_tokens
-from gaupipe.stored_maps import StoredGaussians
-from gaupipe.teacher import Teacher
-from stages import evaluate, export_maps, phase_a, phase_b, verify
-from stages.run_directory import RunDirectory
+from gaupipe.data.batches import load_data
+from gaupipe.distillation.kinds import StoredGaussians
+from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import Teacher
+from stages import evaluate, export_maps, phase_b, verify
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
 
 TINY = [
     "phase_a.per_image=predicted",

@@ -15,9 +15,10 @@ import torch
 import yaml
 from huggingface_hub import HfApi
 
-from gaupipe import __version__, config
+from gaupipe import __version__
+from gaupipe import settings as config
 from stages import evaluate, export_maps, phase_b
-from stages.run_directory import RunDirectory
+from stages.runs.directory import RunDirectory
 
 OLD = Path(__file__).parent / "old"
 
@@ -90,7 +91,7 @@ def hub(monkeypatch):
     server.address = f"http://127.0.0.1:{server.server_port}"
     server.created, server.commits, server.has_card, server.full = [], [], False, False
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("stages.publish.HfApi", partial(HfApi, endpoint=server.address))
+    monkeypatch.setattr("stages.publish.folder.HfApi", partial(HfApi, endpoint=server.address))
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     yield server
     server.shutdown()
@@ -207,7 +208,7 @@ def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):
 
 
 def test_class_names_reach_those_who_load_the_model(run, tmp_path, in_process, monkeypatch):
-    from stages import publish as stage
+    from stages.publish import folder as stage
 
     def named(settings, load=stage.load_data):
         data = load(settings)
@@ -268,7 +269,7 @@ def test_without_a_network_nothing_is_written(run, tmp_path, in_process, monkeyp
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as closed:
         address = f"http://127.0.0.1:{closed.server_port}"
-    monkeypatch.setattr("stages.publish.HfApi", partial(HfApi, endpoint=address))
+    monkeypatch.setattr("stages.publish.folder.HfApi", partial(HfApi, endpoint=address))
     err = refused(run, in_process, "--repo", "tiny", "--out", tmp_path / "out")
     assert f"{address} does not answer" in err
 

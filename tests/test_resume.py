@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe import config
-from gaupipe.errors import UserError
+from gaupipe import settings as config
+from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
 
 TINY = [
@@ -90,7 +90,7 @@ def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
-    from stages import phase_a
+    from stages.phase_a import gaussian as phase_a
 
     settings = config.load(
         "digits",

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from arguments import sets
-from gaupipe import config
-from gaupipe.errors import UserError
+from gaupipe import settings as config
+from gaupipe.system.errors import UserError
 from processes import FORKS
-from stages import evaluate, export_maps, phase_a, phase_b
-from stages.run_directory import RunDirectory, last_used, locked
+from stages import evaluate, export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory, last_used, locked
 
 TINY = [
     "data.train_images=60",

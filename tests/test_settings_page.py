@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import AfterValidator
 
-from gaupipe import config, settings_page
-from gaupipe.sections import Count, Fraction, Rate
+from gaupipe import settings as config
+from gaupipe.settings import page as settings_page
+from gaupipe.settings.sections import Count, Fraction, Rate
 
 PAGE = Path(__file__).parent.parent / "docs" / "settings.md"
 
@@ -22,7 +23,7 @@ def table() -> dict[str, list[str]]:
 
 def test_the_page_is_what_the_settings_say():
     assert settings_page.page() == PAGE.read_text(), (
-        "the settings changed: python -m gaupipe.settings_page > docs/settings.md"
+        "the settings changed: python -m gaupipe.settings.page > docs/settings.md"
     )
 
 

@@ -326,8 +326,8 @@ def test_a_shard_that_no_reader_could_hold_is_refused(tmp_path):
 def test_the_decoder_of_someone_else(tmp_path, array, message):
     import torch
 
-    from gaupipe.errors import UserError
-    from gaupipe.stored_maps import KINDS
+    from gaupipe.distillation.kinds import KINDS
+    from gaupipe.system.errors import UserError
 
     schema = make_schema(kind="prior", grid=(2, 2), layers=1)
     write_store(tmp_path / "s", schema, make_arrays(schema), decoder=array)

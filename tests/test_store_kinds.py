@@ -276,8 +276,8 @@ def documented(word: str, url: Path) -> dict:
 @pytest.mark.parametrize("kind,k", [("gaussian", None), ("mixture", 3)])
 def test_the_documented_way_to_decode_gaussians_by_hand(tmp_path, kind, k):
     torch = pytest.importorskip("torch")
-    from gaupipe.gaussians import expected_map
-    from gaupipe.mixtures import mixture_map
+    from gaupipe.maps.fits import mixture_map
+    from gaupipe.maps.gaussians import expected_map
 
     schema = make_schema(kind=kind, k=k)
     array, make = {
@@ -300,7 +300,7 @@ def test_the_documented_way_to_decode_gaussians_by_hand(tmp_path, kind, k):
 def test_the_documented_way_to_decode_by_hand(tmp_path, encoding, k):
     """docs/store.md against the function for torch."""
     torch = pytest.importorskip("torch")
-    from gaupipe.maps import from_top_k
+    from gaupipe.maps.views import from_top_k
 
     schema = make_schema(kind="topk", k=k, encoding=encoding)
     write_store(tmp_path / "s", schema, make_arrays(schema))

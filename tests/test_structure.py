@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("gaupipe", "stages", "store")
 
 COMMAND_LINE = "gaupipe.cli"
-READ_THE_STORE = {"gaupipe.stored_maps"}
+READ_THE_STORE = {"gaupipe.distillation.kinds"}
 """Modules of gaupipe that import store, for its types."""
 
 INSIDE_COMPARE = {
@@ -70,18 +70,18 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 def test_imports_are_found_wherever_they_are_written():
     source = """
 import numpy, store
-from gaupipe import config, __version__
-from gaupipe.errors import UserError
+from gaupipe import settings, __version__
+from gaupipe.system.errors import UserError
 def later():
-    import gaupipe.models
+    import gaupipe.vit.models
     from stages import phase_b as other
 """
     assert imports_of(source) == {
         "store",
         "gaupipe",
-        "gaupipe.config",
-        "gaupipe.errors",
-        "gaupipe.models",
+        "gaupipe.settings",
+        "gaupipe.system.errors",
+        "gaupipe.vit.models",
         "stages.phase_b",
     }
 

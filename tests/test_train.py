@@ -12,13 +12,14 @@ import timm
 import torch
 from safetensors.numpy import load_file
 
-import gaupipe.models  # noqa: F401  (timm learns the attentions)
+import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
-from gaupipe import config
-from gaupipe.errors import UserError
+from gaupipe import settings as config
+from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
-from stages import compare, phase_a, run, train
-from stages.run_directory import RunDirectory
+from stages import compare, run, train
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
 from test_cli import metrics
 from test_distributed import command, in_world
 

@@ -16,18 +16,21 @@ from timm.data import create_transform, resolve_data_config
 
 import store
 from arguments import sets
-from gaupipe import config
-from gaupipe.augment import Augment
-from gaupipe.config import ExportSettings
-from gaupipe.data import Batches, load_data
-from gaupipe.errors import UserError
-from gaupipe.models import forward_with_maps, save_student
-from gaupipe.stored_maps import KINDS, chosen
-from gaupipe.training import TrainingState
+from gaupipe import settings as config
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.distillation.kinds import KINDS, chosen
+from gaupipe.settings import ExportSettings
+from gaupipe.system.errors import UserError
+from gaupipe.training.state import TrainingState
+from gaupipe.vit.models import forward_with_maps, save_student
 from processes import exit_code, kill_in_write
-from stages import evaluate, export_maps, inspect_maps, model_card, phase_a, phase_b, resources
+from stages import evaluate, export_maps, inspect_maps, phase_b
+from stages.phase_a import gaussian as phase_a
+from stages.publish import model_card
 from stages.run import run as run_all
-from stages.run_directory import RunDirectory
+from stages.runs import resources
+from stages.runs.directory import RunDirectory
 
 SETTINGS = [
     "data.train_images=120",
@@ -186,7 +189,7 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
 
 
 def test_blocks_are_compared_evenly_spaced():
-    from gaupipe.student import layer_map
+    from gaupipe.distillation.student import layer_map
 
     settings = settings_with()
     assert layer_map(settings, 2, 12) == [0, 11]

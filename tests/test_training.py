@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from gaupipe.config import OptimSettings
-from gaupipe.epochs import epochs
-from gaupipe.errors import UserError
-from gaupipe.image_state import ImageState
-from gaupipe.progress import EpochProgress
-from gaupipe.training import TrainingState, Update
+from gaupipe.settings import OptimSettings
+from gaupipe.system.errors import UserError
+from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.image_state import ImageState
+from gaupipe.training.epochs import epochs
+from gaupipe.training.state import TrainingState, Update
 
 
 class Constant:

@@ -21,11 +21,11 @@ from transformers import (
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.utils import logging
 
-import gaupipe.transformers as ours
+import gaupipe.vit.transformers as ours
 from gaupipe.attention import ATTENTION
-from gaupipe.cached_attention import attend, visible_and_own
-from gaupipe.errors import UserError
-from gaupipe.transformers import attentions, convert, output_of
+from gaupipe.system.errors import UserError
+from gaupipe.vit.cached_attention import attend, visible_and_own
+from gaupipe.vit.transformers import attentions, convert, output_of
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 
 import store
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 from stages.view import page
 from stages.view.app import make_app
 from stages.view.gallery import Gallery

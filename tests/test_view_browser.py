@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import store
-from gaupipe import config
-from gaupipe.gaussians import expected_map
-from gaupipe.stored_maps import KINDS as stored_kinds
-from gaupipe.teacher import Decoder
+from gaupipe import settings as config
+from gaupipe.distillation.kinds import KINDS as stored_kinds
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.teachers.gaussian import Decoder
 from stages import inspect_maps
 from stages.run import run as run_all
-from stages.run_directory import RunDirectory
+from stages.runs.directory import RunDirectory
 from stages.view.serve import open_viewer
 from test_store import make_arrays, make_schema, random_maps, write_store
 from test_view import serving

@@ -4,18 +4,19 @@ import pytest
 import timm
 import torch
 
-import gaupipe.models  # noqa: F401
-from gaupipe import config
+import gaupipe.vit.models  # noqa: F401
+from gaupipe import settings as config
 from gaupipe.attention import COMPARING, STUDENTS
-from gaupipe.data import Batches, load_data
-from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_map
-from gaupipe.losses import feature_loss
-from gaupipe.models import forward_with_maps
-from gaupipe.training import score_model
-from gaupipe.warm_start import fit_queries_and_keys, warm_start
-from stages import export_maps, phase_a, phase_b, run
-from stages.run_directory import RunDirectory
+from gaupipe.data.batches import Batches, load_data
+from gaupipe.distillation.losses import feature_loss
+from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
+from gaupipe.maps.gaussians import expected_map
+from gaupipe.system.errors import UserError
+from gaupipe.training.state import score_model
+from gaupipe.vit.models import forward_with_maps
+from stages import export_maps, phase_b, run
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
 
 L, GRID = 2, (4, 4)
 

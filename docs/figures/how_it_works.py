@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse, FancyBboxPatch, Rectangle
 
-from gaupipe.gaussians import expected_axes, outer, point_axes
+from gaupipe.maps.gaussians import expected_axes, outer, point_axes
 
 GRID = (8, 8)
 QUERY = (5, 1)

@@ -20,7 +20,7 @@ from gaupipe.attention.kernels import (
     entropy_of,
     pad_to,
 )
-from gaupipe.maps import places_of, take_queries
+from gaupipe.maps.views import places_of, take_queries
 
 
 @dataclass
@@ -91,9 +91,9 @@ class ChosenRows:
 def chosen_divergence(
     teacher: ChosenRows, scale: float, *products: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, mean over images, heads
-    and the chosen queries, for a student whose scores are the sum of ``products`` (q, k), each [B,
-    H, T, d_m]."""
+    """KL(teacher || student) as :func:`gaupipe.distillation.losses.feature_loss` has it, mean over
+    images, heads and the chosen queries, for a student whose scores are the sum of ``products``
+    (q, k), each [B, H, T, d_m]."""
     scored = (x for product in products for x in product)
     return _ChosenDivergence.apply(teacher, scale, *scored).mean()
 

@@ -15,7 +15,7 @@ from timm.layers import Attention, apply_rot_embed_cat
 from torch import Tensor
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 
 
 class StudentAttention(Attention):

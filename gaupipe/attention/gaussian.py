@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.kernels import pad_to
-from gaupipe.errors import UserError
-from gaupipe.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
+from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
+from gaupipe.system.errors import UserError
 
 Grid = tuple[int, int]
 
@@ -103,9 +103,9 @@ class GaussianAttention(StudentAttention):
         """The update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
 
         ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of a map that is given, from
-        :func:`gaupipe.gaussians.expected_axes` or :func:`gaupipe.gaussians.point_axes`. Without
-        them the tokens predict it; masks are then as for other attentions, and hidden keys leave
-        the rest of a map renormalised. Positions ``rope`` have no Q and K to turn.
+        :func:`gaupipe.maps.gaussians.expected_axes` or :func:`gaupipe.maps.gaussians.point_axes`.
+        Without them the tokens predict it; masks are then as for other attentions, and hidden keys
+        leave the rest of a map renormalised. Positions ``rope`` have no Q and K to turn.
         """
         if axes is None:
             return super().forward(x, attn_mask, is_causal)
@@ -116,7 +116,7 @@ class GaussianAttention(StudentAttention):
         """The update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T,
         2], (x, y) in normalised coordinates, by bilinear interpolation.
 
-        The same numbers as :meth:`forward` with :func:`gaupipe.gaussians.point_axes`. On a CPU
+        The same numbers as :meth:`forward` with :func:`gaupipe.maps.gaussians.point_axes`. On a CPU
         torch's grid_sample is the faster way; elsewhere its gradient adds up in no fixed order, and
         a run would not repeat.
         """

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from gaupipe.gaussians import outer
-from gaupipe.losses import without_keys
+from gaupipe.distillation.losses import without_keys
+from gaupipe.maps.gaussians import outer
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -186,8 +186,8 @@ def separable_divergence(
     scale: float,
     hidden: Tensor | None = None,
 ) -> Tensor:
-    """KL(teacher || student) as :func:`gaupipe.losses.feature_loss` has it, for a teacher's map
-    with two factors.
+    """KL(teacher || student) as :func:`gaupipe.distillation.losses.feature_loss` has it, for a
+    teacher's map with two factors.
 
     With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k)
     - H(P): the student's map is not needed, only its log-normaliser Z [B, H, T], and the entropy of

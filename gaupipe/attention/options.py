@@ -9,7 +9,7 @@ from torch import nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.attention.functional import StudentAttention, nearest
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:

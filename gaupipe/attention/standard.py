@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_places
-from gaupipe.errors import UserError
-from gaupipe.gaussians import from_raw
+from gaupipe.maps.gaussians import from_raw
+from gaupipe.system.errors import UserError
 
 
 class StandardAttention(StudentAttention):

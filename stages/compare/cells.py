@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from gaupipe import config
-from gaupipe.config import Settings, StoreKind
-from gaupipe.errors import UserError
-from gaupipe.sections import Section
+from gaupipe import settings as config
+from gaupipe.settings import Settings, StoreKind
+from gaupipe.settings.sections import Section
+from gaupipe.system.errors import UserError
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""

@@ -22,13 +22,13 @@ import torch
 
 import store
 from gaupipe.attention.options import count_parameters
-from gaupipe.augment import Augment
-from gaupipe.building import select_device
-from gaupipe.data import Batches, ImageData
-from gaupipe.errors import UserError
-from gaupipe.folders import write_whole
-from gaupipe.student import build_student
-from gaupipe.training import Update
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, ImageData
+from gaupipe.distillation.student import build_student
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from gaupipe.training.optimizer import select_device
+from gaupipe.training.state import Update
 from stages import phase_b
 from stages.compare.cells import BASELINE
 from stages.compare.trainings import Comparison, Training

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stages import key_attention
 from stages.compare.cells import BASELINE
 from stages.compare.trainings import Comparison
+from stages.figures import key_attention
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

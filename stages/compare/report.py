@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
-from gaupipe.folders import write_whole
-from gaupipe.progress import epochs_in, total_seconds
+from gaupipe.system.files import write_whole
+from gaupipe.system.progress import epochs_in, total_seconds
 from stages.compare.cells import BASELINE, Cell
 from stages.compare.speed import COSTS, Run, Spread, compare_at
 from stages.compare.trainings import Comparison, Training

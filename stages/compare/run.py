@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 import store
-from gaupipe import loggers
-from gaupipe.building import select_device
-from gaupipe.config import ExportSettings, Settings, read_yaml
-from gaupipe.data import ImageData
-from gaupipe.errors import UserError
-from gaupipe.student import MapShape, check_baseline, check_student
-from stages import export_maps, phase_a, trained_teacher
+from gaupipe.data.batches import ImageData
+from gaupipe.distillation.student import MapShape, check_baseline, check_student
+from gaupipe.settings import ExportSettings, Settings, read_yaml
+from gaupipe.system.errors import UserError
+from gaupipe.training import loggers
+from gaupipe.training.optimizer import select_device
+from stages import export_maps
 from stages.compare.cells import (
     BASELINE,
     Cell,
@@ -31,7 +31,9 @@ from stages.compare.figures import draw
 from stages.compare.report import report, write
 from stages.compare.trainings import Comparison, as_run, export_of
 from stages.compare.workers import Workers
-from stages.run_directory import locked
+from stages.phase_a import gaussian as phase_a
+from stages.phase_a import trained_vit as trained_teacher
+from stages.runs.directory import locked
 
 SNAPSHOTS = 3
 """Training images whose key selection is kept, unless the settings say another number."""

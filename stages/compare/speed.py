@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from gaupipe.progress import epochs_in, total_seconds
+from gaupipe.system.progress import epochs_in, total_seconds
 
 COSTS = ("epochs", "epochs_with_phase_a", "seconds", "seconds_with_phase_a")
 """What reaching an accuracy costs; names of fields of :class:`Reach`."""

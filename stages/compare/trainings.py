@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe import config, older_names
-from gaupipe.config import (
+from gaupipe import settings as config
+from gaupipe.data.batches import ImageData, load_data
+from gaupipe.settings import (
     IRRELEVANT,
     BaselineSettings,
     DataSettings,
@@ -17,13 +18,14 @@ from gaupipe.config import (
     PhaseASettings,
     PhaseBSettings,
     Settings,
+    older_names,
 )
-from gaupipe.data import ImageData, load_data
-from gaupipe.progress import read_metrics
-from stages import export_maps, kept_epochs
+from gaupipe.system.progress import read_metrics
+from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
 from stages.compare.speed import Run
-from stages.run_directory import RunDirectory
+from stages.runs import kept_epochs
+from stages.runs.directory import RunDirectory
 
 DISTILLATION = (
     "alpha",

@@ -27,15 +27,17 @@ from rich.progress import (
 )
 
 import store
-from gaupipe import config, machine
-from gaupipe.building import select_device
-from gaupipe.data import load_data
-from gaupipe.errors import UserError
-from gaupipe.folders import write_whole
-from gaupipe.progress import epochs_in, total_seconds
-from stages import evaluate, export_maps, phase_a, phase_b
+from gaupipe import settings as config
+from gaupipe.data.batches import load_data
+from gaupipe.system import machine
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from gaupipe.system.progress import epochs_in, total_seconds
+from gaupipe.training.optimizer import select_device
+from stages import evaluate, export_maps, phase_b
 from stages.compare.speed import Run
 from stages.compare.trainings import Training, as_teacher
+from stages.phase_a import gaussian as phase_a
 
 Job = Callable[[list[Training]], tuple[str, str]]
 """What a worker does for trainings that need it: (a line that says what came out, why it failed),

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 from stages.view.page import STATIC, colours
 from stages.view.viewer import Viewer
 from store import StoreError

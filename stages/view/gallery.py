@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import store
-from gaupipe.errors import UserError
+from gaupipe.system.errors import UserError
 
 ORDERS = ("id", "wrong", "sure", "unsure")
 """By image id, wrong predictions first and among them the surest first, by falling and by rising

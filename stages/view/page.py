@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gaupipe.errors import UserError
-from gaupipe.folders import write_whole
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
 from stages.view.viewer import Viewer
 
 STATIC = Path(__file__).parent / "static"

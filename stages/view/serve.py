@@ -9,8 +9,8 @@ import webbrowser
 from pathlib import Path
 
 import store
-from gaupipe.errors import UserError
-from stages.run_directory import RunDirectory
+from gaupipe.system.errors import UserError
+from stages.runs.directory import RunDirectory
 from stages.view.page import check_html, write_page
 from stages.view.viewer import Viewer
 

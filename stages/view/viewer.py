@@ -17,13 +17,13 @@ from PIL import Image
 from torch import Tensor
 
 import store
-from gaupipe.data import ImageData
-from gaupipe.errors import UserError
-from gaupipe.image_files import cache_folder
-from gaupipe.stored_maps import KINDS, StoredGaussians
+from gaupipe.data.batches import ImageData
+from gaupipe.data.files import cache_folder
+from gaupipe.distillation.kinds import KINDS, StoredGaussians
+from gaupipe.system.errors import UserError
+from stages.figures.key_attention import SNAPSHOTS, read
 from stages.inspect_maps import image_pixels, images_of
-from stages.key_attention import SNAPSHOTS, read
-from stages.run_directory import RunDirectory
+from stages.runs.directory import RunDirectory
 from stages.student_maps import StudentMaps
 from stages.view.gallery import Gallery, digest
 from stages.view.wire import pack

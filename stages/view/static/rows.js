@@ -1,7 +1,7 @@
 // Attention maps from stored numbers. A map is T x T weights, row by row: row q says how much query
 // q reads from each key, and sums to 1. Tokens lie on a grid of h x w, counted row by row.
 
-const MIN_STD = 1e-3; // in tokens, as in gaupipe/gaussians.py
+const MIN_STD = 1e-3; // in tokens, as in gaupipe/maps/gaussians.py
 const MAX_STD = 2e3;
 
 /** The complementary error function, to about 1e-13 of its value. */

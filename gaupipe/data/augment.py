@@ -1,0 +1,499 @@
+"""Augmentation that says where each view lies in its image, so that stored Gaussians can move
+along.
+
+Everything works on batches of uint8 images [B, C, height, width] as the data set gives them, on any
+device. All random numbers are a function of (seed, epoch, image id): not of the batch an image is
+in, its place there, the process, or the device. Axis letters: B images, C channels, H heads, T
+tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional as F
+
+from gaupipe.settings.augment import AugmentSettings, RandAugmentSettings, ResizedCropSettings
+from gaupipe.maps.gaussians import Geometry
+
+# Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
+# of the others alone.
+RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING, QUERIES = range(8)
+
+ATTEMPTS = 10
+"""Boxes drawn until one lies within the image, as in torchvision."""
+
+
+def uniforms(
+    seed: int, epoch: int | np.ndarray, image_ids: Tensor | np.ndarray, k: int, stream: int = 0
+) -> np.ndarray:
+    """k random numbers for every image, float64 [B, k] in (0, 1), a function of the arguments and
+    of nothing else. ``epoch`` is one for all, or that of each image [B].
+
+    Philox4x32-10 (Salmon et al., *Parallel random numbers: as easy as 1, 2, 3*) with the seed as
+    its key and (image id, epoch, stream, number of four draws) as its counter. ``stream`` below
+    2^16 tells uses apart; at most 2^18 draws each.
+    """
+    ids = np.asarray(image_ids, dtype=np.uint64)[:, None]
+    blocks = np.arange(-(-k // 4), dtype=np.uint64)[None]
+    epochs = np.asarray(epoch, dtype=np.uint64).reshape(-1, 1)
+    counter = np.broadcast_arrays(
+        ids & _WORD, ids >> _HALF, epochs, np.uint64(stream << 16) | blocks
+    )
+    words = np.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), axis=-1)
+    return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
+
+
+def draw_queries(
+    seed: int, epoch: int, image_ids: Tensor | np.ndarray, tokens: int, share: float
+) -> Tensor:
+    """A random part of the queries of each image, int64 [B, Q] in ascending order, on the CPU.
+
+    Q is ``share`` * ``tokens``, rounded, and at least 1. Every set of Q of the queries 0 to
+    ``tokens`` - 1 is as likely as every other, so a mean over the chosen queries has the mean over
+    all as its expectation.
+    """
+    count = max(1, round(share * tokens))
+    order = uniforms(seed, epoch, image_ids, tokens, QUERIES).argsort(axis=1, kind="stable")
+    return torch.from_numpy(np.sort(order[:, :count], axis=1))
+
+
+_WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+
+
+def philox(counter: Sequence[np.ndarray], key: tuple[int, int]) -> list[np.ndarray]:
+    """Philox4x32-10 of four equally shaped uint64 arrays, each holding 32 bits; returns four
+    such arrays."""
+    a, b, c, d = counter
+    for number in range(10):
+        key_a, key_b = (
+            np.uint64(word + number * step & 0xFFFFFFFF)
+            for word, step in zip(key, (0x9E3779B9, 0xBB67AE85), strict=True)
+        )
+        from_a, from_c = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (
+            from_c >> _HALF ^ b ^ key_a,
+            from_c & _WORD,
+            from_a >> _HALF ^ d ^ key_b,
+            from_a & _WORD,
+        )
+    return [a, b, c, d]
+
+
+class Augment:
+    """The augmentation of one image at a time: everything in the settings but Mixup and CutMix
+    (:func:`mix`)."""
+
+    def __init__(self, settings: AugmentSettings, seed: int) -> None:
+        self.settings = settings
+        self.seed = seed
+
+    def __call__(
+        self, images: Tensor, image_ids: Tensor, epoch: int, places: Tensor | None = None
+    ) -> tuple[Tensor, Geometry | None]:
+        """(views, where they lie) of a batch.
+
+        images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
+        image_ids   int64 [B]
+        epoch       counted from 0
+        places      where the ``images`` lie, if they are crops of full-size images already, which
+                    are then not cropped again: float64 [B, 4], as :class:`Crops` returns it
+
+        The views have the shape, dtype and device of the images. The geometry is None when nothing
+        moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
+        in uint8, so before normalisation; it and the colour operations leave attention where it is.
+        """
+        settings, (height, width) = self.settings, images.shape[-2:]
+        size = (height, width)
+        place = _Place(len(images), size)
+        if places is not None:
+            place.start(places.numpy())
+        elif settings.resized_crop:
+            draws = self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP)
+            boxes = crop_boxes(draws, size, settings.resized_crop)
+            images = torch.stack(
+                [
+                    F.resized_crop(image, *box, list(size), antialias=True)
+                    for image, box in zip(images, boxes.tolist(), strict=True)
+                ]
+            )
+            place.crop(boxes)
+        if settings.crop_padding or settings.flip:
+            shifts, flips = self._shifts(image_ids, epoch), self._flips(image_ids, epoch)
+            images = shift_and_flip(images, shifts, flips)
+            place.shift(shifts)
+            place.flip(flips)
+        if settings.randaugment:
+            images = self._randaugment(settings.randaugment, images, image_ids, epoch)
+        if settings.erasing:
+            images = self._erase(images, image_ids, epoch)
+        follows = settings.geometry == "follow" and (
+            settings.resized_crop or settings.crop_padding or settings.flip
+        )
+        return images, place.geometry(images.device) if follows else None
+
+    def _draw(self, image_ids: Tensor, epoch: int, k: int, stream: int) -> np.ndarray:
+        return uniforms(self.seed, epoch, image_ids, k, stream)
+
+    def _shifts(self, image_ids: Tensor, epoch: int) -> np.ndarray:
+        """Where in the image a view's first pixel lies, (x, y), from -padding to +padding: int64
+        [B, 2]."""
+        padding = self.settings.crop_padding
+        return (
+            np.floor(self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)).astype(np.int64)
+            - padding
+        )
+
+    def _flips(self, image_ids: Tensor, epoch: int) -> np.ndarray:
+        """Which images are mirrored: bool [B]."""
+        return self.settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
+
+    def _randaugment(
+        self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
+    ) -> Tensor:
+        draws = self._draw(image_ids, epoch, 2 * settings.ops, RANDAUGMENT)
+        choices = np.floor(draws[:, ::2] * len(settings.operations)).astype(np.int64)
+        signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
+        images = images.clone()
+        for choice, sign in zip(choices.T, signs.T, strict=True):
+            for number, name in enumerate(settings.operations):
+                for direction in (-1, 1):
+                    chosen = np.flatnonzero((choice == number) & (sign == direction))
+                    if len(chosen) and name != "Identity":
+                        where = torch.from_numpy(chosen).to(images.device)
+                        images[where] = OPERATIONS[name](
+                            images[where], settings.magnitude / 30, direction
+                        )
+        return images
+
+    def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
+        draws = self._draw(image_ids, epoch, 4 + 4 * ATTEMPTS, ERASING)
+        size = (images.shape[-2], images.shape[-1])
+        boxes, found = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
+        colours = torch.from_numpy(np.floor(draws[:, 1:4] * 256).astype(np.uint8)).to(images.device)
+        images = images.clone()
+        for place in np.flatnonzero(found & (draws[:, 0] < self.settings.erasing)):
+            top, left, height, width = boxes[place]
+            images[place, :, top : top + height, left : left + width] = colours[
+                place, : images.shape[1], None, None
+            ]
+        return images
+
+
+def crop_boxes(
+    draws: np.ndarray, size: tuple[int, int], settings: ResizedCropSettings
+) -> np.ndarray:
+    """Parts (top, left, height, width) of images of this size in pixels, int64 [B, 4], drawn as
+    torchvision's RandomResizedCrop draws them, from uniform numbers [B, 4 * ATTEMPTS]."""
+    height, width = size
+    boxes, found = _boxes(draws, size, settings.scale, settings.ratio)
+    low, high = settings.ratio  # the largest box in the middle, when no attempt fits
+    h = height if width / height >= low else round(width / low)
+    w = width if width / height <= high else round(height * high)
+    boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
+    return boxes
+
+
+@dataclass(frozen=True)
+class Crops:
+    """The resized crops of some full-size images, one of each: those that :class:`Augment` would
+    draw of the images themselves in the epochs ``views`` [B]."""
+
+    settings: ResizedCropSettings
+    seed: int
+    image_ids: np.ndarray
+    views: np.ndarray
+
+    def of(self, images: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor]:
+        """(crops uint8 [B, 3, size, size], their places) of images [3, height, width], of any
+        height and width.
+
+        The places say where each crop lies in the square that the image becomes without a crop:
+        (offset x, offset y, scale x, scale y) in border coordinates, float64 [B, 4]. A crop may lie
+        outside the square, which is the middle of the image.
+        """
+        draws = uniforms(self.seed, self.views, self.image_ids, 4 * ATTEMPTS, RESIZED_CROP)
+        crops, places = [], np.empty((len(draws), 4))
+        for image, drawn, place in zip(images, draws, places, strict=True):
+            height, width = image.shape[-2:]
+            box = crop_boxes(drawn[None], (height, width), self.settings)[0]
+            top, left, h, w = box.tolist()
+            part = image[:, top : top + h, left : left + w]
+            if (h, w) != (size, size):
+                part = F.resize_image(part, [size, size], antialias=True)
+            crops.append(part)
+            start, extent = middle_square(height, width, size)
+            place[:2] = (2 * (box[1::-1] - start) + box[:1:-1]) / extent - 1
+            place[2:] = box[:1:-1] / extent
+        return torch.stack(crops).contiguous(), torch.from_numpy(places)
+
+
+def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The part of an image that becomes a square of ``size`` pixels, when its shorter side is
+    resized to ``size`` and the middle of the longer side is kept: (left, top) and (width, height)
+    in pixels of the image, float64 [2] each."""
+    pixels = np.array([width, height], dtype=np.float64)
+    resized = np.array([size * side // min(height, width) for side in (width, height)])
+    start = np.array([round((side - size) / 2) for side in resized.tolist()])
+    return start * pixels / resized, size * pixels / resized
+
+
+def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Tensor:
+    """Views of the same size that start at pixel ``shifts`` [B, 2] (x, y) of their image, 0
+    outside it, then mirrored from left to right where ``flips`` [B] says so."""
+    height, width = images.shape[-2:]
+    views = torch.zeros_like(images)
+    for image, view, (x, y), flip in zip(
+        images, views, shifts.tolist(), flips.tolist(), strict=True
+    ):
+        seen = image[:, max(y, 0) : max(height + y, 0), max(x, 0) : max(width + x, 0)]
+        top, left = max(-y, 0), max(-x, 0)
+        if flip:
+            seen, left = seen.flip(-1), width - left - seen.shape[-1]
+        view[:, top : top + seen.shape[-2], left : left + seen.shape[-1]] = seen
+    return views
+
+
+class _Place:
+    """Follows where views lie while transforms are put one after the other: image = offset +
+    scale * view, in border coordinates, float64 [B, 2]."""
+
+    def __init__(self, images: int, size: tuple[int, int]) -> None:
+        self.pixels = np.array(size[::-1], dtype=np.float64)
+        self.offset, self.scale = np.zeros((images, 2)), np.ones((images, 2))
+
+    def start(self, places: np.ndarray) -> None:
+        """The images are crops that lie there: [B, 4], offset and scale."""
+        self._then(places[:, :2], places[:, 2:])
+
+    def _then(self, offset: np.ndarray, scale: np.ndarray) -> None:
+        self.offset = self.offset + self.scale * offset
+        self.scale = self.scale * scale
+
+    def crop(self, boxes: np.ndarray) -> None:
+        """The part (top, left, height, width) fills the view."""
+        start, extent = boxes[:, 1::-1], boxes[:, :1:-1]
+        self._then((2 * start + extent) / self.pixels - 1, extent / self.pixels)
+
+    def shift(self, shifts: np.ndarray) -> None:
+        self._then(2 * shifts / self.pixels, np.ones(2))
+
+    def flip(self, flips: np.ndarray) -> None:
+        self._then(
+            np.zeros(2), np.stack([np.where(flips, -1.0, 1.0), np.ones(len(flips))], axis=-1)
+        )
+
+    def geometry(self, device: torch.device) -> Geometry:
+        return Geometry(
+            *(torch.from_numpy(values).float().to(device) for values in (self.offset, self.scale))
+        )
+
+
+def _boxes(
+    draws: np.ndarray, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first box of each image that fits: (top, left, height, width) int64 [B, 4], and whether
+    there is one, bool [B].
+
+    ``draws`` [B, 4 * attempts] are uniform; ``area`` bounds the share of the image, ``ratio``
+    bounds width / height, which is uniform in its logarithm.
+    """
+    height, width = size
+    draws = draws.reshape(len(draws), -1, 4)
+    areas = height * width * (area[0] + draws[..., 0] * (area[1] - area[0]))
+    ratios = np.exp(math.log(ratio[0]) + draws[..., 1] * math.log(ratio[1] / ratio[0]))
+    w, h = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
+    fits = (w > 0) & (w <= width) & (h > 0) & (h <= height)
+    top, left = (
+        np.floor(draws[..., 2] * (height - h + 1)),
+        np.floor(draws[..., 3] * (width - w + 1)),
+    )
+    first = fits.argmax(axis=1)
+    image = np.arange(len(draws))
+    boxes = np.stack([top, left, h, w], axis=-1)[image, first]
+    return boxes.astype(np.int64), fits[image, first]
+
+
+def _affine(
+    images: Tensor,
+    angle: float = 0.0,
+    translate: tuple[float, float] = (0, 0),
+    shear: tuple[float, float] = (0.0, 0.0),
+    centre: list[float] | None = None,
+) -> Tensor:
+    return F.affine(
+        images, angle=angle, translate=list(translate), scale=1.0, shear=list(shear), center=centre
+    )
+
+
+OPERATIONS: dict[str, Callable[[Tensor, float, int], Tensor]] = {
+    "Identity": lambda images, strength, sign: images,
+    "Brightness": lambda images, strength, sign: F.adjust_brightness(
+        images, 1 + sign * 0.9 * strength
+    ),
+    "Color": lambda images, strength, sign: F.adjust_saturation(images, 1 + sign * 0.9 * strength),
+    "Contrast": lambda images, strength, sign: F.adjust_contrast(images, 1 + sign * 0.9 * strength),
+    "Sharpness": lambda images, strength, sign: F.adjust_sharpness(
+        images, 1 + sign * 0.9 * strength
+    ),
+    "Posterize": lambda images, strength, sign: F.posterize(images, round(8 - 4 * strength)),
+    "Solarize": lambda images, strength, sign: F.solarize(images, 255 * (1 - strength)),
+    "AutoContrast": lambda images, strength, sign: F.autocontrast(images),
+    "Equalize": lambda images, strength, sign: F.equalize(images),
+    "Rotate": lambda images, strength, sign: F.rotate(images, sign * 30 * strength),
+    "ShearX": lambda images, strength, sign: _affine(
+        images, shear=(math.degrees(math.atan(sign * 0.3 * strength)), 0.0), centre=[0, 0]
+    ),
+    "ShearY": lambda images, strength, sign: _affine(
+        images, shear=(0.0, math.degrees(math.atan(sign * 0.3 * strength))), centre=[0, 0]
+    ),
+    "TranslateX": lambda images, strength, sign: _affine(
+        images, translate=(int(sign * 150 / 331 * images.shape[-1] * strength), 0)
+    ),
+    "TranslateY": lambda images, strength, sign: _affine(
+        images, translate=(0, int(sign * 150 / 331 * images.shape[-2] * strength))
+    ),
+}
+"""Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign, which
+the last four colour operations have no use for. Strengths as in torchvision's RandAugment, whose
+magnitude is 30 times ours."""
+
+
+@dataclass
+class Mix:
+    """Which images of a batch were mixed, and where. On the CPU.
+
+    partner   int64 [B]: position in the batch of the image mixed in
+    blend     float64 [B]: an image's own share outside the box; 1 for CutMix
+    box       float64 [B, 4]: (left, top, right, bottom) of the part taken from the partner
+              alone, as fractions of width and height; empty for Mixup
+    """
+
+    partner: Tensor
+    blend: Tensor
+    box: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """An image's own share in its target, float32 [B]: by blend for Mixup, by area for
+        CutMix."""
+        return self.own_share((1, 1))[:, 0]
+
+    def own_share(self, grid: tuple[int, int]) -> Tensor:
+        """An image's own share in each cell of a grid, by area: float32 [B, T], row-major."""
+        h, w = grid
+        covered_x, covered_y = (self._covered(axis, n) for axis, n in ((0, w), (1, h)))
+        covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)
+        return (self.blend[:, None] * (1 - covered.flatten(1))).float()
+
+    def _covered(self, axis: int, n: int) -> Tensor:
+        """Share [B, n] of each of the n cells of an axis that the box covers."""
+        first, last = self.box[:, axis, None] * n, self.box[:, axis + 2, None] * n
+        cells = torch.arange(n, dtype=self.box.dtype)
+        return (torch.minimum(last, cells + 1) - torch.maximum(first, cells)).clamp(0, 1)
+
+
+def mix(
+    images: Tensor,
+    image_ids: Tensor,
+    seed: int,
+    epoch: int,
+    settings: AugmentSettings,
+    parts: Sequence[int] = (),
+) -> tuple[Tensor, Mix | None]:
+    """Mixup and CutMix of a batch: (mixed images, what was mixed), or the images and None when both
+    are off.
+
+    images      floating point [B, C, height, width], normalised or not: mixing is linear
+    parts       sizes of the parts of the batch that are mixed each among themselves; all are one
+                part by default
+
+    The images of a batch are put in an order drawn from (seed, epoch, image id), and each is mixed
+    with the next in it: partners depend on which images are in the batch, not on their places, and
+    none is its own unless it is alone. Mixup (arXiv 1710.09412) is share * own + (1 - share) *
+    partner; CutMix (arXiv 1905.04899) puts a box of the partner over the image, of the drawn area,
+    its centre anywhere and the part outside cut off; its share is the area that stays.
+    """
+    if not (settings.mixup or settings.cutmix):
+        return images, None
+    pairing = uniforms(seed, epoch, image_ids, 1, PAIRING)[:, 0]
+    partner = np.empty(len(image_ids), dtype=np.int64)
+    for part in np.split(np.arange(len(image_ids)), np.cumsum(parts)[:-1].astype(np.int64)):
+        order = part[np.lexsort((np.asarray(image_ids)[part], pairing[part]))]
+        partner[order] = np.roll(order, -1)
+    draws = uniforms(seed, epoch, image_ids, 4, MIXING)
+    cut = draws[:, 0] < (0.5 if settings.mixup and settings.cutmix else bool(settings.cutmix))
+    share = np.where(cut, _beta(draws[:, 1], settings.cutmix), _beta(draws[:, 1], settings.mixup))
+    height, width = images.shape[-2:]
+    boxes = _cutmix_boxes(share, draws[:, 2:], (height, width))
+    mixed = Mix(
+        torch.from_numpy(partner),
+        torch.from_numpy(np.where(cut, 1.0, share)),
+        torch.from_numpy(np.where(cut[:, None], boxes, 0.0)),
+    )
+    own = mixed.own_share((height, width)).to(images).view(-1, 1, height, width)
+    return torch.lerp(images[mixed.partner.to(images.device)], images, own), mixed
+
+
+def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
+    """Uniform draws turned into draws from Beta(alpha, alpha)."""
+    from scipy.special import betaincinv
+
+    return betaincinv(alpha, alpha, draws) if alpha else draws
+
+
+def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Boxes on whole pixels over about 1 - share of the image, (left, top, right, bottom) as
+    fractions: [B, 4]."""
+    pixels = np.array(size[::-1])
+    extent = np.floor(pixels * np.sqrt(1 - share)[:, None])
+    start = np.floor(centres * pixels) - extent // 2
+    corners = np.clip([start, start + extent], 0, pixels) / pixels
+    return np.concatenate(list(corners), axis=-1)
+
+
+def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
+    """Attention maps [B, H, T, T] that a mixed batch should show, from those of its images, each
+    moved with its own view.
+
+    The attention of a query is the mean of that in its two sources, weighted by the share of the
+    query's area that each source has: one share for all queries with Mixup; with CutMix the
+    partner's attention inside the box, the image's outside, and the mean of both in tokens that the
+    box cuts. Keys are neither weighted nor renormalised: a query keeps looking where its source
+    looked, also where the mixed image now shows the other one. So it still sums to 1.
+    """
+    if mixed is None:
+        return maps
+    own = mixed.own_share(grid).to(maps)[:, None, :, None]
+    return torch.lerp(maps[mixed.partner.to(maps.device)], maps, own)
+
+
+def mixed_rows(
+    rows: Callable[[Tensor], Tensor], queries: Tensor, mixed: Mix | None, grid: tuple[int, int]
+) -> Tensor:
+    """The rows [B, H, Q, T] of :func:`mixed_map` that belong to the ``queries`` [B, Q] of each
+    image. ``rows`` gives those of the unmixed images for queries [B, Q] of theirs."""
+    if mixed is None:
+        return rows(queries)
+    partner = mixed.partner.to(queries.device)  # a permutation
+    asked = torch.empty_like(queries)
+    asked[partner] = queries
+    own = mixed.own_share(grid).to(queries.device).gather(1, queries)[:, None, :, None]
+    return torch.lerp(rows(asked)[partner], rows(queries), own)
+
+
+def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
+    """Probabilities of classes [B, C] for a mixed batch: one-hot labels, or the teacher's
+    softmax (never its logits)."""
+    if mixed is None:
+        return probabilities
+    return torch.lerp(
+        probabilities[mixed.partner.to(probabilities.device)],
+        probabilities,
+        mixed.weight.to(probabilities)[:, None],
+    )

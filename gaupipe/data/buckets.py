@@ -1,0 +1,120 @@
+"""Which training images a rank works on, such that neither the batches nor anything that is drawn
+depend on the number of ranks.
+
+Image ids fall into P *buckets*. P belongs to the run, and worlds of W ranks for which W divides P
+share the buckets: rank r has P / W neighbouring ones. Every bucket has a permutation of its
+own in every epoch, and every batch takes its share of every bucket. So the whole batch has the same
+images for any W, and an image stays with its rank as long as the world does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+
+BLOCK = 16
+"""Images with neighbouring ids in one bucket. The classes of a folder lie one after the other, so
+blocks are small and go around."""
+
+
+class Buckets:
+    """``images`` image ids in ``count`` buckets: id i is in bucket (i // BLOCK) % count."""
+
+    def __init__(self, images: int, count: int = 1) -> None:
+        self.images, self.count = images, count
+
+    def of(self, image_ids: np.ndarray) -> np.ndarray:
+        """The bucket of each image id."""
+        return image_ids // BLOCK % self.count
+
+    def positions(self, image_ids: np.ndarray) -> np.ndarray:
+        """The place of each image id among the members of its bucket."""
+        return image_ids // (BLOCK * self.count) * BLOCK + image_ids % BLOCK
+
+    def sizes(self) -> np.ndarray:
+        """Images in each bucket, int64 [P]."""
+        return np.bincount(self.of(np.arange(self.images)), minlength=self.count)
+
+    def members(self, bucket: int) -> np.ndarray:
+        """The image ids of a bucket, ascending, int64."""
+        ids = np.arange(self.images)
+        return ids if self.count == 1 else ids[self.of(ids) == bucket]
+
+    def of_rank(self) -> range:
+        """The buckets of this rank."""
+        rank, world = distributed.rank(), distributed.size()
+        return range(rank * self.count // world, (rank + 1) * self.count // world)
+
+    def steps(self, batch_size: int) -> int:
+        """Batches in an epoch."""
+        return -(-self.images // batch_size)
+
+    def epoch(self, seed: int, epoch: int, batch_size: int) -> list[dict[int, np.ndarray]]:
+        """For every batch of an epoch the image ids that this rank has in it, by bucket.
+
+        (seed, epoch, bucket) determine the order. With one bucket, batches are full but for the
+        last. With more, whole batches differ by at most one image, and none is without images of
+        some bucket.
+        """
+        if self.count == 1:
+            order = np.random.default_rng((seed, epoch)).permutation(self.images)
+            return [{0: ids} for ids in slices(order, batch_size)]
+        shuffled = {
+            bucket: np.random.default_rng((seed, epoch, bucket)).permutation(self.members(bucket))
+            for bucket in self.of_rank()
+        }
+        bounds = self._bounds(batch_size)
+        return [
+            {
+                bucket: ids[bounds[bucket, step] : bounds[bucket, step + 1]]
+                for bucket, ids in shuffled.items()
+            }
+            for step in range(self.steps(batch_size))
+        ]
+
+    def batch_sizes(self, batch_size: int) -> list[int]:
+        """Images in each whole batch of an epoch, over all ranks."""
+        if self.count == 1:
+            return [len(ids) for ids in slices(np.arange(self.images), batch_size)]
+        return np.diff(self._bounds(batch_size).sum(0)).tolist()
+
+    def _bounds(self, batch_size: int) -> np.ndarray:
+        """Where the share of each batch begins in each bucket: int64 [P, steps + 1].
+
+        Up to a batch, the first b buckets together have given the whole number below their due.
+        """
+        ends = np.cumsum([0, *self.sizes()])[:, None]  # of the buckets, laid one after the other
+        steps = self.steps(batch_size)
+        given = ends * np.arange(steps + 1) // steps  # [P + 1, steps + 1]
+        return np.diff(given, axis=0)
+
+
+def slices(image_ids: np.ndarray, size: int) -> list[np.ndarray]:
+    """``image_ids`` in pieces of ``size``, the last of which may be smaller."""
+    return [image_ids[start : start + size] for start in range(0, len(image_ids), size)]
+
+
+def check_buckets(images: int, count: int, batch_size: int) -> None:
+    """Raises UserError for buckets that the ranks of this world cannot share, or that have too few
+    images for every batch to have some of each."""
+    world = distributed.size()
+    if count % world:
+        raise UserError(
+            f"data.buckets: {count} buckets cannot be shared by {world} processes: start as many "
+            f"processes as divide {count}, or another run with data.buckets a multiple of {world}"
+        )
+    if too_many(images, count, batch_size):
+        works = next(n for n in range(count, 0, -1) if not too_many(images, n, batch_size))
+        raise UserError(
+            f"data.buckets: {count} buckets of {images} images are too many for batches of "
+            f"{batch_size}, which take two images of each: take at most {works}, or a larger "
+            "data.batch_size"
+        )
+
+
+def too_many(images: int, count: int, batch_size: int) -> bool:
+    """Whether some bucket has not two images for every batch; one bucket may."""
+    buckets = Buckets(images, count)
+    return count > 1 and buckets.sizes().min() < 2 * buckets.steps(batch_size)

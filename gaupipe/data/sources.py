@@ -1,0 +1,242 @@
+"""The data sets that ``data.name`` can name: where their images come from.
+
+Labels are known without decoding an image. Images in files are decoded when they are asked for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from gaupipe.settings import DataSettings
+from gaupipe.data.decoded_images import DecodedImages
+from gaupipe.system.errors import UserError
+from gaupipe.data.files import HubImages, ImageFiles
+from gaupipe.data.folder import (
+    LeftOut,
+    find_classes,
+    layout,
+    say_left_out,
+    training_classes,
+)
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
+another folder."""
+
+
+class ArrayImages(Dataset):
+    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
+    names of the classes, none where they have none."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
+    ) -> None:
+        self.class_names = tuple(class_names)
+        self.images = torch.from_numpy(np.array(images, order="C"))
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def resized(self, size: int) -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
+        if tuple(self.images.shape[-2:]) == (size, size):
+            return self
+        from torchvision.transforms.v2.functional import resize
+
+        try:
+            images = resize(self.images, [size, size], antialias=True)
+        except RuntimeError as error:  # torch's allocator
+            raise UserError(
+                f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
+                f"memory: {str(error).splitlines()[0]}"
+            ) from None
+        return ArrayImages(images.numpy(), self.labels, self.class_names)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(positions)
+        return self.images[where], torch.from_numpy(self.labels[where])
+
+    def fingerprint(self) -> bytes:
+        return hashlib.sha256(self.images.numpy().tobytes()).digest()
+
+
+Source = ArrayImages | DecodedImages
+
+
+def open_sources(settings: DataSettings) -> tuple[Source, Source | None, Source | None]:
+    """The sources of the training images, of validation images that are not among them, and of the
+    test images.
+
+    Raises UserError for a data set that is not there or that cannot be read.
+    """
+    if settings.name == "folder":
+        return _folder_sources(settings)
+    if settings.name == "digits":
+        train, test = _digits(), None
+    elif settings.name == "fashion_mnist":
+        usual = os.environ.get("GAUPIPE_FASHION_MNIST") or DEBIAN_FASHION_MNIST
+        root = settings.root or Path(usual)
+        train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
+    else:
+        of_timm, tested = _timm_sources(settings)
+        return of_timm, None, tested
+    if settings.image_size:
+        train = train.resized(settings.image_size)
+        test = test and test.resized(settings.image_size)
+    return train, None, test
+
+
+def _digits() -> ArrayImages:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
+
+
+def _idx_images(root: Path, prefix: str) -> ArrayImages:
+    """Fashion-MNIST's files, or others of that format."""
+    images = _idx_array(root, f"{prefix}-images", 3)
+    labels = _idx_array(root, f"{prefix}-labels", 1)
+    if len(images) != len(labels):
+        raise UserError(f"{root}: {len(images)} {prefix} images, but {len(labels)} labels")
+    height, width = images.shape[1:]
+    if height != width:
+        raise UserError(
+            f"{root}: {prefix} images of {height} x {width} pixels; square ones are needed"
+        )
+    return ArrayImages(images[:, None], labels)
+
+
+def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
+    """An IDX file of bytes: images [N, height, width] with three ``axes``, labels [N] with one."""
+    path = root / f"{name}-idx{axes}-ubyte.gz"
+    if not path.is_file():
+        raise UserError(
+            f"data set fashion_mnist: {path} is not there; 'apt-get install "
+            "dataset-fashion-mnist' provides it on Debian, "
+            "data.name=torch/fashion_mnist with data.download=true elsewhere"
+        )
+    try:
+        with gzip.open(path) as file:
+            content = file.read()
+        if content[:4] != bytes((0, 0, 8, axes)):
+            raise ValueError(f"it should begin as one of bytes with {axes} axes does")
+        shape = np.frombuffer(content, dtype=">i4", count=axes, offset=4)
+        return np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * axes).reshape(shape)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UserError(f"{path}: not readable as an IDX file ({error}); fetch it again") from None
+
+
+def _folder_sources(
+    settings: DataSettings,
+) -> tuple[DecodedImages, DecodedImages | None, DecodedImages | None]:
+    """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
+    root = settings.root or Path("data")
+    left_out: LeftOut = []
+    places = layout(root)
+    classes = training_classes(places.train, left_out)
+    numbers = {name: number for number, name in enumerate(classes)}
+
+    def classes_of(folder: Path | None) -> dict[str, list[str]]:
+        found = find_classes(folder, left_out) if folder else {}
+        if unknown := sorted(found.keys() - classes.keys()):
+            raise UserError(
+                f"data.root: {folder} has the class {unknown[0]!r}, which {places.train} lacks"
+            )
+        return found
+
+    held_out = {folder: classes_of(folder) for folder in (places.val, places.test)}
+    train = _class_images(places.train, classes, numbers, settings)
+    val, test = (
+        _class_images(folder, held_out[folder], numbers, settings) if folder else None
+        for folder in (places.val, places.test)
+    )
+    say_left_out(root, left_out)
+    return train, val, test
+
+
+def _class_images(
+    folder: Path, classes: dict[str, list[str]], numbers: dict[str, int], settings: DataSettings
+) -> DecodedImages:
+    files = [file for images in classes.values() for file in images]
+    labels = [numbers[name] for name, images in classes.items() for _ in images]
+    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
+
+
+def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
+    if not settings.name.startswith(("torch/", "hfds/")):
+        raise UserError(
+            f"data.name: unknown data set {settings.name!r}; known: digits, "
+            "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
+            "timm's create_dataset names them"
+        )
+    train = _timm_data_set(settings, "train")
+    test = _timm_data_set(settings, "validation", "test")
+    classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
+    if classes != tested:
+        apart = min(set(classes or ()) ^ set(tested or ()), default="")
+        raise UserError(
+            f"data set {settings.name}: training and test images do not have the same "
+            f"classes; {apart!r} is one that only one of them has"
+        )
+    return _timm_source(train, settings), _timm_source(test, settings)
+
+
+def _timm_data_set(settings: DataSettings, *splits: str) -> Any:
+    """timm's data set of the first of ``splits`` that there is."""
+    from timm.data import create_dataset
+
+    name, root = settings.name, settings.root or Path("data")
+    try:
+        return create_dataset(
+            name, root=str(root), split=splits[0], download=settings.download, is_training=False
+        )
+    except (RuntimeError, AssertionError, ImportError, ValueError, OSError) as error:
+        if len(splits) > 1:
+            return _timm_data_set(settings, *splits[1:])
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"data set {name} not found under {str(root)!r} ({reason}); put its files "
+            "there, name their folder with data.root, or set data.download=true"
+        ) from None
+
+
+def _timm_source(data_set: Any, settings: DataSettings) -> Source:
+    """The images of timm's data set, whichever way it keeps them: an array, a reader or files."""
+    pixels, size = getattr(data_set, "data", None), settings.image_size
+    numbers = getattr(data_set, "class_to_idx", {})  # ImageNet has several names of a class
+    first = {number: name for name, number in reversed(numbers.items())}
+    class_names = [first[number] for number in sorted(first)]
+    if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
+        pixels = np.asarray(pixels)
+        pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
+        return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
+    if reader := getattr(data_set, "reader", None):
+        labels = reader.dataset[reader.label_key]
+        return DecodedImages(HubImages(settings.name, reader), labels, settings)
+    files = _files(data_set)
+    start = len(os.path.join(data_set.root, ""))
+    names = [str(path)[start:] for path, _ in files]
+    labels = np.asarray([label for _, label in files])
+    files_of = ImageFiles(Path(data_set.root), names)
+    return DecodedImages(files_of, labels, settings, class_names)
+
+
+def _files(data_set: Any) -> list[tuple[str, int]]:
+    """(path, label) of each image of a torchvision data set that lies in files."""
+    if hasattr(data_set, "index"):  # iNaturalist's, in the order of the file system's listing
+        folders = [os.path.join(data_set.root, name) for name in data_set.all_categories]
+        return sorted((os.path.join(folders[label], name), label) for label, name in data_set.index)
+    return data_set.samples if hasattr(data_set, "samples") else data_set.imgs

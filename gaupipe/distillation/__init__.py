@@ -1,0 +1,1 @@
+"""The losses of phase B, the kinds of stored maps, and the student that learns from them."""

@@ -1,0 +1,501 @@
+"""The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
+
+One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis
+letters: B images, L blocks, H heads, T tokens, Q chosen queries, P raw numbers of a Gaussian, E
+embedding width, K keys or Gaussians of a query.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from gaupipe.maps.fits import fit, move_mixture_map
+from gaupipe.maps.gaussians import (
+    RAW_SIZE,
+    Geometry,
+    expected_axes,
+    from_raw,
+    move,
+    outer,
+    resample_queries,
+)
+from gaupipe.maps.views import from_top_k, move_chosen_rows, move_map, take_queries, top_k
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.gaussian import Decoder, Teacher
+
+if TYPE_CHECKING:
+    import store
+
+Grid = tuple[int, int]
+AT_ONCE = 2**18
+"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
+Rows = Callable[[int, Sequence[int] | None, Tensor | None], Tensor]
+"""(block, heads, queries) -> rows of a map; None are all heads, and all queries."""
+Stored = dict[str, np.ndarray]
+"""Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
+
+
+class GaussianAttention:
+    """What a teacher with Gaussians shows of a batch, to be stored.
+
+    gaussians   [B, L, H, T, 4]
+    parameters  [B, ...] of the images, where the teacher has parameters of single images
+    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
+                at hand
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        gaussians: Tensor,
+        parameters: Tensor | None = None,
+        axes: Sequence[tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
+        self.axes = axes
+
+    @torch.no_grad()
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
+        images, layers, heads, tokens, _ = self.gaussians.shape
+        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
+        on_cpu = maps.device.type == "cpu"
+        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
+        for layer in range(layers):
+            for first in range(0, images, at_once):
+                part = slice(first, first + at_once)
+                if self.axes:
+                    along_y, along_x = (axis[part] for axis in self.axes[layer])
+                else:
+                    gaussians = self.gaussians[part, layer]
+                    along_y, along_x = expected_axes(gaussians, self.teacher.grid)
+                maps[part, layer] = outer(along_y, along_x)
+        return maps
+
+
+class MapAttention:
+    """What a trained ViT shows of a batch, to be stored.
+
+    blocks      for each block [B, H, T, T], from patches to patches
+    dropped     [L, H]: the share of attention that class and register tokens had
+    divergence  [L, H], after Gaussians were fitted: the KL that is left, mean over images and
+                queries
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], grid: Grid, dropped: Tensor) -> None:
+        self.blocks, self.grid, self.dropped = blocks, grid, dropped
+        self.divergence: Tensor | None = None
+
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
+
+    def mixtures(self, components: int) -> Tensor:
+        """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
+        mixtures, left = fit(self.maps(), self.grid, components)
+        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
+        return mixtures
+
+    @property
+    def gaussians(self) -> Tensor:
+        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
+        return self.mixtures(1)[..., 0, 1:]
+
+
+Attention = GaussianAttention | MapAttention
+
+
+class StoredGaussians:
+    """Gaussians [B, L, H, T, 4] of a batch on a ``grid`` (h, w), read from a store."""
+
+    def __init__(self, gaussians: Tensor, grid: Grid) -> None:
+        self.gaussians, self.grid = gaussians, grid
+
+    def axes(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+        queries: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
+        gaussians = move(of_block(self.gaussians, layer, heads).float(), geometry, self.grid)
+        if new_grid:
+            gaussians = resample_queries(gaussians, self.grid, new_grid)
+        return expected_axes(take_queries(gaussians, queries), new_grid or self.grid)
+
+    def map(
+        self,
+        layer: int,
+        heads: Sequence[int] | None = None,
+        geometry: Geometry | None = None,
+        new_grid: Grid | None = None,
+        queries: Tensor | None = None,
+    ) -> Tensor:
+        """A block's map [B, H, T, T] float32, rows sum to 1, of chosen heads (all for None), for
+        views of the images and on another grid where these are given; of ``queries`` [B, Q] int64
+        the rows [B, H, Q, T] alone."""
+        return outer(*self.axes(layer, heads, geometry, new_grid, queries))
+
+
+class StoredRows:
+    """Maps of a batch on a ``grid`` (h, w), read from a store.
+
+    ``rows`` gives, for a block and a choice of heads, the map [B, H, T, T] float32, or of queries
+    [B, Q] the rows [B, H, Q, T].
+    """
+
+    def __init__(self, rows: Rows, grid: Grid) -> None:
+        self.rows, self.grid = rows, grid
+
+    def axes(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> None:
+        """A map of this kind has no factors."""
+
+    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
+        """As :meth:`StoredGaussians.map`."""
+        if queries is None:
+            return move_map(self.rows(layer, heads, None), geometry, self.grid, new_grid)
+        rows = partial(self.rows, layer, heads)
+        return move_chosen_rows(rows, queries, geometry, self.grid, new_grid)
+
+
+class StoredMixtures(StoredRows):
+    """Gaussians [B, L, H, T, K, 5] of a batch, K a query, with their weights."""
+
+    def __init__(self, mixtures: Tensor, grid: Grid) -> None:
+        self.mixtures, self.grid = mixtures, grid
+
+    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
+        """As :meth:`StoredGaussians.map`."""
+        mixtures = of_block(self.mixtures, layer, heads).float()
+        return move_mixture_map(mixtures, geometry, self.grid, new_grid, queries)
+
+
+StoredAttention = StoredGaussians | StoredRows
+Reader = Callable[[Stored], StoredAttention]
+
+
+def of_block(values: Tensor, layer: int, heads: Sequence[int] | None) -> Tensor:
+    """One block, and of its heads those chosen, of [B, L, H, ...]: [B, H, ...]."""
+    values = values[:, layer]
+    return values if heads is None else values[:, list(heads)]
+
+
+class GaussianKind:
+    """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
+
+    name = "gaussian"
+    default_k: int | None = None
+    """The schema's ``k`` where none is asked for; None for kinds without one."""
+    default_encoding = "float16"
+    needs_maps = False
+    """Whether :meth:`arrays` are made of whole maps."""
+
+    def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
+        """Why a store of this kind cannot hold what a teacher knows, with or without per-image
+        parameters; None if it can."""
+        return None
+
+    def arrays(
+        self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, Tensor]:
+        """What is stored of a batch. Maps come in ``dtype``, to which whoever stores them would
+        round them."""
+        return {"gaussians": attention.gaussians}
+
+    def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
+        """What is stored once for all images."""
+        return {}
+
+    def reader(self, maps: store.Store, device: torch.device) -> Reader:
+        """What turns arrays that were read into the attention of a batch."""
+        grid = maps.schema.grid
+        return lambda stored: StoredGaussians(_tensor(stored, "gaussians", device).float(), grid)
+
+
+class DenseKind(GaussianKind):
+    """The maps themselves, [B, L, H, T, T]."""
+
+    name = "dense"
+    needs_maps = True
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"maps": attention.maps(dtype)}
+
+    def reader(self, maps, device) -> Reader:
+        coarse = maps.schema.encoding == "uint8"
+
+        def read(stored: Stored) -> StoredRows:
+            values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
+
+            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
+                part = take_queries(of_block(values, layer, heads), queries).float()
+                return part / part.sum(-1, keepdim=True) if coarse else part
+
+            return StoredRows(rows, maps.schema.grid)
+
+        return read
+
+
+class TopKKind(GaussianKind):
+    """The largest keys of each query with their weights, [B, L, H, T, K] each. What is left of a
+    row is spread evenly over the other keys."""
+
+    name = "topk"
+    default_k = 8
+    default_encoding = "uint8"
+    needs_maps = True
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        keys, weights = top_k(attention.maps(), k)
+        return {"keys": keys, "weights": weights}
+
+    def reader(self, maps, device) -> Reader:
+        schema = maps.schema
+
+        def read(stored: Stored) -> StoredRows:
+            keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
+            weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
+
+            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
+                of_keys, of_weights = (
+                    take_queries(of_block(values, layer, heads), queries)
+                    for values in (keys, weights)
+                )
+                return from_top_k(of_keys, of_weights.float(), schema.tokens)
+
+            return StoredRows(rows, schema.grid)
+
+        return read
+
+
+class MixtureKind(GaussianKind):
+    """A few Gaussians a query, fitted to the map, with their weights: [B, L, H, T, K, 5]."""
+
+    name = "mixture"
+    default_k = 2
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if isinstance(teacher, Teacher):
+            return "each map of this teacher is one Gaussian already; choose gaussian"
+        return None
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"mixtures": attention.mixtures(k)}
+
+    def reader(self, maps, device) -> Reader:
+        grid = maps.schema.grid
+        return lambda stored: StoredMixtures(_tensor(stored, "mixtures", device), grid)
+
+
+class EmbeddingKind(GaussianKind):
+    """An embedding an image and block, [B, L, E], and the compression network that decodes it."""
+
+    name = "embedding"
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if not isinstance(teacher, Teacher):
+            return "a trained ViT has no embeddings; choose topk, dense, mixture or gaussian"
+        if teacher.decoder is None or not per_image:
+            return (
+                "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
+                "gaussian or dense"
+            )
+        return None
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"embeddings": attention.parameters}
+
+    def decoder(self, teacher) -> dict[str, Tensor]:
+        return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
+
+    def reader(self, maps, device) -> Reader:
+        weights, prior = shared_weights(maps, device)  # prior [L, H, T, P]
+        with teachers_decoder(maps):
+            layers, embedding, hidden = weights["weight1"].shape
+            if embedding != maps.schema.embedding_dim:
+                raise ValueError(
+                    f"weight1 is for embeddings of {embedding} numbers, the store has "
+                    f"{maps.schema.embedding_dim}"
+                )
+            network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
+            network.load_state_dict(weights)
+
+        @torch.no_grad()
+        def decode(stored: Stored) -> StoredGaussians:
+            raw = network(_tensor(stored, "embeddings", device).float())
+            raw = raw.view(len(raw), *prior.shape) + prior  # [B, L, H, T, P]
+            return StoredGaussians(from_raw(raw, maps.schema.parametrisation), maps.schema.grid)
+
+        return decode
+
+
+class PriorKind(GaussianKind):
+    """Nothing an image: the Gaussians that all images share, stored once."""
+
+    name = "prior"
+
+    def refusal(self, teacher, per_image) -> str | None:
+        if not isinstance(teacher, Teacher):
+            return "a trained ViT has another map for each image; choose topk, dense or mixture"
+        if per_image or teacher.predicts_gaussians:
+            return (
+                "this teacher has Gaussians of single images (phase_a.per_image is not none); "
+                "choose gaussian or dense"
+            )
+        return None
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {}
+
+    def decoder(self, teacher) -> dict[str, Tensor]:
+        return {"prior": teacher.prior.detach()}
+
+    def reader(self, maps, device) -> Reader:
+        _, prior = shared_weights(maps, device)
+        shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
+
+        def read(stored: Stored) -> StoredGaussians:
+            images = len(stored["labels"])
+            return StoredGaussians(shared.expand(images, *shared.shape), maps.schema.grid)
+
+        return read
+
+
+def _tensor(stored: Stored, name: str, device: torch.device) -> Tensor:
+    return torch.from_numpy(stored[name]).to(device)
+
+
+def shared_weights(maps: store.Store, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a
+    decoder that is not a teacher's."""
+    schema = maps.schema
+    with teachers_decoder(maps):
+        weights = {
+            name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()
+        }
+        prior = weights.pop("prior")
+        shape = (schema.layers, schema.heads, schema.tokens, RAW_SIZE[schema.parametrisation])
+        if prior.shape != shape:
+            raise ValueError(f"prior has the shape {tuple(prior.shape)}, {shape} is right")
+    return weights, prior
+
+
+@contextlib.contextmanager
+def teachers_decoder(maps: store.Store) -> Iterator[None]:
+    """Turns what a foreign decoder's arrays cause into one line."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, UserError) or type(error).__module__.startswith("store."):
+            raise
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}"
+        ) from None
+
+
+KINDS: dict[str, GaussianKind] = {
+    kind.name: kind
+    for kind in (
+        GaussianKind(),
+        EmbeddingKind(),
+        DenseKind(),
+        PriorKind(),
+        TopKKind(),
+        MixtureKind(),
+    )
+}
+
+
+def default_kind(settings: Settings, encoding: str | None = None) -> str:
+    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
+    trained ViT. ``prior`` has no 8-bit codes."""
+    phase = settings.phase_a
+    if not phase.learns_gaussians:
+        return "topk"
+    alike = phase.per_image == "none" and encoding != "uint8"
+    return "prior" if alike else "gaussian"
+
+
+def chosen(
+    settings: Settings,
+    stored: ExportSettings | None = None,
+    given: dict[str, Any] | None = None,
+    tokens: int | None = None,
+) -> ExportSettings:
+    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
+    settings say, with the defaults of its kind for maps of so many ``tokens``."""
+    export = stored or settings.export
+    asked = {name: value for name, value in (given or {}).items() if value is not None}
+    usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))
+    if asked.get("kind", usual) != usual and "k" not in asked:
+        asked["k"] = None  # another kind has another k
+    try:
+        export = ExportSettings.model_validate({**export.model_dump(), **asked})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise UserError(f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}") from None
+    name = export.kind or default_kind(settings, export.encoding)
+    kind = KINDS[name]
+    size = export.k or kind.default_k
+    if export.k is None and size is not None and tokens is not None:
+        size = min(size, tokens)
+    encoding = export.encoding or kind.default_encoding
+    found = {"kind": name, "encoding": encoding, "k": size, "views": export.views}
+    return ExportSettings.model_validate(found)
+
+
+def check_export(
+    export: ExportSettings,
+    augment: AugmentSettings,
+    teacher: nn.Module,
+    grid: Grid,
+    per_image: bool = False,
+    prefix: str = "--",
+) -> None:
+    """Raises UserError for a store that cannot hold what a teacher shows.
+
+    export     as :func:`chosen` gives it
+    augment    phase B's, which draws the views
+    teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
+    grid       (h, w) of the teacher's maps
+    per_image  whether the teacher has parameters of single images
+    prefix     what comes before ``kind``, ``k`` and ``views`` in messages
+    """
+    name, k = str(export.kind), export.k
+    kind, tokens = KINDS[name], grid[0] * grid[1]
+    if (refusal := kind.refusal(teacher, per_image)) is not None:
+        raise UserError(f"{prefix}kind {name}: {refusal}")
+    if k is not None and kind.default_k is None:
+        raise UserError(f"{prefix}k {k}: is for the kinds topk and mixture, not for {name}")
+    if k is not None and name == "topk" and k > tokens:
+        raise UserError(f"{prefix}k {k}: a query has {tokens} keys to choose from")
+    if k is not None and name == "mixture" and k < 2:
+        raise UserError(f"{prefix}k {k}: one Gaussian a query is the kind gaussian")
+    if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
+        raise UserError(
+            f"{prefix}views {export.views}: Gaussians of images move with their views by "
+            "themselves; views are for a teacher that sees them: a trained ViT, or "
+            "phase_a.per_image=predicted"
+        )
+    if export.views is not None and not augment.draws_views:
+        raise UserError(
+            f"{prefix}views {export.views}: phase_b.augment draws nothing, so every view would be "
+            "the image itself: set phase_b.augment, or leave out the views"
+        )

@@ -1,0 +1,158 @@
+"""A student that starts from the teacher: its weights and, if asked for, Q and K fitted to the
+shared prior."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.gaussian import GaussianAttention
+from gaupipe.distillation.losses import feature_loss
+from gaupipe.system.errors import UserError
+from gaupipe.vit.models import embed
+
+FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
+"""Adam's steps a block, images a step, and rate, of :func:`fit_queries_and_keys`."""
+
+
+@torch.no_grad()
+def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and
+    position embedding, V, output projection, FFN, norms and head. Q and K of a trained ViT are
+    copied too; a teacher with Gaussian attention has none, and the student's keep their start.
+
+    The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
+    update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
+    their position embeddings, which the teacher has not, stay as they are. Raises UserError for a
+    student of another size.
+    """
+    parts = parts_in_common(student)
+    differs = [
+        name
+        for name, tensor in teacher.items()
+        if (name in parts and parts[name].shape != tensor.shape)
+        or (name.endswith((".attn.v.weight", ".attn.qkv.weight")) and name not in parts)
+    ]
+    differs += [
+        name
+        for layer in range(len(student.blocks))
+        if (name := f"blocks.{layer}.attn.proj.weight") not in teacher
+    ]
+    if any(name.endswith(".attn.qkv.weight") for name in teacher) and any(
+        isinstance(block.attn, GaussianAttention) for block in student.blocks
+    ):
+        raise UserError(
+            "phase_b.warm_start: the student gaussian starts from a teacher with Gaussians, and a "
+            "trained ViT has none: take phase_b.warm_start=none, or phase_a.teacher=gaussian"
+        )
+    if differs:
+        raise UserError(
+            f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
+            "take phase_b.model_args out or set warm_start to none"
+        )
+    for name in parts.keys() & teacher.keys():
+        parts[name].copy_(teacher[name])
+    block: Any  # timm says Module
+    for layer, block in enumerate(student.blocks):
+        trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
+        for name, weight in block.attn.start_from(trained).items():
+            getattr(block.attn, name).weight.copy_(weight)
+
+
+@torch.no_grad()
+def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
+    """Makes a student with log P of a prior in its scores compute what a teacher with the shared
+    prior alone does: :func:`warm_start`, which copies the prior too, and Q = 0. K keeps its start,
+    so that Q has a gradient.
+
+    Raises UserError for a student that has more than its teacher and Q and K.
+    """
+    warm_start(student, teacher)
+    own = [name for name, _ in student.named_parameters() if name not in teacher]
+    block: Any  # timm says Module
+    for layer, block in enumerate(student.blocks):
+        attention = block.attn
+        queries = [p[: attention.attn_dim] for p in attention.qkv.parameters()]
+        if not isinstance(attention.q_norm, nn.Identity):
+            queries += [p for name, p in attention.q_norm.named_parameters() if name == "bias"]
+        for part in queries:
+            part.zero_()
+        parts = tuple(f"blocks.{layer}.attn.{name}." for name in ("qkv", "q_norm", "k_norm"))
+        own = [name for name in own if not name.startswith(parts)]
+    if own:
+        raise UserError(
+            f"phase_b.warm_start=exact: the student has {own[0]}, and its teacher has none: take "
+            "what adds it out of model.args, or take phase_b.warm_start=teacher"
+        )
+
+
+def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
+    """The student's parameters by the names that they have in a teacher: of Q, K and V also the
+    last alone, of the position embedding what belongs to patches."""
+    parts: dict[str, Tensor] = dict(student.named_parameters())
+    for name in [name for name in parts if ".attn.qkv." in name]:
+        parts[name.replace(".attn.qkv.", ".attn.v.")] = parts[name].chunk(3)[2]
+    if "pos_embed" in parts:
+        parts["pos_embed"] = parts["pos_embed"][:, -student.patch_embed.num_patches :]
+    return parts
+
+
+def fit_queries_and_keys(
+    student: VisionTransformer, maps: Iterable[Tensor | None], images: Tensor, seed: int = 0
+) -> list[float | None]:
+    """Trains Q and K alone, block after block, until the student's attention maps look
+    like given ones on these images.
+
+    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys: the expected
+            maps of the shared prior, or of each image; None leaves a block as it is
+    images  [N, C, height, width], on the student's device
+
+    Of a student with class and register tokens the attention from patches to patches is fitted.
+    Everything else of the student stays. Returns each block's divergence from its map
+    (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
+    """
+    student.eval()
+    divergences: list[float | None] = []
+    x = embed(student, images).detach()
+    block: Any  # timm says Module
+    for block, wanted in zip(student.blocks, maps, strict=True):
+        with torch.no_grad():
+            tokens = block.norm1(x)
+        divergences.append(
+            None
+            if wanted is None
+            else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed)
+        )
+        with torch.no_grad():
+            x = x + block.ls1(block.attn(tokens))
+            x = x + block.ls2(block.mlp(block.norm2(x)))
+    return divergences
+
+
+def _fit(
+    attention: StudentAttention, wanted: Tensor, tokens: Tensor, prefix: int, seed: int
+) -> float:
+    """Fits the attention's map on tokens [N, prefix + T, d] to one map, or to one for each image;
+    its last divergence."""
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
+    hidden = attention.hidden_keys(wanted.shape[-1], tokens.device)
+    loss = tokens.new_tensor(torch.nan)  # before the first step
+    for _ in range(FIT_STEPS):
+        chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
+        q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
+        log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
+        shown = wanted if len(wanted) == 1 else wanted[chosen.to(wanted.device)]
+        loss = feature_loss(log_map, shown.expand_as(log_map), hidden=hidden)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    optimizer.zero_grad()
+    return loss.item()

@@ -1,0 +1,1 @@
+"""Files, processes, signals and messages: what every other package may use."""

@@ -1,0 +1,114 @@
+"""``SHA256SUMS``: the digests of a folder's files, beside them, as ``sha256sum -c SHA256SUMS``
+reads them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import flush
+
+SUMS = "SHA256SUMS"
+
+
+class _HashedFile:
+    """A file opened for writing that digests what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def save(state: Any, path: Path) -> str:
+    """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
+    :func:`flush` of the folder brings the name there."""
+    with path.open("wb") as file:
+        hashed = _HashedFile(file)
+        torch.save(state, hashed)  # type: ignore[arg-type]  # it asks for no more than write and flush
+        file.flush()
+        os.fsync(file.fileno())
+    return hashed.hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def replace(partial: Path, path: Path, digest: str) -> None:
+    """Puts the file ``partial``, whose digest is known, in the place of ``path``.
+
+    A process killed at any moment leaves a file whose digest is listed: while one file replaces the
+    other both are. The caller has flushed ``partial`` to the disk.
+    """
+    folder = path.parent
+    sums = read(folder) or {}
+    before = sums.get(path.name) or ([sha256(path)] if path.is_file() else [])
+    _write(folder, {**sums, path.name: [digest, *before]})
+    partial.replace(path)
+    flush(folder)
+    _write(folder, {**sums, path.name: [digest]})
+
+
+def write(folder: Path) -> None:
+    """Lists the digests of all files of ``folder``."""
+    _write(
+        folder,
+        {path.name: [sha256(path)] for path in sorted(folder.iterdir()) if path.name != SUMS},
+    )
+
+
+def check(path: Path) -> None:
+    """Raises UserError if a file is not the one whose digest lies beside it. Without
+    ``SHA256SUMS``, which earlier versions did not write, nothing is checked."""
+    sums = read(path.parent)
+    if sums is not None and sha256(path) not in sums.get(path.name, []):
+        raise UserError(
+            f"{path} is damaged, or not the file that {SUMS} beside it lists: "
+            f"restore both from a copy, or start afresh"
+        )
+
+
+def read(folder: Path) -> dict[str, list[str]] | None:
+    """The digests of each file that ``SHA256SUMS`` lists; None where there is none. Raises
+    UserError for a damaged one."""
+    path = folder / SUMS
+    try:
+        text = path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return None
+    sums: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        found = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
+        if not found:
+            raise UserError(
+                f"{path} is damaged: a line of it is not 'SHA256  FILE'; restore it from a copy"
+            )
+        sums.setdefault(found[2], []).append(found[1])
+    return sums
+
+
+def _write(folder: Path, sums: dict[str, list[str]]) -> None:
+    partial = folder / f"{SUMS}.partial"
+    partial.write_text(
+        "".join(f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests)
+    )
+    flush(partial)
+    partial.replace(folder / SUMS)
+    flush(folder)

@@ -1,0 +1,303 @@
+"""Several processes that work on one job: those that ``torchrun``, or ``srun`` on a SLURM cluster,
+started together.
+
+They are a *world* of W processes; the *rank* of a process is its number from 0. What is decided is
+decided for all: :func:`on_main` and :func:`main_first` let a mistake that one rank meets end every
+rank. One process on its own is a world of 1, which has no process group, and in which nothing here
+does anything.
+
+Work that is given to :func:`on_main` or :func:`main_first` waits for no other rank itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gaupipe.system.errors import UserError, mistake_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+PATIENCE = timedelta(hours=4)
+"""How long a rank waits for the others, which may be reading a large data set. A rank that dies is
+noticed at once."""
+FIRST_PATIENCE = timedelta(minutes=5)
+"""How long rank 0 waits for the first answer of ranks that were started."""
+
+
+class Agreed(UserError):
+    """A mistake that every rank of the world has been told of: rank 0 says it for all."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands among those that were started with it."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    """Its number on its machine, which is also that of its GPU."""
+    local_size: int = 1
+    """Processes on its machine."""
+
+
+def place(environment: Mapping[str, str] = os.environ) -> Place:
+    """What torchrun's, or else srun's, variables say; a world of 1 where there are none.
+
+    A batch script of SLURM itself, outside ``srun``, is a single process.
+    """
+    for names in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    ):
+        values = [environment.get(name, "") for name in names]
+        numbers = [int(found[0]) for value in values if (found := re.match(r"\d+", value))]
+        if len(numbers) == 4 and numbers[1] > 1:
+            return Place(*numbers)
+    return Place()
+
+
+def rank() -> int:
+    """The number of this process in its world."""
+    return _group().get_rank() if _joined() else 0
+
+
+def size() -> int:
+    """W, the processes of the world."""
+    return _group().get_world_size() if _joined() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which logs, downloads and writes what there is once."""
+    return rank() == 0
+
+
+@contextlib.contextmanager
+def world() -> Iterator[None]:
+    """Joins the other processes that were started with this one, for as long as it lasts."""
+    here = place()
+    if here.size == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as group
+    from torch.distributed.rendezvous import rendezvous
+
+    for name, value in meeting_point().items():  # torchrun sets them, srun does not
+        os.environ.setdefault(name, value)
+    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.size))
+    backend = "gloo"  # for numbers on the CPU: decisions, counts, and models without a GPU
+    if torch.cuda.is_available():
+        torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl"
+    store, number, count = next(rendezvous("env://"))
+    store = group.PrefixStore(name_of_start(store, number, count), store)
+    group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
+    yield
+    group.destroy_process_group()  # not after an error: other ranks may be gone
+
+
+def name_of_start(store: Any, number: int, count: int) -> str:
+    """A name that the ``count`` ranks which meet at torch's ``store`` now have in common, and that
+    no earlier ones had; ``number`` is this rank's.
+
+    When torchrun starts all ranks again it keeps the store, where the addresses of the killed ones
+    would be taken for those of the living. Its number of the attempt may differ between machines
+    (pytorch/pytorch#135712). So rank 0 makes a name, answers every rank that reports until that
+    rank confirms the name, and is not misled by the reports of ranks that are gone.
+    """
+    mine = uuid.uuid4().hex
+    if number:
+        store.set(f"reported/{number}", mine)
+        start = store.get(f"answer/{mine}").decode()
+        store.set(f"confirmed/{start}/{number}", "")
+        return start
+    waiting, deadline = set(range(1, count)), time.monotonic() + FIRST_PATIENCE.total_seconds()
+    while waiting:
+        if time.monotonic() > deadline:
+            raise Agreed(f"rank {min(waiting)} was started and does not answer")
+        for other in [*waiting]:
+            if store.check([f"reported/{other}"]):
+                store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)
+            if store.check([f"confirmed/{mine}/{other}"]):
+                waiting.remove(other)
+        time.sleep(0.01)
+    return mine
+
+
+def meeting_point() -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT of a step of SLURM: its first machine, and a port made from the
+    numbers of job and step. Empty where they are set. Raises Agreed where SLURM does not say which
+    machines there are."""
+    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return {}
+    step = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
+    port = {"MASTER_PORT": str(20_000 + sum(map(int, step)) % 20_000)}
+    if "MASTER_ADDR" in os.environ:
+        return port
+    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
+    try:
+        names = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        ).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        names = [] if "[" in nodes or not nodes else nodes.split(",")
+    if not names:
+        raise Agreed(
+            f"SLURM_STEP_NODELIST={nodes!r}: its first machine is not known: set MASTER_ADDR to it"
+        )
+    return {"MASTER_ADDR": names[0], **port}
+
+
+def agree(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
+    if size() == 1:
+        return value
+    values = [value]
+    _group().broadcast_object_list(values, src=0, device="cpu")
+    return values[0]
+
+
+def gathered(value: T) -> list[T]:
+    """The ``value`` of every rank, in their order, on every rank."""
+    if size() == 1:
+        return [value]
+    values: list[Any] = [None] * size()
+    _group().all_gather_object(values, value)
+    return values
+
+
+def united(entries: dict[K, T]) -> dict[K, T]:
+    """The entries of all ranks, on every rank."""
+    return {key: value for part in gathered(entries) for key, value in part.items()}
+
+
+def total(values: Tensor) -> Tensor:
+    """The sum of ``values``, of any shape and one dtype, over all ranks."""
+    if size() > 1:
+        values = values.clone()
+        _group().all_reduce(values)
+    return values
+
+
+def on_main(work: Callable[[], T]) -> T:
+    """Calls ``work`` on rank 0, while the others wait, and returns what it returned; None
+    elsewhere.
+
+    Raises Agreed, on every rank, for a mistake that rank 0 meets.
+    """
+    if size() == 1:
+        return work()
+    return _together(lambda: work() if is_main() else None)  # type: ignore[return-value]
+
+
+def main_first(work: Callable[[], T]) -> T:
+    """Calls ``work`` on rank 0 and then, where that went well, on all others.
+
+    Raises Agreed, on every rank, for a mistake that any rank meets.
+    """
+    if size() == 1:
+        return work()
+    made = on_main(work)
+    return _together(lambda: made if is_main() else work())
+
+
+def check_same(values: Mapping[str, object], right: str) -> None:
+    """Raises Agreed, on every rank, for the first of some named values that is another one on some
+    rank than on rank 0. ``right`` says what would be right."""
+    if size() == 1:
+        return
+    (machine, expected), *others = gathered((socket.gethostname(), dict(values)))
+    for number, (elsewhere, found) in enumerate(others, start=1):
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
+                raise Agreed(
+                    f"{name}: {found.get(name)!s:.40} in rank {number} (on {elsewhere}), "
+                    f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
+                )
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether an error is that another rank of this world does not answer any more."""
+    if size() == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, _group().DistError) or "gloo" in str(error)
+
+
+def _together(work: Callable[[], T]) -> T:
+    """Calls ``work`` on every rank. Raises Agreed on all of them for a mistake of any."""
+    made, mistake = None, None
+    try:
+        made = work()
+    except Agreed:
+        raise
+    except Exception as error:
+        mistake = mistake_of(error)
+        if mistake is None:
+            raise
+        if not is_main():
+            mistake = f"rank {rank()}: {mistake}"
+    mistakes = [said for said in gathered(mistake) if said is not None]
+    if mistakes:
+        raise Agreed(mistakes[0])
+    return made  # type: ignore[return-value]
+
+
+def replicated(losses: nn.Module) -> nn.Module:
+    """A module whose forward returns losses, such that the gradients of its parameters become the
+    mean over all ranks. All ranks go on with the parameters of rank 0."""
+    if size() == 1:
+        return losses
+    from torch.nn.parallel import DistributedDataParallel
+
+    device = next(losses.parameters()).device
+    devices = None if device.type == "cpu" else [device]
+    return DistributedDataParallel(losses, device_ids=devices)
+
+
+def local_device(name: str) -> str:
+    """The device that a setting means on this rank: of GPUs the one with its local number.
+
+    Raises UserError where a machine has fewer GPUs than processes, and for a single GPU by number.
+    """
+    if size() == 1 or not name.startswith("cuda"):
+        return name
+    if name != "cuda":
+        raise UserError(f"device: {name!r} is one GPU for all processes: cuda gives each its own")
+    import torch
+
+    here, there = place(), torch.cuda.device_count()
+    if there == 1 and "SLURM_LOCALID" in os.environ:  # SLURM shows each process its GPU alone
+        return "cuda:0"
+    if here.local_rank >= there:
+        raise UserError(
+            f"device: {name!r}: process {here.local_rank} of this machine has no GPU, there are "
+            f"{there}: start {there} processes a machine, or set device=cpu"
+        )
+    return f"cuda:{here.local_rank}"
+
+
+def _joined() -> bool:
+    if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
+        return False
+    return _group().is_available() and _group().is_initialized()
+
+
+def _group() -> Any:
+    import torch.distributed as group
+
+    return group

@@ -1,0 +1,64 @@
+"""What the machine gives this process: processor cores, memory, disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from gaupipe.system import distributed
+
+CGROUP = Path("/sys/fs/cgroup")
+
+jobs = 1
+"""Trainings that one command has at work on this machine at the same time, each in a process."""
+
+
+def processes() -> int:
+    """Processes that share the machine's cores and memory, this one included."""
+    return jobs * distributed.place().local_size
+
+
+def share_of_cores() -> int:
+    """The cores that are this process's share of :func:`cores`, rounded down: perhaps none."""
+    return cores() // processes()
+
+
+def cores() -> int:
+    """Processor cores that this process may use, within the container's limit."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = (CGROUP / "cpu.max").read_text().split()  # "max" where there is no limit
+        return max(1, min(count or 1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return count or 1
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free where ``folder`` is or will be."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = CGROUP) -> int | None:
+    """Bytes that a new process can use without pushing out others, within the container's limit
+    where there is one.
+
+    ``meminfo`` is the kernel's file, ``group`` the container's folder of cgroup v2. None if the
+    kernel does not say.
+    """
+    try:
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit = int((group / "memory.max").read_text())  # "max" where there is none
+        used = int((group / "memory.current").read_text())
+        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        files = int(counters["active_file"]) + int(counters["inactive_file"])
+    except (OSError, KeyError, ValueError):
+        return free
+    return min(free, limit - used + files)

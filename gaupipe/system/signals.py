@@ -1,0 +1,153 @@
+"""When a training writes a checkpoint in the middle of an epoch, and how it ends there: Ctrl-C
+(SIGINT), and SIGTERM, which SLURM sends some time before it kills.
+
+A signal is a wish, and so is a clock that says that the last checkpoint is old. Only between two
+steps of the optimizer is there anything to save, and all ranks must save at the same one. So a
+wish waits, and the ranks tell each other of theirs with every batch
+(:class:`gaupipe.training.state.Update`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import parent_process, resource_tracker
+from types import FrameType
+from typing import Any
+
+import torch
+
+from gaupipe.system import distributed
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_ENTERED: list[Pauses] = []
+"""Those that hold signals back."""
+
+
+def let_through() -> None:
+    """Lets a signal that is held back end this process as usual. For long work of which no
+    checkpoint could save anything."""
+    for pauses in _ENTERED:
+        if pauses.received and threading.current_thread() is threading.main_thread():
+            number = pauses.received
+            pauses.let_go()
+            os.kill(os.getpid(), number)
+
+
+class Pauses:
+    """The wishes for a checkpoint within an epoch, of this process and what the ranks agreed on.
+
+    While it is entered, the first SIGINT or SIGTERM is a wish, a second SIGINT raises
+    KeyboardInterrupt at once. Signals that the process ignores stay ignored.
+    """
+
+    def __init__(self, minutes: float | None = None, steps: int | None = None) -> None:
+        """A checkpoint is due ``minutes`` (by the clock of rank 0) and ``steps`` of the optimizer
+        after the last; None is never."""
+        self.seconds = None if minutes is None else 60 * minutes
+        self.every = steps
+        self.received: int | None = None
+        """The signal that this process has received."""
+        self.signal: int | None = None
+        """The signal that some rank has received; all ranks know it."""
+        self.late = False
+        """Whether the last checkpoint is old by the clock of rank 0; all ranks know it."""
+        self._handlers: dict[int, Any] = {}
+        self.saved()
+
+    def __enter__(self) -> Pauses:
+        self.saved()
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._receive)
+        _ENTERED.append(self)
+        return self
+
+    def __exit__(self, exception: Any, *_details: Any) -> None:
+        _ENTERED.remove(self)
+        self.let_go()
+        if exception is None and self.received and not self.signal:
+            os.kill(os.getpid(), self.received)  # it came after the last question
+
+    def let_go(self) -> None:
+        """From now on signals do what they did before this was entered."""
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            self.let_go()
+            raise KeyboardInterrupt
+        if self.received is None and distributed.is_main():
+            name = signal.Signals(number).name
+            message = f"\ngaupipe: {name}: stops when this step is saved; Ctrl-C ends it at once\n"
+            os.write(2, message.encode())  # print is not safe in a signal handler
+        self.received = self.received or number
+
+    def stepped(self) -> None:
+        """Counts a step of the optimizer."""
+        self.steps += 1
+
+    def wishes(self) -> list[float]:
+        """What this process wants, as numbers to be added up over ranks: [a checkpoint because of
+        the clock, an end because of SIGINT, an end because of SIGTERM]."""
+        late = self.seconds is not None and time.monotonic() - self.since >= self.seconds
+        return [float(late and distributed.is_main()), *(self.received == n for n in SIGNALS)]
+
+    def agreed(self, wishes: Sequence[float]) -> None:
+        """Takes the sum of the wishes of all ranks."""
+        late, *asked = wishes
+        self.late |= late > 0
+        for number, ranks in zip(SIGNALS, asked, strict=True):
+            if ranks and self.signal is None:
+                self.signal = number
+
+    def agree(self) -> None:
+        """Tells the other ranks, where no batch does. Collective."""
+        self.agreed(distributed.total(torch.tensor(self.wishes())).tolist())
+
+    @property
+    def due(self) -> bool:
+        """Whether there is to be a checkpoint after this step of the optimizer."""
+        counted = self.every is not None and self.steps >= self.every
+        return counted or self.late or self.signal is not None
+
+    def saved(self) -> None:
+        """Starts to count again: there is a checkpoint."""
+        self.since, self.steps, self.late = time.monotonic(), 0, False
+
+
+@contextlib.contextmanager
+def spared() -> Iterator[None]:
+    """Processes that are started here do not get SIGTERM until they unblock it: SLURM sends it to
+    all processes, and a training needs those that read its images for one more step."""
+    resource_tracker.ensure_running()  # it ignores SIGTERM itself; its start would unblock it here
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def spare_worker(_number: int) -> None:
+    """What a process that reads images does first: it leaves Ctrl-C and the first SIGTERM to the
+    process that trains, and ends with it. torch's own watch is on the fork server, which lives as
+    long as its children."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent:
+        parent.join()
+        os._exit(1)

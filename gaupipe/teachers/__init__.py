@@ -1,0 +1,1 @@
+"""The teachers of phase A: per-image Gaussians, or an ordinary vision transformer."""

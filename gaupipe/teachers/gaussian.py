@@ -1,0 +1,213 @@
+"""The teacher of phase A: a ViT with GauAttention, the Gaussians it reads through, and its two
+forward modes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from gaupipe.attention.gaussian import START_STD, GaussianAttention, predicted_gaussians
+from gaupipe.maps.gaussians import (
+    RAW_SIZE,
+    expected_axes,
+    from_raw,
+    initial_raw,
+    raw_at_tokens,
+    sample,
+)
+from gaupipe.vit.models import run_blocks
+
+
+class Decoder(nn.Module):
+    """Compression network: one two-layer network per block turns an image's embedding into its
+    Gaussians' raw numbers (*GauTransformer, section 3.3.2*)."""
+
+    def __init__(self, layers: int, embedding: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.weight1 = nn.Parameter(torch.randn(layers, embedding, hidden) / math.sqrt(embedding))
+        self.bias1 = nn.Parameter(torch.zeros(layers, hidden))
+        self.weight2 = nn.Parameter(
+            torch.randn(layers, hidden, outputs) * (0.1 / math.sqrt(hidden))
+        )
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        """Raw numbers [B, L, outputs] of embeddings [B, L, E]. Their bias is the shared prior."""
+        with torch.autocast(embeddings.device.type, enabled=False):  # coordinates stay float32
+            hidden = torch.einsum("ble,leh->blh", embeddings.float(), self.weight1) + self.bias1
+            return torch.einsum("blh,lho->blo", nn.functional.gelu(hidden), self.weight2)
+
+
+class Teacher(nn.Module):
+    """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
+
+    The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The
+    per-image parameters are that residual itself, or with a ``compression`` (embedding, hidden) an
+    embedding that a :class:`Decoder` turns into it. The prior is learned from every image; without
+    one it stays where it starts, at mean 0 and std 1.
+
+    With ``predicts`` there are no per-image parameters: the residual of a query is a linear map of
+    the query's token, one for each block and head (``predictor``), which starts at 0. The prior
+    then starts on the query's own token.
+    """
+
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        parametrisation: str = "loc_scale",
+        prior: bool = True,
+        compression: tuple[int, int] | None = None,
+        predicts: bool = False,
+    ) -> None:
+        super().__init__()
+        block: Any  # timm says Module
+        for block in vit.blocks:
+            block.attn.give_gaussians()
+        self.vit = vit
+        self.parametrisation = parametrisation
+        self.has_prior = prior
+        self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
+        self.layers, self.heads = len(vit.blocks), block.attn.num_heads
+        self.raw_shape = (
+            self.layers,
+            self.heads,
+            self.grid[0] * self.grid[1],
+            RAW_SIZE[parametrisation],
+        )
+        start = initial_raw(parametrisation)
+        if predicts:
+            start = raw_at_tokens(parametrisation, self.grid, START_STD)
+        self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
+        outputs = self.heads * self.raw_shape[-1]
+        self.predictor = (
+            nn.Parameter(torch.zeros(self.layers, outputs, vit.embed_dim)) if predicts else None
+        )
+        self.decoder = (
+            Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
+            if compression
+            else None
+        )
+
+    @property
+    def per_image_shape(self) -> tuple[int, ...]:
+        """Shape of one image's parameters: [L, H, T, P], or [L, E] with a compression."""
+        return (self.layers, self.decoder.embedding) if self.decoder else self.raw_shape
+
+    @torch.no_grad()
+    def weights(self) -> dict[str, Tensor]:
+        """The weights of its ViT, for a student that starts from them, and by the names of a
+        student the shared prior of each block in ``loc_scale`` and what predicts Gaussians."""
+        given = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
+        own = {"prior": torch.cat([given[..., :2], given[..., 2:].clamp_min(1e-6).log()], dim=-1)}
+        if self.predictor is not None:
+            own["predictor"] = self.predictor.detach()
+        return self.vit.state_dict() | {
+            f"blocks.{layer}.attn.{name}": values[layer]
+            for name, values in own.items()
+            for layer in range(self.layers)
+        }
+
+    @property
+    def predicts_gaussians(self) -> bool:
+        """Whether Gaussians come from the tokens of an image: :meth:`look` and :meth:`forward`
+        then need no others."""
+        return self.predictor is not None
+
+    def residual(self, parameters: Tensor) -> Tensor:
+        """What per-image parameters ``[B, *per_image_shape]`` add to the prior: [B, L, H, T, P]."""
+        if self.decoder is None:
+            return parameters
+        return self.decoder(parameters).view(len(parameters), *self.raw_shape)
+
+    def gaussians(self, parameters: Tensor | None) -> Tensor:
+        """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B =
+        1, for None."""
+        raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
+        if parameters is not None:
+            raw = raw + self.residual(parameters)  # [B, L, H, T, P]
+        return from_raw(raw, self.parametrisation)
+
+    def predicted(self, layer: int, tokens: Tensor) -> Tensor:
+        """Gaussians [B, H, T, 4] that a block's tokens [B, T, d], as the attention gets them,
+        predict for themselves."""
+        assert self.predictor is not None
+        return predicted_gaussians(
+            self.prior[layer], self.predictor[layer], tokens, self.parametrisation
+        )
+
+    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
+        tokens predict where they look."""
+        seen: list[Tensor] = []
+
+        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            seen.append(self.predicted(layer, tokens))
+            return attention(tokens, expected_axes(seen[-1], self.grid))
+
+        logits = run_blocks(self.vit, images, attend)
+        return logits, torch.stack(seen, dim=1)
+
+    def forward(
+        self,
+        images: Tensor,
+        gaussians: Tensor | None,
+        noise: Tensor | None = None,
+        axes: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
+        1, L, H, T, 4] say, or, with None, where their tokens predict.
+
+        Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
+        T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
+        are the mean of several (:func:`predict`). Without ``noise`` the list ``axes`` gets the two
+        factors of each block's map, [B or 1, H, T, h] and [B or 1, H, T, w].
+        """
+
+        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
+            if gaussians is None:
+                return attention(tokens, expected_axes(self.predicted(layer, tokens), self.grid))
+            if noise is None:
+                factors = expected_axes(gaussians[:, layer], self.grid)
+                if axes is not None:
+                    axes.append(factors)
+                return attention(tokens, factors)
+            return attention.at_points(
+                tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid
+            )
+
+        return run_blocks(self.vit, images, attend)
+
+    def noise(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Standard normal numbers [B, L, H, T, 2] for one sampled pass."""
+        return torch.randn(
+            len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device
+        )
+
+
+@torch.no_grad()
+def predict(
+    teacher: Teacher,
+    images: Tensor,
+    gaussians: Tensor | None,
+    mode: str,
+    passes: int = 1,
+    generator: torch.Generator | None = None,
+    axes: list[tuple[Tensor, Tensor]] | None = None,
+) -> Tensor:
+    """Log-probabilities [B, C] of the teacher, which must be in eval mode.
+
+    In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single
+    pass at the means is not the function that was trained. In ``expected`` mode one pass is exact,
+    and ``axes`` gets what :meth:`Teacher.forward` puts there.
+    """
+    if mode == "expected":
+        return teacher(images, gaussians, axes=axes).float().log_softmax(-1)
+    draws = [
+        teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
+        for _ in range(passes)
+    ]
+    return torch.stack(draws).logsumexp(0) - math.log(passes)

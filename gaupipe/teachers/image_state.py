@@ -1,0 +1,478 @@
+"""Per-image parameters: numbers that belong to one training image each, kept on the CPU and stepped
+once per epoch.
+
+They never become part of a module. A batch gathers those of its images as a leaf tensor, and after
+backward their gradient updates them at once. Every image occurs once per epoch, so that is the same
+as one optimizer step over all images at the end of the epoch, without holding the gradients of all
+images (*GauTransformer, section 3.3.1*).
+
+An image's parameters and their two Adam moments lie side by side in one *record*, in memory or in a
+file. Records in files are kept twice: an epoch reads each image's committed record and writes the
+updated one to the other place. :meth:`ImageState.commit`, at the end of the epoch or in the middle
+of a long one, makes what was updated since the last commit the committed record; the others keep
+theirs. A process killed at any moment has therefore destroyed nothing that the last checkpoint
+needs, and a checkpoint says only which of its two records each image has, the record's checksum and
+the image's step count: nine bytes an image. A record is compared with its checksum the first time
+it is read after a checkpoint was loaded.
+
+Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
+Checkpoints, files on disk and the section ``phase_a.rows`` of the settings call an image's
+parameters its *row*, as the first version did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from google_crc32c import value as crc32c
+from torch import Tensor
+
+from gaupipe.system.errors import UserError
+
+CHUNK_BYTES = 64 * 2**20
+"""How much :meth:`ImageState.chunks` reads at a time."""
+
+
+def record_words(size: int, moments_dtype: torch.dtype = torch.float32) -> int:
+    """W, the int32 words of one record: an image's ``size`` float32 parameters and their two
+    moments."""
+    return size * (3 if moments_dtype == torch.float32 else 2)
+
+
+class ImageState:
+    """The parameters of N images, float32 and of one shape [*shape], their Adam moments and step
+    counts, outside the model and on the CPU.
+
+    They are found by image id, the image's position in the data set's canonical order. What a step
+    costs does not depend on N: nothing is written for an image before its first update.
+    """
+
+    def __init__(
+        self,
+        num_images: int,
+        initial: Tensor,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        moments_dtype: torch.dtype = torch.float32,
+        folder: Path | None = None,
+        initial_std: float = 0.0,
+        seed: int = 0,
+        drawn_as: Tensor | None = None,
+        to_read: bool = False,
+    ) -> None:
+        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial`` [*shape],
+        plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
+
+        ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away
+        changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
+        hundred or so steps of an image and then stops adapting. ``folder``: keep the records in
+        files there (made at the first update); None keeps them in memory. ``drawn_as`` [N]: the
+        image ids that the noise is drawn for, where they are others. ``to_read``: there are no
+        updates, and records in memory stay those that :meth:`load_state_dict` gets; of a checkpoint
+        that is mapped into memory only what is asked for is then read.
+        """
+        if moments_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
+        self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
+        self.lr, self.betas, self.eps, self.moments_dtype = lr, betas, eps, moments_dtype
+        self.initial_std, self.seed, self.drawn_as = initial_std, seed, drawn_as
+        self.steps = torch.zeros(num_images, dtype=torch.int32)
+        words = record_words(self.initial.numel(), moments_dtype)
+        self._records = (
+            MemoryRecords(num_images, words, to_read)
+            if folder is None
+            else FileRecords(Path(folder), num_images, words)
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def gather(self, image_ids: Tensor, device: torch.device | str = "cpu") -> Tensor:
+        """The parameters of ``image_ids`` [B] int64 as a leaf tensor [B, *shape] on ``device``
+        that collects a gradient."""
+        return self.read(image_ids).to(device).requires_grad_()
+
+    @torch.no_grad()
+    def update(self, image_ids: Tensor, gradient: Tensor) -> None:
+        """One Adam step on the parameters of distinct ``image_ids`` [B] with their ``gradient`` [B,
+        *shape], any device.
+
+        Each image has its own step count for the bias correction, so its parameters behave as if
+        they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16
+        makes it now and then, is left as it was. Raises UserError where files cannot be written.
+        """
+        gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
+        finite = torch.isfinite(gradient).all(1)
+        image_ids, gradient = image_ids[finite], gradient[finite]
+        records = self._read_records(image_ids)
+        parameters, *moments = self._parts(records)
+        first, second = (moment.float() for moment in moments)  # float32 ones are stepped in place
+        beta1, beta2 = self.betas
+        steps = self.steps[image_ids].add_(1)
+        power = steps.double().unsqueeze(1)
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = second.div((1 - beta2**power).float()).sqrt_().add_(self.eps)
+        denominator.mul_(((1 - beta1**power) / self.lr).float())
+        parameters.addcdiv_(first, denominator, value=-1)
+        for stored, new in zip(moments, (first, second), strict=True):
+            stored.copy_(new)
+        self._records.write(image_ids, records)
+        self.steps[image_ids] = steps
+
+    def commit(self) -> None:
+        """Commits all updates so far. In files they are safely stored when this returns.
+
+        A checkpoint belongs after this and before the next update. Between two commits the record
+        of the first stays whole.
+        """
+        self._records.commit()
+
+    def chunks(self) -> Iterator[Tensor]:
+        """The parameters of all images in the order of their ids, a few at a time: tensors
+        [n, *shape]."""
+        size = max(1, CHUNK_BYTES // (4 * max(1, self.initial.numel())))
+        for start in range(0, len(self), size):
+            yield self.read(torch.arange(start, min(start + size, len(self))))
+
+    def parameters(self) -> Tensor:
+        """A copy of the parameters of all images [N, *shape]; see :meth:`chunks` for more than
+        memory holds."""
+        return torch.cat([*self.chunks()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: where images start and nine bytes an image for records in files,
+        else all of them.
+
+        Raises RuntimeError for updates in files that :meth:`commit` has not committed.
+        """
+        start = {"row": self.initial, "std": self.initial_std, "seed": self.seed}
+        return {"start": start, "steps": self.steps, **self._records.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
+        killed process's.
+
+        Raises UserError for a checkpoint of other parameters, or one whose files are missing or
+        have moved on.
+        """
+        if "records" in state and not isinstance(self._records, MemoryRecords):
+            raise UserError(
+                "the checkpoint's per-image parameters were kept in memory, these settings keep "
+                "them in files: continue with the phase_a.rows that it was started with"
+            )
+        if "records" not in state and isinstance(self._records, MemoryRecords):
+            raise UserError(
+                "the checkpoint's per-image parameters were kept in files, these settings keep "
+                "them in memory: continue with the phase_a.rows that it was started with"
+            )
+        if len(state["steps"]) != len(self):
+            raise UserError(
+                f"the checkpoint has parameters of {len(state['steps'])} images, "
+                f"the data set has {len(self)}"
+            )
+        self._records.load_state_dict(state)
+        self.steps.copy_(state["steps"])
+        self.initial.copy_(state["start"]["row"])
+        self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
+
+    def save(self, folder: Path, moment: str) -> dict[str, Any]:
+        """What a checkpoint in ``folder`` holds of the parameters, which are committed:
+        :meth:`state_dict`, beside which nothing is written."""
+        return self.state_dict()
+
+    def load(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Goes back to what :meth:`save` returned, as :meth:`load_state_dict` does."""
+        self.load_state_dict(saved)
+
+    def release(self) -> None:
+        """Deletes superseded records once training is over: half of what the files take."""
+        self._records.release(self.steps > 0)
+
+    def _initial(self, image_ids: Tensor) -> Tensor:
+        """The parameters [B, R] that images start with."""
+        alike = self.initial.flatten().expand(len(image_ids), -1)
+        if not self.initial_std:
+            return alike
+        if self.drawn_as is not None:
+            image_ids = self.drawn_as[image_ids]
+        noise = [
+            np.random.Generator(
+                np.random.Philox(key=self.seed, counter=[0, 0, 0, image_id])
+            ).standard_normal(alike.shape[1], dtype=np.float32)
+            for image_id in image_ids.tolist()
+        ]
+        return alike + self.initial_std * torch.from_numpy(np.stack(noise))
+
+    def read(self, image_ids: Tensor) -> Tensor:
+        """The parameters of ``image_ids`` [B] int64: [B, *shape], on the CPU, in memory of their
+        own."""
+        words = self.initial.numel()
+        records = self._records.read(image_ids, self.steps[image_ids] > 0, words)
+        parameters = self._with_initial(image_ids, records.view(torch.float32))
+        return parameters.view(-1, *self.initial.shape)
+
+    def _read_records(self, image_ids: Tensor) -> Tensor:
+        """Records [B, W] in memory of their own."""
+        records = self._records.read(image_ids, self.steps[image_ids] > 0)
+        self._with_initial(image_ids, self._parts(records)[0])
+        return records
+
+    def _with_initial(self, image_ids: Tensor, parameters: Tensor) -> Tensor:
+        """Puts the start into those ``parameters`` [B, R] that have never been updated."""
+        fresh = (self.steps[image_ids] == 0).nonzero().squeeze(1)
+        if len(fresh):
+            parameters[fresh] = self._initial(image_ids[fresh])
+        return parameters
+
+    def _parts(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of records [B, W]: parameters float32, first and second moments, all [B, R]."""
+        parameters, moments = records.tensor_split([self.initial.numel()], dim=1)
+        first, second = moments.view(self.moments_dtype).tensor_split(2, dim=1)
+        return parameters.view(torch.float32), first, second
+
+
+class MemoryRecords:
+    """N records of W int32 words in memory. Pages that no record was written to take none."""
+
+    def __init__(self, num_images: int, words: int, to_read: bool = False) -> None:
+        self.to_read = to_read
+        # torch.zeros would touch every page
+        self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))
+
+    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
+        """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where
+        not ``used`` [B]."""
+        return self.records[:, :words].index_select(0, image_ids)
+
+    def write(self, image_ids: Tensor, records: Tensor) -> None:
+        self.records.index_copy_(0, image_ids, records)
+
+    def commit(self) -> None:
+        pass
+
+    def release(self, used: Tensor) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"records": self.records}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["records"].shape != self.records.shape:
+            raise UserError(
+                f"the checkpoint's per-image parameters have {state['records'].shape[1]} words an "
+                f"image, these settings ask for {self.records.shape[1]}"
+            )
+        if self.to_read:
+            self.records = state["records"]
+        else:
+            self.records.copy_(state["records"])
+
+
+class FileRecords:
+    """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
+
+    Read and written by position, not mapped into memory: a first touch of a mapped page costs a
+    page fault, and a write reads the page from disk before it overwrites it
+    (``benchmarks/image_state.py`` has both).
+
+    ``files.json`` has the number of commits whose records are intact ("epoch", as they were only
+    at the ends of epochs in earlier versions): writes have begun on top of the last of them, never
+    of a later one. It is how a checkpoint that the files have left behind is noticed.
+    """
+
+    def __init__(self, folder: Path, num_images: int, words: int) -> None:
+        self.folder, self.words = folder, words
+        self.place = torch.zeros(num_images, dtype=torch.uint8)
+        """Which file holds an image's committed record."""
+        self.written = torch.zeros(num_images, dtype=torch.bool)
+        """Images whose other place holds a newer record, not committed yet."""
+        self.checksums = np.zeros((2, num_images), dtype=np.uint32)
+        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of
+        earlier versions."""
+        self.doubtful = torch.zeros(num_images, dtype=torch.bool)
+        """Images whose committed record was written by another process and has not been compared
+        yet."""
+        self.commits = 0
+        self._descriptors: list[int] = []
+
+    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
+        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros
+        where not ``used``.
+
+        Raises UserError for a record that is not what was written.
+        """
+        records = torch.zeros(
+            len(image_ids), self.words if words is None else words, dtype=torch.int32
+        )
+        if not used.any():
+            return records
+        self._open()
+        doubtful = image_ids[used & self.doubtful[image_ids]]
+        if len(doubtful):
+            self._check(doubtful)
+        self._read_into(records, used.nonzero().squeeze(1), image_ids[used])
+        return records
+
+    def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
+        """Reads the newest records of ``image_ids`` [n] into ``records`` [B, words], at
+        ``positions`` [n]."""
+        size = records.shape[1] * 4
+        bytes_ = records.numpy().data.cast("B")
+        places = zip(positions.tolist(), self._places(image_ids), strict=True)
+        where = [(position * size, *place) for position, place in places]
+        for _, descriptor, offset in where:  # the disk looks for all of them at once
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        for start, descriptor, offset in where:
+            if os.preadv(descriptor, [bytes_[start : start + size]], offset) != size:
+                raise UserError(
+                    f"{self.folder}: a record at byte {offset} cannot be read whole: "
+                    "the file is damaged"
+                )
+
+    def _check(self, image_ids: Tensor) -> None:
+        """Compares committed records with their checksums."""
+        records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
+        self._read_into(records, torch.arange(len(image_ids)), image_ids)
+        wrong = (
+            checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        )
+        if wrong.any():
+            raise UserError(
+                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
+                "damaged: restore the run directory from a copy, or start afresh in another "
+                "--run-dir"
+            )
+        self.doubtful[image_ids] = False
+
+    def write(self, image_ids: Tensor, records: Tensor) -> None:
+        """Stores records [B, W] beside the committed ones. Raises UserError where that cannot be
+        done."""
+        try:
+            if not self.written.any():
+                self._open()
+                self._mark()
+            self.written[image_ids] = True
+            self.doubtful[image_ids] = False
+            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(
+                records
+            )
+            size = self.words * 4
+            bytes_ = records.numpy().data.cast("B")
+            for start, (descriptor, offset) in enumerate(self._places(image_ids)):
+                if os.pwrite(descriptor, bytes_[start * size : (start + 1) * size], offset) != size:
+                    raise OSError("No space left on device")
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: per-image parameters cannot be written: "
+                f"{error.strerror or error}; "
+                "the last checkpoint is kept"
+            ) from None
+
+    def commit(self) -> None:
+        if not self.written.any():
+            return
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self.place ^= self.written
+        self.written.zero_()
+        self.commits += 1
+
+    def release(self, used: Tensor) -> None:
+        """Empties a file that holds the committed record of no image that is ``used`` [N]."""
+        if (self.folder / "files.json").is_file():  # of an earlier process
+            self._open()
+        for place, descriptor in enumerate(self._descriptors):
+            if not self.written.any() and not (self.place[used] == place).any():
+                os.ftruncate(descriptor, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.written.any():
+            raise RuntimeError(
+                "a checkpoint has committed records in files only: call commit() first"
+            )
+        committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
+        return {
+            "place": self.place,
+            "epoch": self.commits,
+            "checksums": torch.from_numpy(committed.view(np.int32)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        commits = state["epoch"]
+        if commits:
+            self._check_files(commits)
+        self.place.copy_(state["place"])
+        self.written.zero_()
+        self.commits = commits
+        self.checksums[:] = 0
+        if "checksums" in state:
+            images = np.arange(len(self.place))
+            self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
+        self.doubtful = torch.from_numpy(self.checksums.any(0))
+
+    def _check_files(self, commits: int) -> None:
+        """Raises UserError if the files are not there or do not hold the records as of this
+        commit."""
+        try:
+            files = json.loads((self.folder / "files.json").read_bytes())
+            there = files["num_images"], files["words"], files["epoch"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            raise UserError(
+                f"{self.folder}: the files with the per-image parameters are missing or unreadable"
+            ) from None
+        if there[:2] != (len(self.place), self.words):
+            raise UserError(
+                f"{self.folder} holds {there[0]} images of {there[1]} words, the settings ask for "
+                f"{len(self.place)} of {self.words}"
+            )
+        if there[2] not in (commits - 1, commits):
+            raise UserError(
+                f"{self.folder} holds the per-image parameters of checkpoint {there[2]}, state.pt "
+                f"needs those of checkpoint {commits}: they do not belong together"
+            )
+
+    def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
+        """(file descriptor, byte offset) of each image's newest record."""
+        places = self.place[image_ids] ^ self.written[image_ids]
+        for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
+            yield self._descriptors[place], image_id * self.words * 4
+
+    def _open(self) -> None:
+        if not self._descriptors:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for place in range(2):
+                descriptor = os.open(
+                    self.folder / f"records.{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
+                )
+                self._descriptors.append(descriptor)
+                weakref.finalize(self, os.close, descriptor)
+
+    def _mark(self) -> None:
+        """Notes, before the first write after a commit, which commit's records stay intact
+        meanwhile."""
+        partial = self.folder / "files.json.partial"
+        with partial.open("w") as file:
+            json.dump(
+                {"epoch": self.commits, "num_images": len(self.place), "words": self.words}, file
+            )
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self.folder / "files.json")
+        directory = os.open(self.folder, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+
+
+def checksums(records: Tensor) -> np.ndarray:
+    """crc32c [B] uint32 of each record [B, W]; never 0."""
+    return np.fromiter((crc32c(record) or 1 for record in records.numpy()), np.uint32, len(records))

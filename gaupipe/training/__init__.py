@@ -1,0 +1,1 @@
+"""State, update, optimizer, epochs and logs that the loops in ``stages`` call."""

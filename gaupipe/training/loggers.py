@@ -1,0 +1,110 @@
+"""Where a training can be watched, beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights &
+Biases and trackio, each an extra of the package of the same name.
+
+A logger gets numbers and images by name and step, and never the same step twice: what a training
+that goes on from a checkpoint does again, its loggers have seen (:mod:`gaupipe.training.step_log`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from gaupipe.system.errors import UserError
+
+
+class Logger(Protocol):
+    """One place to watch a training."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name, after ``step`` batches of the training. Steps do not decrease."""
+
+    def image(self, step: int, name: str, image: np.ndarray) -> None:
+        """An image uint8 [height, width, 3]."""
+
+    def close(self) -> None:
+        """Nothing comes any more."""
+
+
+class TensorBoard:
+    """Event files in ``folder``/tensorboard."""
+
+    needs = "torch.utils.tensorboard.writer"
+
+    def __init__(
+        self, folder: Path, project: str, name: str, run: str, config: Mapping[str, Any]
+    ) -> None:
+        module = importlib.import_module(self.needs)
+        self.writer = module.SummaryWriter(str(folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, step)
+        self.writer.flush()
+
+    def image(self, step: int, name: str, image: np.ndarray) -> None:
+        self.writer.add_image(name, image, step, dataformats="HWC")
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, continued under its id. Its variables (WANDB_MODE=offline,
+    WANDB_ENTITY, ...) count."""
+
+    needs = "wandb"
+
+    def __init__(
+        self, folder: Path, project: str, name: str, run: str, config: Mapping[str, Any]
+    ) -> None:
+        self.module = importlib.import_module(self.needs)
+        own = self._of_run(folder, name, run)
+        with contextlib.redirect_stdout(sys.stderr):  # a command's results go to stdout
+            self.run = self.module.init(project=project, config=dict(config), resume="allow", **own)
+
+    def _of_run(self, folder: Path, name: str, run: str) -> dict[str, Any]:
+        return {"dir": str(folder), "name": name, "id": run}
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.run.log(dict(values), step=step)
+
+    def image(self, step: int, name: str, image: np.ndarray) -> None:
+        self.run.log({name: self.module.Image(image)}, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(sys.stderr):
+            self.run.finish()
+
+
+class Trackio(WandB):
+    """A run of trackio, which has the interface of Weights & Biases and keeps runs on this machine.
+    It is continued under its name, which therefore ends in the run's id."""
+
+    needs = "trackio"
+
+    def _of_run(self, folder: Path, name: str, run: str) -> dict[str, Any]:
+        return {"name": f"{name} {run}".replace("/", " ")}  # it is a folder's name
+
+
+LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+"""By the names that the setting ``log.to`` takes, which are those of the extras too."""
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises UserError for a logger whose package is not installed, or not as a whole."""
+    for name in names:
+        try:
+            importlib.import_module(LOGGERS[name].needs)
+        except ImportError as error:
+            raise UserError(
+                f"log.to: {name} is not installed ({error}): pip install 'gaupipe[{name}]', or "
+                "leave it out"
+            ) from None

@@ -1,0 +1,186 @@
+"""What a training says of itself every so many batches: a line of steps.jsonl, and the loggers
+(:mod:`gaupipe.training.loggers`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from gaupipe.data.batches import Batches
+from gaupipe.settings import Settings, flatten
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from gaupipe.training.loggers import LOGGERS, Logger
+from gaupipe.training.state import Update
+
+
+class StepLog:
+    """Writes ``folder``/steps.jsonl, and tells the loggers of the settings. Of several ranks the
+    first does, of its own images; ``images_per_s`` are those of all.
+
+    A line is about the batches since the line before, within one epoch:
+
+        epoch, step     the epoch's number, and batches of the training so far, both from 1
+        loss, ...       the means of the losses over the images
+        lr, grad_norm   learning rate, and norm of the gradient before it is clipped, in the last
+                        step of the optimizer
+        images_per_s    images a second
+        waits_data      share of the time that the training waited for images
+        waits_maps      share of the time that the training waited for stored maps
+
+    A training that goes on from a checkpoint removes the lines after it. Loggers cannot take back
+    what they were told: ``folder``/log.json has how far that is, and they are told no step twice.
+    """
+
+    def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
+        """``batches`` are those of the training."""
+        self.folder, self.update, self.batches = folder, update, batches
+        self.settings = settings
+        self.every = settings.log.every
+        self.sums: dict[str, Tensor] = {}
+        self.images = 0
+        self._loggers: list[Logger] = []
+
+    def __enter__(self) -> StepLog:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.told = read_told(self.folder / "log.json")
+        self._begin()
+        self.update.log_norm = bool(self.every)
+        distributed.on_main(self._open)
+        return self
+
+    def _open(self) -> None:
+        """What rank 0 writes to. Raises UserError where a logger cannot be opened, such as one
+        whose service refuses."""
+        if self.every:
+            remove_later(self.folder / "steps.jsonl", self.update.batch)
+        log, config = self.settings.log, flatten(self.settings)
+        parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
+        name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
+        for logger in log.to:
+            try:
+                opened = LOGGERS[logger](self.folder, log.project, name, run, config)
+            except Exception as error:  # packages of others raise their own
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
+            self._loggers.append(opened)
+
+    def __exit__(self, *_exception: Any) -> None:
+        for logger in self._loggers:
+            logger.close()
+        self._loggers = []
+
+    def start_epoch(self, saved: Mapping[str, Any] | None) -> None:
+        """Begins a line. ``saved`` is what :meth:`state` returned in the middle of the epoch."""
+        self._begin()
+        if saved:
+            self.images = saved["images"]
+            self.sums = {name: one.to(self.update.device) for name, one in saved["sums"].items()}
+            self._since -= saved["seconds"]
+
+    def state(self) -> dict[str, Any]:
+        """What the line that has begun knows."""
+        sums = {name: total.cpu() for name, total in self.sums.items()}
+        return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
+
+    def pause(self, seconds: float) -> None:
+        """Time that is none of the training's."""
+        self._since += seconds
+
+    def batch(self, epoch: int, images: int, losses: Mapping[str, Tensor]) -> None:
+        """Counts a batch of this many images, with the means of its losses over them; epochs count
+        from 0."""
+        if not self.every or not distributed.is_main():
+            return
+        for name, value in losses.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach() * images
+        self.images += images
+        if self.update.batch % self.every == 0:
+            self._write(epoch)
+
+    def epoch(self, metrics: Mapping[str, Any]) -> None:
+        """Tells the loggers the metrics of an epoch."""
+        numbers = {
+            f"epoch/{name}": value
+            for name, value in metrics.items()
+            if isinstance(value, int | float) and name != "epoch"
+        }
+        if self._loggers and self._is_new("epochs", metrics["epoch"]):
+            for logger in self._loggers:
+                logger.log(self.update.batch, numbers)
+
+    @property
+    def wants_images(self) -> bool:
+        """Whether an image would go anywhere."""
+        return bool(self._loggers)
+
+    def image(self, name: str, image: np.ndarray) -> None:
+        """Shows an image uint8 [height, width, 3]."""
+        if self._loggers and self._is_new("images", self.update.batch):
+            for logger in self._loggers:
+                logger.image(self.update.batch, name, image)
+
+    def _begin(self) -> None:
+        self.images, self.sums = 0, {}
+        self._since, self._waited = time.monotonic(), dict(self.batches.waited)
+
+    def _write(self, epoch: int) -> None:
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
+        norm = self.update.grad_norm
+        values = {
+            **{name: (total / self.images).item() for name, total in self.sums.items()},
+            "lr": self.update.state.optimizer.param_groups[0]["lr"],
+            **({} if norm is None else {"grad_norm": float(norm)}),
+            "images_per_s": round(self.images * distributed.size() / seconds, 1),
+            **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
+        }
+        step = self.update.batch
+        with (self.folder / "steps.jsonl").open("a") as file:
+            finite = {  # JSON has no infinity, which a first step in float16 may bring
+                name: value if math.isfinite(value) else None for name, value in values.items()
+            }
+            file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
+        if self._loggers and self._is_new("steps", step):
+            for logger in self._loggers:
+                logger.log(step, {f"step/{name}": value for name, value in values.items()})
+        self._begin()
+
+    def _is_new(self, what: str, number: int) -> bool:
+        """Whether the loggers have not been told of this yet; from now on they have."""
+        if number <= self.told[what]:
+            return False
+        self.told[what] = number
+        write_whole(self.folder / "log.json", json.dumps(self.told) + "\n")
+        return True
+
+
+def read_told(path: Path) -> dict[str, Any]:
+    """{"run": the id under which loggers know a training, and what they were told: the last of its
+    "steps" and "epochs", and the step of the last of its "images"}; a new one where there is no
+    such file, or a damaged one."""
+    told: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0, "images": 0}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = json.loads(path.read_bytes())
+        told = {name: type(value)(found[name]) for name, value in told.items()}
+    return told
+
+
+def remove_later(path: Path, step: int) -> None:
+    """Removes the lines of a steps.jsonl after ``step``, and what a killed process wrote of one."""
+    kept = []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    write_whole(path, "".join(kept))

@@ -1,0 +1,153 @@
+"""Attention as the decoders of Hugging Face's transformers call it: keys and values come from a
+cache, with fewer heads than the queries, under a mask; each token's own value is among them.
+
+Axis letters: B sequences, H query heads, H_kv key and value heads, T queries, S keys, d_m head
+width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.masking_utils import sdpa_mask
+
+from gaupipe.system.errors import UserError
+
+VISIBLE, OWN = 1, 2
+"""Bits of the masks that :func:`visible_and_own` makes."""
+
+UNKNOWN = ("softcap", "s_aux", "position_bias", "cache")
+"""Arguments with which some models change their attention, and which gaupipe's do not have."""
+
+
+def visible_and_own(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of gaupipe's attentions, uint8 [B, 1, T, S]: transformers' own mask, which says what
+    keys a query sees, in the bit VISIBLE, and the token's own key in the bit OWN.
+
+    In a static cache the own key is followed by keys that are not there yet, and only the positions
+    tell where it is. None where the last T of the S keys are the queries' own and the mask is
+    causal or, with one query, shows all.
+    """
+    visible = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length),
+        device=device,
+        **kwargs,
+    )
+    if visible is None:
+        return None
+    queries = torch.arange(q_length, device=device) + q_offset
+    keys = torch.arange(kv_length, device=device) + kv_offset
+    own = queries.unsqueeze(-1) == keys
+    return visible.to(torch.uint8) * VISIBLE + own.to(torch.uint8) * OWN
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    hide_own: bool = False,
+    width: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """(MH, V), both [B, T, H, d_m]: the heads' weighted sums of values, and each token's own value.
+
+    ``query`` [B, H, T, .], ``key`` and ``value`` [B, H_kv, S, .] as a model of transformers has
+    them after its cache. ``attention_mask`` is one of :func:`visible_and_own`, or a user's own one
+    [B, 1 or H, T, S], boolean or additive; there the last T keys have to be the queries' own.
+    ``hide_own`` hides each token from itself. A query without a key gets MH = 0. With ``width`` the
+    rest of key and value is Z, which the query takes from its own token.
+    """
+    for name in UNKNOWN:
+        if kwargs.get(name) is not None:
+            raise UserError(f"{type(module).__name__} attends with {name}: gaupipe cannot do that")
+    T, S = query.shape[2], key.shape[2]
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if S < T or (S > T and not causal):
+        raise UserError(
+            f"{type(module).__name__} attends to other tokens than its own (cross-attention): "
+            "there a token has no value of its own"
+        )
+    visible, own = attention_mask, None
+    if attention_mask is not None and attention_mask.dtype == torch.uint8:
+        visible, own = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
+    v = own_entries(value, own, T)
+    if width is not None:
+        z = v[..., width:]
+        v = v[..., :width]
+        query = torch.cat([query, repeat_heads(z, query.shape[1])], -1)
+        key = torch.cat([key, value[..., width:]], -1)
+    if hide_own:
+        if own is None:
+            own = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T).triu(S - T)
+        visible = hide(own, visible, causal)
+    keyless = None
+    if visible is not None:
+        hidden = ~visible if visible.dtype == torch.bool else visible <= lowest(visible) / 2
+        keyless = hidden.all(-1, keepdim=True)
+        # not every kernel defines a query without keys: it reads all of them, and then nothing
+        visible = (~hidden | keyless) if visible.dtype == torch.bool else visible
+    mh = F.scaled_dot_product_attention(
+        query,
+        repeat_heads(key, query.shape[1]),
+        repeat_heads(value, query.shape[1]),
+        attn_mask=visible,
+        is_causal=causal and visible is None and T > 1,
+        scale=scaling,
+        dropout_p=dropout,
+    )[..., :width]
+    if keyless is not None:
+        mh = mh.masked_fill(keyless, 0)
+    return mh.transpose(1, 2), repeat_heads(v, query.shape[1]).transpose(1, 2)
+
+
+def own_entries(value: Tensor, own: Tensor | None, queries: int) -> Tensor:
+    """Of ``value`` [B, H_kv, S, .] the entries [B, H_kv, T, .] of the queries themselves: where
+    ``own`` [B, 1, T, S] says, else the last T."""
+    if own is None or value.shape[2] == queries:
+        return value[:, :, -queries:]
+    index = own.int().argmax(-1).unsqueeze(-1)  # [B, 1, T, 1]
+    return value.gather(2, index.expand(-1, value.shape[1], -1, value.shape[-1]))
+
+
+def hide(own: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
+    """The mask ``visible`` (boolean, additive or None) without the keys in ``own``."""
+    if visible is None:
+        T, S = own.shape[-2:]
+        everything = torch.ones(T, S, dtype=torch.bool, device=own.device)
+        visible = everything.tril(S - T) if causal else everything
+    if visible.dtype == torch.bool:
+        return visible & ~own
+    return visible.masked_fill(own, lowest(visible))
+
+
+def lowest(mask: Tensor) -> float:
+    return torch.finfo(mask.dtype).min
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, H_kv, S, .] to [B, heads, S, .], each head as often as there are queries for it."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)

@@ -1,0 +1,88 @@
+"""What the orthogonal projection does to the tokens, block by block (*BeliefFormer, figures 4
+and 8*)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.attention.functional import merge_heads
+from gaupipe.vit.models import embed
+
+
+@dataclass
+class BlockGeometry:
+    """Norms, and angles in degrees, of one block's attention, each [B, T] float32: a number per
+    image and token.
+
+    X are the tokens that enter the block, MH the heads' weighted sums of V, D their part
+    perpendicular to V (in "xsa" head by head, else over all heads together) and W the output
+    projection without its bias.
+    """
+
+    mh_norm: Tensor
+    """|MH|"""
+    d_norm: Tensor
+    """|D|, never more than |MH| (*BeliefFormer, eq. 13*)"""
+    mh_update_norm: Tensor
+    """|MH W|, the update of standard attention (in "attentionx" it is -MH W: MH has a minus)"""
+    d_update_norm: Tensor
+    """|D W|, the update of belief-attention"""
+    mh_update_angle: Tensor
+    """angle between MH W and X"""
+    d_update_angle: Tensor
+    """angle between D W and X"""
+
+
+@torch.no_grad()
+def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeometry]:
+    """The geometry of every block of a model with any of gaupipe's student attentions, for a
+    batch of images [B, C, height, width]. In a model of another attention than "belief", D is
+    what that one would use. Call ``model.eval()`` first unless dropout is wanted."""
+    x = embed(model, images)
+    blocks = []
+    modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"
+    for block in modules:
+        attention, tokens = block.attn, block.norm1(x)
+        q, k, v = attention.project(tokens)
+        mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)
+        d = attention.perpendicular(mh, v)
+        mh_update, d_update = (F.linear(signal, attention.proj.weight) for signal in (mh, d))
+        blocks.append(
+            BlockGeometry(
+                norm(mh),
+                norm(d),
+                norm(mh_update),
+                norm(d_update),
+                angle(mh_update, x),
+                angle(d_update, x),
+            )
+        )
+        x = x + block.drop_path1(block.ls1(attention.proj_drop(attention.combine(mh, v))))
+        x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return blocks
+
+
+def mean_geometry(model: VisionTransformer, images: Tensor) -> dict[str, list[float]]:
+    """The means over images and tokens of :func:`belief_geometry`: for each field of
+    :class:`BlockGeometry` one number per block."""
+    blocks = belief_geometry(model, images)
+    return {
+        field.name: [getattr(block, field.name).mean().item() for block in blocks]
+        for field in fields(BlockGeometry)
+    }
+
+
+def norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x.float(), dim=-1)
+
+
+def angle(a: Tensor, b: Tensor) -> Tensor:
+    """Degrees between vectors on the last axis, from 0 to 180."""
+    return torch.rad2deg(torch.acos(F.cosine_similarity(a.float(), b.float(), dim=-1).clamp(-1, 1)))

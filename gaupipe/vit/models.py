@@ -1,0 +1,437 @@
+"""GauViT models for timm: entrypoints, the ReZero baseline, forward passes that show the attention,
+student folders.
+
+Importing this module makes ``gauvit_*`` known to ``timm.create_model`` and the attentions of
+:data:`gaupipe.attention.ATTENTION` to timm's ``attn_layer`` as ``gau_<key>``. Axis letters: B
+images, L blocks, H heads, T tokens, d model width.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    list_models,
+    load_pretrained,
+    model_entrypoint,
+    register_model,
+    save_for_hf,
+)
+from timm.models.eva import Eva
+from timm.models.vision_transformer import (
+    ATTN_LAYERS,
+    Block,
+    VisionTransformer,
+    checkpoint_filter_fn,
+)
+from torch import Tensor, nn
+
+from gaupipe.attention import ATTENTION
+from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.options import attention_class, bind_options, count_parameters
+from gaupipe.system import digests
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import replaced
+from gaupipe.vit.convert import convert, swap
+
+__all__ = ["GauViT", "ReZeroBlock", "convert", "forward_with_maps", "run_blocks", "save_student"]
+
+STUDENT_FILES = ("config.json", "model.safetensors")
+"""What timm reads from a student's folder."""
+
+STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
+"""The timm model whose name a plain student is saved under; every size is overridden by
+``model_args``."""
+
+TIMM_ARGUMENTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(VisionTransformer).parameters.items()
+}
+"""Every keyword of timm's ``VisionTransformer`` with its default."""
+
+EVA_MODELS = frozenset(list_models(module="eva"))
+"""timm's entrypoints that build an ``Eva``."""
+
+ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
+
+
+class ReZero(nn.Module):
+    """Multiplies by a learned scalar that starts at 0 (*ReZero baseline*: x + a * f(x))."""
+
+    def __init__(self, device=None, dtype=None) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros((), device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class ReZeroBlock(Block):
+    """timm's block without normalisation, each branch behind a scalar that starts at 0."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.norm1, self.norm2 = nn.Identity(), nn.Identity()
+        for scale in ("ls1", "ls2"):
+            self.add_module(scale, ReZero(kwargs.get("device"), kwargs.get("dtype")))
+
+
+class NoFFN(nn.Module):
+    """Stands where a block has its FFN and adds nothing (*Belief2, table 3, "without FFN
+    layers"*)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def without_ffn(block_class: Callable[..., Block]) -> Callable[..., Block]:
+    """A ``block_fn`` for timm: blocks of ``block_class`` that consist of their attention only."""
+
+    def block_fn(*args, **kwargs) -> Block:
+        block = block_class(*args, **{**kwargs, "mlp_ratio": 1})
+        block.norm2, block.mlp, block.ls2, block.drop_path2 = (
+            nn.Identity(),
+            NoFFN(),
+            nn.Identity(),
+            nn.Identity(),
+        )
+        return block
+
+    return block_fn
+
+
+class GauViT(VisionTransformer):
+    """timm's ``VisionTransformer`` with an attention chosen by key.
+
+    ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword
+    arguments of its class; ``rezero``: blocks without normalisation, behind scalars that start at
+    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one.
+    ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class. ``gaupipe_args`` holds
+    the keywords that rebuild the model. Raises UserError for an unknown attention or option.
+    """
+
+    def __init__(
+        self,
+        attention: str = "standard",
+        attention_options: dict | None = None,
+        rezero: bool = False,
+        match_params: bool = False,
+        **kwargs,
+    ) -> None:
+        options = dict(attention_options or {})
+        attention_type = attention_class(attention)
+        attn_layer = bind_options(attention_type, options)
+        if takes_grid(attention_type):
+            grid = grid_of({**TIMM_ARGUMENTS, **kwargs})
+            attn_layer = bind_options(attention_type, options, grid=grid)
+        block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
+        if match_params:
+            kwargs["mlp_ratio"] = matching_mlp_ratio(
+                attn_layer, {**TIMM_ARGUMENTS, **kwargs, "block_fn": block_fn}
+            )
+        if kwargs.get("mlp_ratio") == 0:
+            block_fn = without_ffn(block_fn)
+        super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
+        if self.num_prefix_tokens and self.priors():
+            raise UserError(
+                f"attention {attention!r}: a class or register token has no place on the grid that "
+                "Gaussians lie on: take class_token and reg_tokens out"
+            )
+        placement = ("device", "dtype")
+        self.gaupipe_args = {key: value for key, value in kwargs.items() if key not in placement}
+        self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
+
+    def priors(self) -> set[str]:
+        """Names of the Gaussians that its attentions have learned for their tokens."""
+        return {name for name, _ in self.named_parameters() if name.endswith(".attn.prior")}
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """As timm's; and the priors, which would decay towards the middle of the grid."""
+        return {*super().no_weight_decay(), *self.priors()}
+
+
+def takes_grid(attention_type: type[nn.Module]) -> bool:
+    """Whether an attention is made for the places of the tokens."""
+    return "grid" in inspect.signature(attention_type).parameters
+
+
+def grid_of(arguments: dict) -> tuple[int, int] | None:
+    """(h, w) in tokens by the arguments of timm's ``VisionTransformer``; None where images may have
+    any size."""
+    if arguments["img_size"] is None or arguments["dynamic_img_size"]:
+        return None
+    (height, width), patch = (to_2tuple(arguments[name]) for name in ("img_size", "patch_size"))
+    return height // patch[0], width // patch[1]
+
+
+def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
+    """The FFN's width, over d, at which a block with this attention has as many parameters as one
+    with the standard attention, up to the smallest step that the FFN's width can take.
+
+    ``arguments`` are all of timm's ``VisionTransformer``; what a width costs is counted in blocks
+    built from them without memory, so any FFN of timm's will do (``mlp_layer``). Returns 0, no FFN,
+    where nothing is left of it. Raises UserError where the attention adds more than the FFN has.
+    """
+    dim = arguments["embed_dim"]
+    hidden = int(dim * arguments["mlp_ratio"])
+
+    def size(attention: type[nn.Module], hidden: int) -> int:
+        """Parameters of a block whose FFN has a hidden width of at least 1."""
+        ratio = (hidden + 0.5) / dim  # timm takes int(dim * mlp_ratio)
+        one = {"attn_layer": attention, "mlp_ratio": ratio, "depth": 1}
+        one = {**arguments, **one, "device": "meta", "weight_init": "skip"}
+        return count_parameters(VisionTransformer(**one).blocks)
+
+    some = hidden or 2  # without an FFN any width tells what the attention adds
+    wanted = size(ATTENTION["standard"], some)
+    extra = size(attn_layer, some) - wanted
+    if not extra:
+        return arguments["mlp_ratio"]
+    a_unit = (size(attn_layer, 2 * some) - size(attn_layer, some)) / some
+    nearest = round(hidden - extra / a_unit)
+    if nearest < 0:
+        raise UserError(
+            f"match_params: the attention adds {extra} parameters to a block, more than an FFN of "
+            f"mlp_ratio {arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params "
+            "out"
+        )
+    misses: dict[int, int] = {}
+    for candidate in range(max(nearest - 8, 1), nearest + 9) if nearest else ():
+        try:
+            misses[candidate] = abs(size(attn_layer, candidate) - wanted)
+        except AssertionError:  # gated FFNs halve their width, which must be even
+            continue
+    return (min(misses, key=misses.__getitem__) + 0.5) / dim if nearest else 0
+
+
+def run_blocks(
+    model: VisionTransformer, images: Tensor, attend: Callable[[int, Any, Tensor], Tensor]
+) -> Tensor:
+    """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
+    hands.
+
+    ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the
+    normalised tokens [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width];
+    returns logits [B, classes].
+    """
+    x = embed(model, images)
+    block: Any  # timm says Module
+    for layer, block in enumerate(model.blocks):
+        x = x + block.drop_path1(block.ls1(attend(layer, block.attn, block.norm1(x))))
+        x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return model.forward_head(model.norm(x))
+
+
+def embed(model: VisionTransformer, images: Tensor) -> Tensor:
+    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model of
+    another class."""
+    if not isinstance(model, VisionTransformer):
+        raise UserError(
+            f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
+            "VisionTransformer"
+        )
+    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+
+
+def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
+    list over blocks of log-probabilities [B, H, T, T], float32."""
+    log_maps: list[Tensor] = []
+
+    def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
+        if not isinstance(attention, StudentAttention):
+            attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
+        update, log_map = attention.forward_with_map(tokens)
+        log_maps.append(log_map)
+        return update
+
+    return run_blocks(model, images, attend), log_maps
+
+
+def save_student(
+    model: VisionTransformer | Eva,
+    folder: str | Path,
+    label_names: list[str] | None = None,
+    **data_config,
+) -> None:
+    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
+    model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
+    is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
+    written.
+
+    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
+    loads without gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe``
+    first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
+    prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
+    that holds something else than a student.
+    """
+    if not hasattr(model, "pretrained_cfg"):
+        raise UserError(
+            "save_student: the model was built by its class, which timm cannot name; build it with "
+            "timm.create_model"
+        )
+    folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
+    if folder.exists() and not _is_replaceable(folder):
+        raise UserError(
+            f"{folder} is there and is not the folder of a student: choose another place, "
+            "or remove it"
+        )
+    architecture, model_args = architecture_of(model)
+    described: Any = copy.copy(model)  # with attributes that timm does not declare
+    described._model_args = (
+        model_args  # timm would add what create_model was given, gaupipe's keywords among it
+    )
+    described.pretrained_cfg = dict(
+        described.pretrained_cfg,
+        architecture=architecture,
+        num_classes=model.num_classes,
+        input_size=(model.in_chans, *model.patch_embed.img_size),
+        **data_config,
+    )
+    with replaced(folder) as fresh:
+        save_for_hf(
+            described,
+            str(fresh),
+            model_config=dict(label_names=label_names),
+            model_args=model_args,
+            safe_serialization=True,
+        )
+        # safetensors makes a file that its owner alone can read
+        shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
+        digests.write(fresh)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds a student, perhaps a damaged one."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
+    return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
+
+
+def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
+    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
+    enough."""
+    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
+    now: dict[str, Any] = dict(
+        img_size=list(model.patch_embed.img_size),
+        patch_size=list(model.patch_embed.patch_size),
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
+    )  # what timm lets one change after construction
+    notes = vars(model)  # what timm and gaupipe note of how it was built
+    if "gaupipe_args" not in notes:
+        return notes["pretrained_cfg"]["architecture"], {**notes.get("_model_args", {}), **now}
+    args = {**notes["gaupipe_args"], **now}
+    if "base" in args:
+        return "gauvit_converted", args
+    plain = args["attention"] == "standard" and not args["attention_options"]
+    if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
+        return STOCK_ARCHITECTURE, {
+            key: value for key, value in args.items() if key in TIMM_ARGUMENTS
+        }
+    return notes["pretrained_cfg"]["architecture"], args
+
+
+def _cfg(size: int, num_classes: int) -> dict:
+    return dict(
+        input_size=(3, size, size),
+        num_classes=num_classes,
+        pool_size=None,
+        crop_pct=1.0,
+        fixed_input_size=True,
+        interpolation="bicubic",
+        mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD,
+        first_conv="patch_embed.proj",
+        classifier="head",
+    )
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        "gauvit_atto_patch4_32": _cfg(32, 10),
+        "gauvit_tiny_patch16_224": _cfg(224, 1000),
+        "gauvit_pico_patch2_8": _cfg(8, 10),
+    }
+)
+
+
+def _create_gauvit(variant: str, pretrained: bool, preset: dict, given: dict) -> GauViT:
+    common = dict(class_token=False, global_pool="avg", qkv_bias=True)
+    return build_model_with_cfg(
+        GauViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=3, feature_cls="getter"),
+        **{**common, **preset, **given},
+    )
+
+
+@register_model
+def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
+    """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
+    preset = dict(
+        img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1, num_classes=10
+    )
+    return _create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
+
+
+@register_model
+def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
+    """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
+    preset = dict(
+        img_size=224,
+        patch_size=16,
+        embed_dim=768,
+        depth=8,
+        num_heads=12,
+        mlp_ratio=1,
+        num_classes=1000,
+    )
+    return _create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
+
+
+@register_model
+def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
+    """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
+    preset = dict(
+        img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, num_classes=10
+    )
+    return _create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
+
+
+@register_model
+def gauvit_converted(
+    pretrained: bool = False,
+    base: str = "deit_small_patch16_224",
+    attention: str = "standard",
+    attention_options: dict | None = None,
+    **kwargs,
+) -> VisionTransformer | Eva:
+    """Any of timm's entrypoints that :func:`convert` can convert, ``base``, with another attention
+    and its options. What :func:`convert` makes of a timm model is saved under this name."""
+    options = dict(attention_options or {})
+    entrypoint: Any = model_entrypoint(base)
+    if base in EVA_MODELS:  # they have no keyword for the attention
+        converted = convert(entrypoint(pretrained=False, **kwargs), attention, **options)
+        if pretrained:
+            load_pretrained(converted, converted.pretrained_cfg, converted.num_classes)
+        model: Any = converted
+    else:
+        attention_type = bind_options(attention_class(attention), options)
+        model = entrypoint(pretrained=pretrained, attn_layer=attention_type, **kwargs)
+    model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=options)
+    return model

@@ -1,0 +1,316 @@
+"""The attentions for Hugging Face's transformers. Needs the extra ``gaupipe[transformers]``.
+
+Importing this module makes ``attn_implementation="gau_belief"``, ``"gau_xsa"`` and
+``"gau_attentionx"`` known to the decoders of transformers, and what :func:`convert` makes to its
+``Auto`` classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.pytorch_utils import Conv1D
+
+from gaupipe.attention import ATTENTION
+from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.kernels import perpendicular
+from gaupipe.attention.options import attention_class, check_options
+from gaupipe.system.errors import UserError
+from gaupipe.vit.cached_attention import attend, visible_and_own
+
+__all__ = ["convert"]
+
+REGISTERED = {"gau_belief": "belief", "gau_xsa": "xsa", "gau_attentionx": "attentionx"}
+"""The attention that an implementation of transformers computes; of others the standard one."""
+
+OUTPUTS = ("o_proj", "c_proj")
+"""Names of the output projection in an attention of transformers."""
+
+
+def belief(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """D [B, T, H, d_m], what belief-attention gives to the output projection (*BeliefFormer, eqs.
+    10-14*)."""
+    mh, v = attend(module, *args, **kwargs)
+    return perpendicular(mh.flatten(2), v.flatten(2)).view_as(mh), None
+
+
+def xsa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """D_s [B, T, H, d_m], perpendicular to V in each head (*BeliefFormer, eqs. 15-16*)."""
+    return perpendicular(*attend(module, *args, **kwargs)), None
+
+
+def attentionx(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """V - gamma MH [B, T, H, d_m] (*AttentionX, eq. 10*). ``gau_options`` of the model's
+    configuration may hold ``gamma`` and ``mask_diagonal``."""
+    options = getattr(module.config, "gau_options", None) or {}
+    if not options.keys() <= {"gamma", "mask_diagonal"}:
+        check_options(ATTENTION["attentionx"], options)
+    mh, v = attend(module, *args, hide_own=options.get("mask_diagonal", True), **kwargs)
+    return torch.sub(v, mh, alpha=options.get("gamma", 1.0)), None
+
+
+def mh_and_v(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """[MH, V] side by side [B, T, 2 H, d_m], for the :class:`Update` of a converted model."""
+    attention = output_of(module).attention
+    hide_own = getattr(attention, "mask_diagonal", False)
+    width = module.head_dim if getattr(attention, "z", None) is not None else None
+    mh, v = attend(module, *args, hide_own=hide_own, width=width, **kwargs)
+    return torch.cat([mh, v], dim=2), None
+
+
+class Update(nn.Module):
+    """Takes the place of the output projection: from [MH, V] [B, T, 2 H d_m] the update [B, T, d]
+    of one of :data:`gaupipe.attention.ATTENTION`."""
+
+    def __init__(self, attention: StudentAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
+    @property
+    def weight(self) -> Tensor:
+        """W, where transformers initialises an output projection."""
+        return self.attention.proj.weight
+
+    def forward(self, signals: Tensor) -> Tensor:
+        mh, v = signals.chunk(2, dim=-1)
+        return self.attention.combine(mh, v)
+
+
+class Widened:
+    """A cache, or None, that keeps Z beside the values."""
+
+    def __init__(self, cache: Any, z: Tensor) -> None:
+        self.cache, self.z = cache, z
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        value = torch.cat([value, self.z], dim=-1)
+        return (
+            (key, value) if self.cache is None else self.cache.update(key, value, *args, **kwargs)
+        )
+
+
+def keep_z(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Before the forward pass of an attention with Z Z': lets the model's cache keep Z = X W_Z."""
+    x = args[0] if args else kwargs["hidden_states"]
+    z = output_of(module).attention.z(x).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+    return args, {**kwargs, "past_key_values": Widened(kwargs.get("past_key_values"), z)}
+
+
+def output_of(module: nn.Module) -> Any:
+    """The output projection of an attention of transformers, or what stands in its place."""
+    return next(getattr(module, name) for name in OUTPUTS if hasattr(module, name))
+
+
+def attentions(model: nn.Module) -> list[Any]:
+    """The self-attentions of a decoder of transformers."""
+    return [
+        module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and any(hasattr(module, name) for name in OUTPUTS)
+    ]
+
+
+class Converted(PreTrainedModel):
+    """A decoder of transformers with an attention of gaupipe, which its configuration names:
+    ``gau_attention``, a key of :data:`gaupipe.attention.ATTENTION`, and ``gau_options``, the
+    options of its class.
+
+    Raises UserError for an unknown attention or option.
+    """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        attention_type = student_class(config.gau_attention, config.gau_options)
+        if getattr(config, "add_cross_attention", False):
+            raise UserError("add_cross_attention: a model that is converted has none")
+        config._attn_implementation = "gau_converted"
+        super().__init__(config, *args, **kwargs)
+        for module in attentions(self):
+            insert(module, config, attention_type)
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the output projections fit the attention of the configuration alone."""
+        raise UserError(f"the model has {self.config.gau_attention!r}: convert it to another one")
+
+
+def student_class(key: str, options: dict | None) -> type[StudentAttention]:
+    """The class of an attention that a decoder can have. Raises UserError for another one."""
+    attention_type = attention_class(key)
+    if not attention_type.compares:
+        raise UserError(f"{key!r} has no queries and keys: a language model cannot have it")
+    check_options(attention_type, options or {})
+    return attention_type
+
+
+def insert(module: Any, config: Any, attention_type: type[StudentAttention]) -> None:
+    """Puts an :class:`Update` in the place of an attention's output projection, whose weights it
+    keeps. Matrices that stand beside it start as wide."""
+    name = next(name for name in OUTPUTS if hasattr(module, name))
+    options = config.gau_options or {}
+    new = with_projection(getattr(module, name), attention_type, module, config, **options)
+    weight = new.proj.weight
+    if not weight.is_meta:
+        std = weight.std().item()
+        for child in new.children():
+            if isinstance(child, nn.Linear) and child is not new.proj:
+                nn.init.normal_(child.weight, std=std)
+    if getattr(new, "z", None) is not None:  # Z has as many heads as the keys
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        new.z = nn.Linear(config.hidden_size, heads * module.head_dim, bias=False).to(weight)
+        nn.init.normal_(new.z.weight, std=config.initializer_range)
+        module.register_forward_pre_hook(keep_z, with_kwargs=True)
+    setattr(module, name, Update(new))
+
+
+def with_projection(
+    projection: Any, attention_type: type, module: Any, config: Any, **options: Any
+) -> Any:
+    """An attention of gaupipe without queries, keys and values of its own, whose W is that of an
+    output projection of transformers."""
+    weight, bias = projection.weight, projection.bias
+    new = attention_type(
+        config.hidden_size,
+        config.num_attention_heads,
+        attn_head_dim=module.head_dim,
+        proj_bias=bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+        **options,
+    )
+    del new.qkv
+    if isinstance(projection, Conv1D):  # its weight lies the other way round
+        new.proj.load_state_dict(dict(weight=weight.T.contiguous(), bias=bias), assign=True)
+    else:
+        new.proj = projection
+    return new
+
+
+def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted:
+    """A copy of a decoder of transformers with another attention of
+    :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common;
+    ``options`` are those of the attention's class. ``save_pretrained`` and ``from_pretrained`` work
+    as ever, the latter after ``import gaupipe.vit.transformers``.
+
+    Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and what this function
+    returned. The outputs do not change in the cases that :func:`gaupipe.vit.models.convert` names:
+    from standard attention to "belief2" (*Belief2, proposition 1*), from "belief" to "belief_star"
+    and "belief2", from "xsa" to "belief_star". For "attentionx" W changes its sign.
+
+    Raises UserError for an unknown attention or option, for "gaussian", and for another model.
+    """
+    attention_type = student_class(attention, options)
+    options = {**attention_type.conversion_options, **options}
+    found = [family for family in FAMILIES if type(model) in (family, family.__bases__[1])]
+    if not found:
+        known = ", ".join(family.__bases__[1].__name__ for family in FAMILIES)
+        raise UserError(f"cannot convert a {type(model).__name__}: only {known}")
+    family = found[0]
+    given = model.config.to_dict()
+    given.update(gau_attention=attention, gau_options=options)
+    given.pop("model_type")
+    converted = family._from_config(family.config_class(**given), dtype=model.dtype)
+    converted.to(model.device).train(model.training)
+    converted.generation_config = copy.deepcopy(model.generation_config)
+    converted.load_state_dict(model.state_dict(), strict=False)
+    old_type = ATTENTION[REGISTERED.get(model.config._attn_implementation, "standard")]
+    for old, new in zip(attentions(model), attentions(converted), strict=True):
+        output = output_of(old)
+        if not isinstance(output, Update):
+            output = Update(with_projection(output, old_type, old, model.config))
+        output_of(new).attention.take_over(copy.deepcopy(output.attention))
+    return converted
+
+
+class GauGPT2Config(GPT2Config):
+    model_type = "gau_gpt2"
+    gau_attention: str = "belief"
+    gau_options: dict | None = None
+
+
+class GauLlamaConfig(LlamaConfig):
+    model_type = "gau_llama"
+    gau_attention: str = "belief"
+    gau_options: dict | None = None
+
+
+class GauMistralConfig(MistralConfig):
+    model_type = "gau_mistral"
+    gau_attention: str = "belief"
+    gau_options: dict | None = None
+
+
+class GauQwen2Config(Qwen2Config):
+    model_type = "gau_qwen2"
+    gau_attention: str = "belief"
+    gau_options: dict | None = None
+
+
+class GauQwen3Config(Qwen3Config):
+    model_type = "gau_qwen3"
+    gau_attention: str = "belief"
+    gau_options: dict | None = None
+
+
+class GauGPT2LMHeadModel(Converted, GPT2LMHeadModel):
+    config_class = GauGPT2Config
+
+
+class GauLlamaForCausalLM(Converted, LlamaForCausalLM):
+    config_class = GauLlamaConfig
+
+
+class GauMistralForCausalLM(Converted, MistralForCausalLM):
+    config_class = GauMistralConfig
+
+
+class GauQwen2ForCausalLM(Converted, Qwen2ForCausalLM):
+    config_class = GauQwen2Config
+
+
+class GauQwen3ForCausalLM(Converted, Qwen3ForCausalLM):
+    config_class = GauQwen3Config
+
+
+FAMILIES: tuple[Any, ...] = (
+    GauGPT2LMHeadModel,
+    GauLlamaForCausalLM,
+    GauMistralForCausalLM,
+    GauQwen2ForCausalLM,
+    GauQwen3ForCausalLM,
+)
+"""What :func:`convert` makes of the model whose class each of them has as its second base."""
+
+
+def register() -> None:
+    """Makes the attentions and the converted models known to transformers."""
+    functions = dict(
+        gau_belief=belief, gau_xsa=xsa, gau_attentionx=attentionx, gau_converted=mh_and_v
+    )
+    for name, function in functions.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, visible_and_own)
+    for family in FAMILIES:
+        AutoConfig.register(family.config_class.model_type, family.config_class)
+        AutoModelForCausalLM.register(family.config_class, family)
+
+
+register()

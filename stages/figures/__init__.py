@@ -1,0 +1,1 @@
+"""Pictures and numbers of attention that a training writes beside its metrics."""

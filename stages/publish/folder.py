@@ -1,0 +1,156 @@
+"""Publish: a student as a folder for others, with a model card that the run fills in, and its
+upload to the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import CommitOperationAdd, HfApi
+from timm.models.vision_transformer import VisionTransformer
+
+from gaupipe import __version__
+from gaupipe import settings as config
+from gaupipe.data.batches import ImageData, load_data
+from gaupipe.settings import Settings
+from gaupipe.system import digests
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import replaced
+from gaupipe.training.optimizer import select_device
+from gaupipe.vit.models import STUDENT_FILES
+from stages.evaluate import check_data, load_student, metrics, predictions
+from stages.publish import model_card
+from stages.runs.directory import RunDirectory
+
+CARD = "README.md"
+
+
+def run(
+    run_dir: Path,
+    name: str | None = None,
+    *,
+    out: Path | None = None,
+    repo: str | None = None,
+    private: bool = False,
+    distilled: bool | None = None,
+) -> Path | str:
+    """Writes a student, its settings and a model card to the folder ``out``, or uploads them to
+    ``repo`` (NAME or OWNER/NAME) of the Hugging Face Hub, or both. Returns the folder or the
+    repository's address.
+
+    The card gives accuracy and loss on the validation images and, where the data set has some, on
+    the test images. A card that the repository has already is left as it is. Paths of this machine
+    are in none of the files. The folder and the upload are there as a whole or not at all.
+
+    Raises UserError for an ``out`` that is there, and where there is no network, no token, or a
+    repository that the Hub refuses.
+    """
+    if out is None and repo is None:
+        raise UserError(
+            "publish: give --out FOLDER to write the model and its card, --repo NAME to upload "
+            "them to the Hugging Face Hub, or both"
+        )
+    if out is not None and (out.exists() or out.is_symlink()):
+        raise UserError(f"--out {out}: is there already; name a new folder, or remove it")
+    hub, repo = (None, None) if repo is None else check_hub(repo)
+    run = RunDirectory(run_dir)
+    distilled = run.is_distilled(name) if distilled is None else distilled
+    settings, student, name = load_student(run_dir, name, distilled)
+    data = load_data(settings.data)
+    check_data(student, data, run_dir)
+    scores = score(settings, student, data)
+    source = run.student(name, distilled) / "student"
+    title = repo or (out.name if out is not None else name)
+    card = model_card.write(run_dir, name, title, settings, student, data, scores, distilled)
+    with contextlib.ExitStack() as stack:
+        if out is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        else:
+            folder = stack.enter_context(replaced(out))
+        for file in STUDENT_FILES:
+            shutil.copy(source / file, folder)
+        if names := getattr(data.train.source, "class_names", ()):
+            with_label_names(folder / "config.json", names)
+        (folder / model_card.SETTINGS).write_text(
+            config.dump(model_card.published(run, settings, distilled))
+        )
+        digests.write(folder)
+        (folder / CARD).write_text(card)  # which is for editing, so without a digest
+        if out is None:
+            return upload(hub, folder, repo, private)
+    return out if repo is None else upload(hub, out, repo, private)
+
+
+def with_label_names(file: Path, names: tuple[str, ...]) -> None:
+    """Notes the names of the classes in a student's config.json, where timm reads them."""
+    described = json.loads(file.read_bytes())
+    described["label_names"] = list(names)
+    file.write_text(json.dumps(described, indent=2))
+
+
+def score(settings: Settings, student: VisionTransformer, data: ImageData) -> dict[str, dict]:
+    """{"validation": scores, "test": scores}, without the test split where there is none."""
+    device = select_device(settings)
+    student = student.to(device)
+    splits = {"validation": data.val, "test": data.test}
+    return {
+        split: {
+            "images": len(images),
+            **metrics(*predictions(student, images, data, settings, device)),
+        }
+        for split, images in splits.items()
+        if images is not None
+    }
+
+
+# ---- the Hub -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def of_hub(what: str) -> Iterator[None]:
+    """Says in one line what the Hub, or the way to it, would not do. What huggingface_hub raises
+    depends on its version and that of its HTTP library."""
+    try:
+        yield
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"{what}: {reason}") from None
+
+
+def check_hub(repo: str) -> tuple[HfApi, str]:
+    """The Hub, for somebody who may write there, and OWNER/NAME of the repository.
+
+    Raises UserError for a name that no repository can have, without a token, with one that the Hub
+    does not know, and without a network.
+    """
+    with of_hub(f"--repo {repo}"):
+        huggingface_hub.utils.validate_repo_id(repo)
+    if huggingface_hub.get_token() is None:
+        raise UserError(
+            "--repo: no token of the Hugging Face Hub: 'hf auth login' keeps one, or set HF_TOKEN; "
+            "--out FOLDER alone needs none"
+        )
+    hub = HfApi(library_name="gaupipe", library_version=__version__)
+    with of_hub(f"--repo {repo}: {hub.endpoint} does not answer, or refuses the token"):
+        user = hub.whoami()["name"]
+    return hub, repo if "/" in repo else f"{user}/{repo}"
+
+
+def upload(hub: HfApi | None, folder: Path, repo: str | None, private: bool) -> str:
+    """Uploads a folder in one commit and returns the repository's address."""
+    assert hub is not None and repo is not None
+    with of_hub(f"--repo {repo}: not uploaded"):
+        address = hub.create_repo(repo, private=private, exist_ok=True)
+        kept = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
+        files = [path for path in sorted(folder.iterdir()) if path.name not in kept]
+        hub.create_commit(
+            address.repo_id,
+            [CommitOperationAdd(path.name, path) for path in files],
+            commit_message=f"A student of gaupipe {__version__}",
+        )
+    return str(address)

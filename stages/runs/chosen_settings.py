@@ -1,0 +1,69 @@
+"""The settings of a run on a folder of images for which nobody has written any: chosen when the
+run begins, and those of its ``config.yaml`` from then on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from gaupipe import __version__, settings as config
+from stages.runs import choices
+from gaupipe.settings import Settings
+from gaupipe.data.batches import load_data
+from gaupipe.system.errors import UserError
+from gaupipe.data.folder_facts import facts_of
+from stages.runs.directory import RunDirectory, with_data
+
+
+def settings_for(
+    folder: Path,
+    overrides: Sequence[str],
+    run_dir: Path,
+    student: str | None = None,
+    *,
+    plain: bool = False,
+) -> tuple[Settings, list[str]]:
+    """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
+    it, or, ``plain``, what a training without a teacher reads.
+
+    ``overrides`` are the user's ``a.b=value``, which win, and ``student`` the attention that is to
+    be trained where the run begins. Raises UserError for a folder that cannot
+    be meant, for unusable overrides and for a ``run_dir`` with a run on other images. Where the
+    folder of a run has gone, ``folder`` may be where it was moved to: the digests in the run's
+    split.json tell.
+    """
+    root = Path(os.path.abspath(folder))  # later commands find it from any working directory
+    run = RunDirectory(run_dir)
+    if run.config.is_file():
+        before = run.settings()
+        moved = run.split.is_file() and not os.path.exists(before.data.root or "")
+        if before.data.name != "folder" or not (moved or _is_same(before.data.root, folder)):
+            raise UserError(
+                f"{run_dir} holds a run on other images ({before.data.name}, data.root "
+                f"{before.data.root}); choose another --run-dir or remove it"
+            )
+        settings = with_data(config.load(run.config, overrides), root=root)
+        if moved:
+            load_data(settings.data).check_split(run.split)
+        return settings, [f"{run_dir}: goes on with the settings with which it began"]
+    attention = [] if student is None else [f"phase_b.student={student}"]
+    given = config.with_overrides({}, [*overrides, *attention])
+    for name in ("data.name", "data.root"):
+        if choices.Choices(given).given(name) is not None:
+            raise UserError(f"--set {name}: --data {folder} says where the images are")
+    facts = facts_of(folder)
+    chosen = choices.choose(facts, str(root), choices.this_machine(given), given)
+    head = f"{folder}: {facts}"
+    text = chosen.as_yaml(f"gaupipe {__version__} chose these settings.\n{head}\n{chosen.note()}")
+    settings = config.parse(chosen.tree, f"--data {folder}").with_choices(text)
+    lines = [head, *(f"  {line}" for line in chosen.lines(plain)), chosen.note(plain)]
+    if not plain and chosen.given("phase_a.teacher") == "vit":
+        lines.append(
+            f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
+        )
+    return settings, lines
+
+
+def _is_same(root: Path | None, folder: Path) -> bool:
+    return root is not None and root.resolve() == folder.resolve()

@@ -1,0 +1,321 @@
+"""The folder a run lives in: where each stage keeps its files, and what guards the run against
+being mixed with another one or used by two processes at once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gaupipe import settings as config
+from gaupipe.system import distributed
+from gaupipe.settings import Settings
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+
+if TYPE_CHECKING:
+    from gaupipe.data.batches import ImageData
+
+RUNS = Path("runs")
+"""Where runs go that were not given a folder."""
+
+TOKEN = ".gaupipe-shared-"
+"""How the names begin of files that show whether processes see the same folder
+(:mod:`stages.runs.ranks`). A killed process may leave one."""
+
+STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def split(self) -> Path:
+        return self.path / "split.json"
+
+    @property
+    def phase_a(self) -> Path:
+        return self.path / "phase_a"
+
+    @property
+    def teacher_sha256(self) -> Path:
+        return self.phase_a / "teacher_sha256"
+
+    @property
+    def maps(self) -> Path:
+        return self.path / "maps.zarr"
+
+    def teacher_digest(self) -> str | None:
+        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a
+        damaged file."""
+        if not self.teacher_sha256.is_file():
+            return None
+        text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()
+        if not re.fullmatch("[0-9a-f]{64}", text):
+            raise UserError(
+                f"{self.teacher_sha256} is damaged: it should hold the 64 digits of the teacher's "
+                "sha256; remove it, and 'gaupipe phase-a --resume' writes it again"
+            )
+        return text
+
+    def student(self, name: str, distilled: bool = True) -> Path:
+        """Folder of one student; the baseline's learned from the labels alone."""
+        return self.path / ("phase_b" if distilled else "plain") / name
+
+    def students(self, distilled: bool = True) -> list[str]:
+        """Names of the students that have been trained, the last one last."""
+        folders = (self.path / ("phase_b" if distilled else "plain")).glob("*/student")
+        return [
+            folder.parent.name
+            for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns)
+        ]
+
+    def is_distilled(self, name: str | None = None) -> bool:
+        """Whether the student of this name, or with None the one trained last, is one of phase B.
+
+        One of :mod:`stages.train` is not: one with this name that no student of phase B stands
+        beside, and with None that of a run without a first phase. Raises UserError for what is no
+        name.
+        """
+        if name is None:
+            of_phase_b = self.phase_a.exists() or self.students()
+            return bool(of_phase_b) or not self.students(distilled=False)
+        check_name(name)
+        return self.student(name).exists() or not self.student(name, distilled=False).exists()
+
+    def settings(self) -> Settings:
+        """The settings that the run was started with. Raises UserError where there is no run."""
+        if not self.config.is_file():
+            raise UserError(
+                f"{self.path} is not a run directory (it has no config.yaml): "
+                f"'gaupipe phase-a CONFIG --run-dir {self.path}' starts one"
+            )
+        if not self.config.read_bytes().strip():  # not a run with all defaults
+            raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
+        return config.load(self.config)
+
+    def overrides(self, name: str, distilled: bool = True) -> list[str]:
+        """The settings ``a.b=c`` with which a student was started; none where it has not been."""
+        path = self.student(name, distilled) / "overrides.json"
+        if not path.is_file():
+            return []
+        try:
+            overrides = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            overrides = None
+        if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
+            raise UserError(
+                f"{path} is damaged: it should hold a list of settings such as "
+                '["phase_b.gamma=0.5"]; restore it from a copy'
+            )
+        return overrides
+
+    def with_overrides(self, overrides: Sequence[str]) -> Settings:
+        """The run's settings with those of one student. Raises UserError for a setting in which
+        students of one teacher cannot differ."""
+        of_run = self.settings()
+        settings = config.load(self.config, overrides)
+        for key in changed(of_run, settings):
+            if not allowed(key, config.IN_PHASE_B):
+                raise UserError(
+                    f"--set {key}: belongs to the run, not to one student: start another run "
+                    f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
+                )
+        return settings
+
+    def student_settings(self, name: str, distilled: bool = True) -> Settings:
+        """The settings that a student was trained with; with the folder of the images that the run
+        has, where the student's has gone."""
+        recorded = self.student(name, distilled) / "config.yaml"
+        if not recorded.is_file():
+            return self.settings()
+        settings = config.load(recorded)
+        if settings.data.root is None or os.path.exists(settings.data.root):
+            return settings
+        return with_data(settings, root=self.settings().data.root)
+
+    def check(self, settings: Settings) -> None:
+        """Raises UserError if the folder holds something else than a run with these settings."""
+        if self.config.is_file():
+            old = self.settings()
+            for key in changed(old, settings):
+                if not allowed(key, FREE):
+                    before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
+                    raise UserError(
+                        f"{self.path} holds a run with other settings ({key} is {before}, "
+                        f"asked {now}); choose another --run-dir or remove it"
+                    )
+        elif self.path.is_file() or (
+            self.path.is_dir()
+            and not all(
+                path.name in ("config.partial", "lock") or path.name.startswith(TOKEN)
+                for path in self.path.iterdir()
+            )
+        ):
+            raise UserError(
+                f"{self.path} exists and is not a run directory: choose another --run-dir"
+            )
+
+    def check_free(self, settings: Settings, resume: bool) -> None:
+        """Raises UserError if the folder holds another run, or a phase A that is not to be
+        continued."""
+        self.check(settings)
+        if not resume and self.phase_a.exists():
+            raise UserError(
+                f"{self.path} already holds a phase A: --resume continues it, another --run-dir "
+                "starts afresh"
+            )
+
+    def start(self, settings: Settings, data: ImageData, resume: bool) -> None:
+        """Makes the folder and writes the resolved settings, in one step, and which images are in
+        each split. Raises UserError as :meth:`check_free` does, and for other images than those
+        that the run began with."""
+        self.check_free(settings, resume)
+        data.check_split(self.split)
+        self.follow(settings)
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.config.is_file():
+            write_whole(self.config, config.dump(settings))
+            if settings.choices is not None:
+                write_whole(self.path / "choices.yaml", settings.choices)
+        data.write_split(self.split)
+
+    def follow(self, settings: Settings) -> None:
+        """Writes down where the images of the settings are, if the folder that the run knows has
+        gone. What they are has been checked."""
+        if not self.config.is_file():
+            return
+        before, root = self.settings(), settings.data.root
+        if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
+            write_whole(self.config, config.dump(with_data(before, root=root)))
+
+    def settled(self, settings: Settings) -> Settings:
+        """The settings with what the world decides: the number of buckets, where the settings leave
+        it open. It belongs to the run from its start on."""
+        if settings.data.buckets is None and self.config.is_file():
+            before = config.load(self.config).data.buckets
+            return with_buckets(settings, before)
+        return with_buckets(settings, distributed.size())
+
+    def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Keeps other processes out of the run while it is written; :func:`locked`. Students of
+        one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
+        its own folder."""
+        return locked(self.path, "run", shared)
+
+
+def with_buckets(settings: Settings, count: int | None) -> Settings:
+    """The settings with this number of buckets, where they do not name one; one process alone is
+    left as it is."""
+    if settings.data.buckets is not None or count in (None, 1):
+        return settings
+    return with_data(settings, buckets=count)
+
+
+def with_data(settings: Settings, **changes: Any) -> Settings:
+    """The settings with other ones in their section ``data``."""
+    data = settings.data.model_copy(update=changes)
+    return settings.model_copy(update={"data": data})
+
+
+FREE = ("phase_b.student", "export.", *config.IRRELEVANT)
+"""Settings that may differ between the commands of a run."""
+
+
+def last_used() -> RunDirectory:
+    """The run in :data:`RUNS` that a command worked on last. Raises UserError where there is
+    none."""
+    runs = [RunDirectory(path.parent) for path in RUNS.glob("*/config.yaml")]
+    if not runs:
+        raise UserError(
+            f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is "
+            "elsewhere"
+        )
+
+    def last_use(run: RunDirectory) -> int:
+        lock = run.path / "lock"
+        return (
+            (lock if lock.is_file() else run.config).stat().st_mtime_ns
+        )  # older runs have no lock
+
+    return max(runs, key=last_use)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """:func:`lock_of_process` of rank 0, for all ranks."""
+    with contextlib.ExitStack() as held:
+        distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
+        yield
+
+
+@contextlib.contextmanager
+def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
+    """Holds the file ``folder``/lock, which is made with the folder where it is missing; the
+    operating system lets go of it when the process ends, however it ends. The file's time is when
+    the folder was last worked on.
+
+    Raises UserError while another process holds it, unless both are ``shared``. ``what`` is the
+    folder's role in the message.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            process = file.read().strip()
+            raise UserError(
+                f"{folder}: another process{f' (pid {process})' if process else ''} is using "
+                f"this {what}: wait for it to end, or choose another folder"
+            ) from None
+        before = os.fstat(file.fileno())
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        try:
+            yield
+        except ValueError:  # a mistake was refused: nothing was worked on
+            os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
+            raise
+
+
+def check_name(name: str) -> None:
+    """Raises UserError for a student's name that cannot be a folder's."""
+    if not STUDENT_NAME.fullmatch(name):
+        raise UserError(
+            f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03"
+        )
+
+
+def changed(old: Settings, new: Settings) -> list[str]:
+    """Names of the settings in which two settings differ."""
+    flat_old, flat_new = config.flatten(old), config.flatten(new)
+    return [key for key in flat_old | flat_new if flat_old.get(key) != flat_new.get(key)]
+
+
+def without(settings: Settings, names: Iterable[str]) -> dict[str, Any]:
+    """The flat settings but for ``names``, as ``allowed`` takes them."""
+    return {
+        key: value for key, value in config.flatten(settings).items() if not allowed(key, names)
+    }
+
+
+def allowed(key: str, names: Iterable[str]) -> bool:
+    """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of
+    its section."""
+    return any(
+        key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.")
+        for name in names
+    )
