@@ -24,10 +24,10 @@ from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.optimizer import select_device
 from gaupipe.vit.models import forward_with_maps
 from gaupipe.vit.saving import load_folder
 from stages import phase_b
@@ -93,7 +93,13 @@ def run(
         check_data(student, data, run_dir)
         folder = run.student(named, learned)
         maps = open_maps(run, data, student, settings, folder)
-        return settings, student.to(select_device(settings)), folder, data, maps
+        return (
+            settings,
+            student.to(select_device(settings.device, settings.threads)),
+            folder,
+            data,
+            maps,
+        )
 
     settings, student, folder, data, maps = distributed.main_first(load)
     ranks.check_same(settings, data)
@@ -172,7 +178,7 @@ def open_maps(
     for url, teacher_sha256 in stores_of(run, folder):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student, maps.schema, settings, url)
+            check_fit(student, maps.schema, settings.phase_b, url)
             phase_b.check_targets(maps.schema, settings, url)
             return maps
     return None
@@ -267,7 +273,7 @@ def teacher_agreement(
     image_ids = np.array_split(image_ids, distributed.size())[distributed.rank()]
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    layers = layer_map(settings, len(student.blocks), maps.schema.layers)
+    layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(layers), dtype=torch.float64)
     if maps.schema.extra.get("views") is None:

@@ -414,7 +414,7 @@ def outputs(
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        attention, logits = job.show(batch, generator, KINDS[schema.kind].needs_maps)
+        logits, attention = job.forward_with_maps(batch, generator)
         with torch.no_grad():
             dtype = torch.float32 if schema.has_codes("maps") else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}

@@ -721,7 +721,7 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
         f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
         "phase_a.teacher_args={num_classes: 0}",
         "phase_b.model_args={num_heads: 1}",
-        "phase_b.mean_heads=true",
+        "phase_b.head_map=mean",
         "phase_b.alpha=0.0",
     ]
     code, out, err = in_process(*compare(folder, "--row", "distilled", *sets(*changes), seeds="0"))

@@ -19,7 +19,7 @@ from gaupipe.data.batches import Batches, ImageData, load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_vit
+from gaupipe.vit.build import build_vit
 
 CPU = torch.device("cpu")
 UNCHANGED = Augment(AugmentSettings(), seed=0)

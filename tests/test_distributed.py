@@ -350,7 +350,7 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
     from gaupipe.data.batches import load_data
-    from gaupipe.training.optimizer import build_vit
+    from gaupipe.vit.build import build_vit
     from gaupipe.vit.models import save_student
 
     place = tmp_path_factory.mktemp("machines")

@@ -7,7 +7,7 @@ import torch
 from gaupipe import settings as config
 from gaupipe.data.batches import load_data
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_vit
+from gaupipe.vit.build import build_vit
 from gaupipe.vit.initialisation import factors
 from stages import export_maps, phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells

@@ -69,7 +69,7 @@ BATCH, RECORD = "a batch", "a record"
 
 
 def get_ready(kill: Kill) -> None:
-    from gaupipe.training import state as training
+    from gaupipe.training import update as training
 
     what, calls, number = kill
     owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
@@ -235,7 +235,8 @@ def test_an_epoch_that_goes_on_reads_nothing_of_what_is_done(monkeypatch):
 
 WITH_WORKERS = """
 import os, signal, sys; sys.path[:0] = {path!r}
-from gaupipe import cli, training
+from gaupipe import cli
+from gaupipe.training import update as training
 import itertools
 
 calls, update = itertools.count(1), training.Update.__call__

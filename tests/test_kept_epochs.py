@@ -15,6 +15,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
 from stages import evaluate, phase_b
 from stages import run as whole_run
+from stages import train as training
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
@@ -44,9 +45,9 @@ def seen(monkeypatch):
         return {"acc": CURVE[len(weights) - 1], "loss": LOSSES[len(weights) - 1]}
 
     score.fails_at = None
-    monkeypatch.setattr(phase_b, "score_model", score)
+    monkeypatch.setattr(training, "score_model", score)
     weights_of = weights
-    monkeypatch.setattr(phase_b, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
+    monkeypatch.setattr(training, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
     return weights_of
 
 
@@ -99,7 +100,7 @@ def test_best_epoch_and_patience_survive_an_interruption(tmp_path, seen, fails_a
     train(tmp_path / "unbroken", *settings)
     unbroken = dict(seen)
     seen.clear()
-    phase_b.interrupt_at(fails_at)
+    training.interrupt_at(fails_at)
     with pytest.raises(RuntimeError, match="interrupted"):
         train(tmp_path / "x", *settings)
     train(tmp_path / "x", *settings)

@@ -13,8 +13,8 @@ from arguments import sets
 from gaupipe import settings as config
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.system.errors import UserError
-from gaupipe.training.state import Update
 from gaupipe.training.step_log import remove_later
+from gaupipe.training.update import Update
 from stages import export_maps, phase_b
 from stages.figures import attention_images
 from stages.phase_a import gaussian as phase_a

@@ -224,7 +224,7 @@ def test_its_maps_of_views_can_be_stored(run_dir, tmp_path):
 def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path):
     small = [*TINY, "data.train_images=100", "phase_a.max_epochs=3"]
     whole = phase_a.run(config.load("digits", small), tmp_path / "whole")
-    settings = config.load("digits", [*small, "checkpoint_steps=1"])
+    settings = config.load("digits", [*small, "checkpoint_minutes=0"])
 
     class Stop(Exception):
         pass

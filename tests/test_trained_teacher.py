@@ -192,13 +192,13 @@ def test_blocks_are_compared_evenly_spaced():
     from gaupipe.distillation.student import layer_map
 
     settings = settings_with()
-    assert layer_map(settings, 2, 12) == [0, 11]
-    assert layer_map(settings, 4, 4) == [0, 1, 2, 3]
-    assert layer_map(settings, 4, 7) == [0, 2, 4, 6]
-    assert layer_map(settings, 7, 4) == [0, 1, 1, 2, 2, 3, 3]
-    assert layer_map(settings, 1, 5) == [4]
+    assert layer_map(settings.phase_b, 2, 12) == [0, 11]
+    assert layer_map(settings.phase_b, 4, 4) == [0, 1, 2, 3]
+    assert layer_map(settings.phase_b, 4, 7) == [0, 2, 4, 6]
+    assert layer_map(settings.phase_b, 7, 4) == [0, 1, 1, 2, 2, 3, 3]
+    assert layer_map(settings.phase_b, 1, 5) == [4]
     named = settings_with("phase_b.layer_map=[3, null]")
-    assert layer_map(named, 2, 4) == [3, None]
+    assert layer_map(named.phase_b, 2, 4) == [3, None]
 
 
 @pytest.mark.parametrize("views", [3, 2])

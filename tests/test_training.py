@@ -12,7 +12,8 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import epochs
-from gaupipe.training.state import TrainingState, Update
+from gaupipe.training.state import TrainingState
+from gaupipe.training.update import Update
 
 
 class Constant:

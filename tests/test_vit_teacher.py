@@ -14,7 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.vit import VitTeacher, check_fit, load_vit
+from gaupipe.teachers.pretrained import check_fit, load_vit
+from gaupipe.teachers.vit import VitTeacher
 from gaupipe.vit.models import forward_with_maps, save_student
 
 
@@ -269,7 +270,7 @@ def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, tmp_path):
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.try_to_load_from_cache", lambda *a, **k: None)
     for name, size, message in (
         ("swin_tiny_patch4_window7_224.ms_in1k", 224, "SwinTransformer.* does not attend over all"),
         ("resnet18.a1_in1k", 224, "ResNet.* shows no attention maps"),
@@ -287,7 +288,7 @@ def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, 
             super().__init__(model, *rest)
             built.append(next(model.parameters()).device.type)
 
-    monkeypatch.setattr("gaupipe.teachers.vit.VitTeacher", Built)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.VitTeacher", Built)
     for name in ("deit_tiny_patch16_224.fb_in1k", "vit_small_patch16_dinov3.lvd1689m"):
         arguments = {"num_classes": 0, "img_size": 224}
         check_fit(name, arguments, data(224))
@@ -316,7 +317,7 @@ def test_names_without_weights_are_refused(name, message):
 
 
 def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.try_to_load_from_cache", lambda *a, **k: None)
     asked = []
 
     def fetch(repository, file, revision=None):
@@ -326,7 +327,7 @@ def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
     missing = EntryNotFoundError("no such file")
     offline = LocalEntryNotFoundError("cannot find the requested files, and so on")
     errors = [missing, PermissionError("no leave"), offline, missing, missing]
-    monkeypatch.setattr("gaupipe.teachers.vit.hf_hub_download", fetch)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.hf_hub_download", fetch)
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
     with pytest.raises(UserError, match=r"not on this machine: phase_a.download=true"):
         load_vit(name, data(224), {"num_classes": 0})
@@ -351,7 +352,9 @@ def test_published_weights_are_read_from_the_cache(monkeypatch, tmp_path):
     published = randomised(timm.create_model("vit_tiny_patch16_224"))
     file = tmp_path / "model.safetensors"
     save_file(published.state_dict(), file)
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: str(file))
+    monkeypatch.setattr(
+        "gaupipe.teachers.pretrained.try_to_load_from_cache", lambda *a, **k: str(file)
+    )
     with pytest.raises(UserError, match="predicts 1000 classes, blobs has 5"):
         load_vit(name, data(224), {})
     teacher = load_vit(name, data(224), {"num_classes": 0})

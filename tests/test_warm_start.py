@@ -12,7 +12,7 @@ from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.system.errors import UserError
-from gaupipe.training.state import score_model
+from gaupipe.training.scores import score_model
 from gaupipe.vit.models import forward_with_maps
 from stages import export_maps, phase_b, run
 from stages.phase_a import gaussian as phase_a

@@ -39,7 +39,6 @@ IRRELEVANT = (
     "device",
     "threads",
     "checkpoint_minutes",
-    "checkpoint_steps",
     "key_snapshots",
     "geometry_every",
     "log.to",
@@ -258,16 +257,9 @@ class RowSettings(Section):
 
     lr: Rate = 0.1
     """Learning rate of Adam for the per-image parameters, which are updated once an epoch."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of Adam's first and second moment."""
-    eps: Rate = 1e-8
-    """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
     """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
     alike."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Format of Adam's moments. With bfloat16, parameters and moments take a third less space;
-    bfloat16 suits about a hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
     """If the per-image parameters and their moments take more than this many GB, all of them lie in
     files in the run directory; 0 always uses files."""
@@ -323,8 +315,6 @@ class PhaseASettings(Section):
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
     """Phase A stops after the first epoch with a training accuracy of at least this."""
-    upper_accuracy: Fraction = 0.98
-    """Above this training accuracy the run prints a warning: the teacher has overfitted."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels while a teacher ``vit`` is trained."""
     label_passes: Positive = 8
@@ -434,13 +424,12 @@ class PhaseBSettings(Section):
     epochs: Positive = 12
     """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
     keep: Literal["last", "best"] = "last"
-    """Which epoch the folder ``student`` is of: the last, or the best one by ``best_by``. The
-    other one lies beside it. May be changed when a student is continued, also a finished one."""
-    best_by: Literal["val_acc", "val_loss"] = "val_acc"
-    """What the best epoch is the best in: accuracy or cross-entropy on the validation images."""
+    """Which epoch the folder ``student`` is of: the last, or the one with the best accuracy on the
+    validation images. The other one lies beside it. May be changed when a student is continued,
+    also a finished one."""
     patience: Positive | None = None
-    """Early stopping: training ends when this many epochs in a row were no better, by ``best_by``,
-    than the best before them. Null trains all epochs."""
+    """Early stopping: training ends when this many epochs in a row had no better accuracy on the
+    validation images than the best before them. Null trains all epochs."""
     alpha: Weight = 0.2
     """Weight of L_soft, the cross-entropy with the teacher's predictions."""
     beta: Weight = 0.1
@@ -465,23 +454,13 @@ class PhaseBSettings(Section):
     counted from 0, or null for no comparison. Without a list each block is compared with the stored
     block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
     taken."""
-    layer_weights: list[Weight] | None = None
-    """Weight of each block of the student in L_feat; null weighs all blocks alike."""
-    mean_heads: bool = False
-    """Compare each head with the mean over the teacher's heads. The student may then have another
-    number of heads than the teacher."""
-    head_map: list[Count] | None = None
+    head_map: list[Count] | Literal["mean"] | None = None
     """For each head of the student the number of the stored head that it is compared with, counted
-    from 0; null compares each head with the stored head of the same number."""
-    copy_epochs: Count = 0
-    """Attention copy: number of epochs, from the first on, in which the student attends with the
-    stored maps in place of its own."""
+    from 0. ``mean`` compares each head with the mean over the stored heads, of which there may then
+    be another number. Null compares each head with the stored head of the same number."""
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    average_maps: bool = False
-    """A control: every image gets the mean of all stored maps. The control shows whether maps help
-    that are the same for all images."""
     match_grid: bool = False
     """Allow a student with another token grid than the teacher's: the stored maps are then
     converted to the student's grid."""
@@ -503,18 +482,12 @@ class PhaseBSettings(Section):
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
     augment: AugmentSettings = AugmentSettings()
-    preload_gb: Weight = 2.0
-    """Phase B reads the whole store into memory if the stored numbers fit into this many GB."""
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseBSettings:
         if self.alpha + self.beta + self.gamma == 0:
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
-        if self.mean_heads and self.head_map is not None:
-            raise ValueError("mean_heads and head_map: choose one")
-        if self.shuffle_maps and self.average_maps:
-            raise ValueError("shuffle_maps and average_maps: choose one")
         return self
 
 
@@ -561,9 +534,6 @@ class Settings(Section):
     checkpoint_minutes: Weight | None = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    checkpoint_steps: Positive | None = None
-    """Steps of the optimizer after which a training writes a checkpoint in the middle of an epoch,
-    also before ``checkpoint_minutes`` have passed; null counts no steps."""
     key_snapshots: Count = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""

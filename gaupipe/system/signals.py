@@ -46,11 +46,10 @@ class Pauses:
     KeyboardInterrupt at once. Signals that the process ignores stay ignored.
     """
 
-    def __init__(self, minutes: float | None = None, steps: int | None = None) -> None:
-        """A checkpoint is due ``minutes`` (by the clock of rank 0) and ``steps`` of the optimizer
-        after the last; None is never."""
+    def __init__(self, minutes: float | None = None) -> None:
+        """A checkpoint is due so many ``minutes`` after the last, by the clock of rank 0; None is
+        never."""
         self.seconds = None if minutes is None else 60 * minutes
-        self.every = steps
         self.received: int | None = None
         """The signal that this process has received."""
         self.signal: int | None = None
@@ -91,10 +90,6 @@ class Pauses:
             os.write(2, message.encode())  # print is not safe in a signal handler
         self.received = self.received or number
 
-    def stepped(self) -> None:
-        """Counts a step of the optimizer."""
-        self.steps += 1
-
     def wishes(self) -> list[float]:
         """What this process wants, as numbers to be added up over ranks: [a checkpoint because of
         the clock, an end because of SIGINT, an end because of SIGTERM]."""
@@ -116,12 +111,11 @@ class Pauses:
     @property
     def due(self) -> bool:
         """Whether there is to be a checkpoint after this step of the optimizer."""
-        counted = self.every is not None and self.steps >= self.every
-        return counted or self.late or self.signal is not None
+        return self.late or self.signal is not None
 
     def saved(self) -> None:
-        """Starts to count again: there is a checkpoint."""
-        self.since, self.steps, self.late = time.monotonic(), 0, False
+        """Starts the clock again: there is a checkpoint."""
+        self.since, self.late = time.monotonic(), False
 
 
 @contextlib.contextmanager

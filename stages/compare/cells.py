@@ -142,10 +142,7 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
         "shuffled maps": {"phase_b.shuffle_maps": True},
     }
     if not base.phase_a.learns_gaussians:
-        changes = {
-            "shuffled maps": {"phase_b.shuffle_maps": True},
-            "average maps": {"phase_b.average_maps": True},
-        }
+        changes = {"shuffled maps": {"phase_b.shuffle_maps": True}}
         if base.phase_b.alpha:
             changes["no soft labels"] = no_soft_labels
     return [

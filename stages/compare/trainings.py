@@ -34,17 +34,12 @@ DISTILLATION = (
     "gamma_schedule",
     "gamma_epochs",
     "layer_map",
-    "layer_weights",
-    "mean_heads",
     "shuffle_maps",
-    "average_maps",
     "match_grid",
     "warm_start",
     "temperature",
     "direction",
-    "preload_gb",
     "head_map",
-    "copy_epochs",
     "feature_queries",
 )
 """Settings of phase B that mean nothing without a teacher."""

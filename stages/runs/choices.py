@@ -319,7 +319,7 @@ def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
         chosen.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         size = chosen.given("data.image_size")
         chosen.choose("phase_a.teacher_args.img_size", size)
-        chosen.choose("phase_b.mean_heads", True)
+        chosen.choose("phase_b.head_map", "mean")
         chosen.choose("phase_b.match_grid", True)
 
 

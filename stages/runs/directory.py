@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,6 +290,17 @@ def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[N
         except ValueError:  # a mistake was refused: nothing was worked on
             os.utime(file.fileno(), ns=(before.st_atime_ns, before.st_mtime_ns))
             raise
+
+
+def say_if_afresh(folder: Path, resume: bool) -> None:
+    """Says that ``--resume`` has no checkpoint in ``folder`` to continue from."""
+    if not resume or (folder / "checkpoint" / "state.pt").is_file():
+        return
+    settings = "it was begun with" if folder.exists() else "of this command"
+    print(
+        f"gaupipe: {folder}: nothing was saved to resume: starts afresh with the settings {settings}",
+        file=sys.stderr,
+    )
 
 
 def check_name(name: str) -> None:

@@ -8,8 +8,9 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gaupipe.system import distributed
 from gaupipe.settings import IRRELEVANT, Settings
@@ -21,7 +22,7 @@ VISIBLE_WITHIN = 60.0
 for as long with what it knows of a folder (NFS: ``acdirmax``)."""
 
 
-TOGETHER = ("checkpoint_steps", "key_snapshots")
+TOGETHER = ("key_snapshots",)
 """Settings that do not affect results, but say when ranks do something together."""
 
 
@@ -53,6 +54,25 @@ def check_shared(folder: Path) -> None:
                 f"{folder}: rank {number} (on {elsewhere}) does not see what rank 0 (on {machine}) "
                 "writes there: name a folder on a disk that all processes share"
             )
+
+
+class Request(Protocol):
+    """A stage's request, resolved."""
+
+    settings: Settings
+    data: ImageData
+
+
+R = TypeVar("R", bound=Request)
+
+
+def resolve(folder: Path, request: Callable[[], R]) -> R:
+    """A stage's request, resolved by ``request`` on every rank: with the same settings and data,
+    and a ``folder`` that all ranks see. Raises Agreed, on every rank, where any refuses it."""
+    check_shared(folder)
+    resolved = distributed.main_first(request)
+    check_same(resolved.settings, resolved.data)
+    return resolved
 
 
 Token = tuple[str, tuple[str, ...]]

@@ -143,7 +143,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
 
 def per_image_bytes(rows: RowSettings, images: int, size: int) -> int:
     """Bytes of one copy of the per-image parameters, ``size`` numbers each, and their moments."""
-    return images * record_words(size, getattr(torch, rows.moments)) * 4
+    return images * record_words(size) * 4
 
 
 def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
