@@ -214,8 +214,8 @@ def run(
             check_used(asked, settings)
         folder = run.student(named, distilled)
         recorded_before = (folder / "overrides.json").is_file()
-        if settings.data.buckets is None and distributed.size() > 1 and not recorded_before:
-            asked.append(f"data.buckets={distributed.size()}")
+        if settings.data.buckets is None and distributed.world_size() > 1 and not recorded_before:
+            asked.append(f"data.buckets={distributed.world_size()}")
             settings = run.with_overrides([*recorded, *asked])
         attention = settings.phase_b.student
         if named in STUDENTS and named != attention:
@@ -331,7 +331,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
                 "them so: 'gaupipe export-maps --views' stores the maps of the views"
             )
         for epoch in running.epochs():
-            losses_of = update.replicated(loss_module)
+            losses_of = update.data_parallel(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             stored, view = None, None

@@ -107,7 +107,7 @@ class Batch:
     def weight(self) -> float:
         """What a mean over these images weighs in the mean of all ranks' means, so that the latter
         is the mean over the images of the whole batch. 1 in a world of one."""
-        return 1.0 if self.of_world is None else len(self) * distributed.size() / self.of_world
+        return 1.0 if self.of_world is None else len(self) * distributed.world_size() / self.of_world
 
 
 class StoredMaps(Protocol):

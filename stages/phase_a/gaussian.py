@@ -158,7 +158,7 @@ def run(
         distributed.on_main(lambda: run.start(settings, images, resume))
         distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
         train(job, state, run.phase_a)
-        written = distributed.agree(run.teacher_sha256.is_file())
+        written = distributed.broadcast(run.teacher_sha256.is_file())
         if not written:  # a finished teacher does not change
             digest = teacher_sha256(replace(job, teacher=state.kept))
             distributed.on_main(lambda: write_whole(run.teacher_sha256, digest + "\n"))
@@ -203,7 +203,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
         for epoch in running.epochs():
             draws.seed(settings.seed * 1_000_003 + epoch.number)
             epoch.follow(draws.generators)
-            loss_of = update.replicated(loss_module)
+            loss_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
@@ -473,4 +473,4 @@ def teacher_sha256(job: PhaseA) -> str:
     if isinstance(per_image, BucketedState):
         return digest([" ".join(["buckets", *per_image.sha256s()]).encode()])
     read = (np.ascontiguousarray(parameters.numpy()).data for parameters in per_image.chunks())
-    return distributed.agree(distributed.on_main(lambda: digest(read)))
+    return distributed.broadcast(distributed.on_main(lambda: digest(read)))

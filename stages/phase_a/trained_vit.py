@@ -85,7 +85,7 @@ def run(
     """
     job = distributed.main_first(lambda: check(settings, data, students))
     if job is not None:
-        if distributed.size() > 1:
+        if distributed.world_size() > 1:
             job.common_sha256()
         if run.teacher_digest() is not None:
             check_unchanged(job, run)
@@ -188,7 +188,7 @@ def train(
     with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
         update = running.update
         for epoch in running.epochs():
-            losses_of = update.replicated(loss_module)
+            losses_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 with update.forward():
@@ -222,7 +222,7 @@ def train(
 def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
     """Scores a teacher that was trained before, once, and writes the metrics ``path``: one entry,
     of epoch 0. Without a head for the classes the accuracies are None."""
-    if distributed.agree(path.is_file()):
+    if distributed.broadcast(path.is_file()):
         return read_metrics(path)
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}

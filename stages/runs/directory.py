@@ -206,7 +206,7 @@ class RunDirectory:
         if settings.data.buckets is None and self.config.is_file():
             before = config.load(self.config).data.buckets
             return with_buckets(settings, before)
-        return with_buckets(settings, distributed.size())
+        return with_buckets(settings, distributed.world_size())
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of

@@ -26,8 +26,8 @@ TOGETHER = ("checkpoint_steps", "key_snapshots")
 
 
 def check_same(settings: Settings, data: ImageData) -> None:
-    """Raises Agreed, on every rank, where ranks have other settings or another data set. The digest
-    is the one that was made when the data set was read."""
+    """Raises ErrorOnAllRanks, on every rank, where ranks have other settings or another data set.
+    The digest is the one that was made when the data set was read."""
     apart = [name for name in IRRELEVANT if name not in TOGETHER]
     distributed.check_same(without(settings, apart), "every process should get the same settings")
     for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
@@ -38,18 +38,18 @@ def check_same(settings: Settings, data: ImageData) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Raises Agreed, on every rank, where ranks do not see the same ``folder``, which need not be
-    there yet. Leaves nothing behind."""
-    if distributed.size() == 1:
+    """Raises ErrorOnAllRanks, on every rank, where ranks do not see the same ``folder``, which need
+    not be there yet. Leaves nothing behind."""
+    if distributed.world_size() == 1:
         return
     with contextlib.ExitStack() as held:
         made = distributed.on_main(lambda: held.enter_context(token_near(folder)))
-        token = distributed.agree(made)
-        everyone = distributed.gathered((socket.gethostname(), sees(folder, token)))
+        token = distributed.broadcast(made)
+        everyone = distributed.all_gather_object((socket.gethostname(), sees(folder, token)))
     machine = everyone[0][0]
     for number, (elsewhere, seen) in enumerate(everyone):
         if not seen:
-            raise distributed.Agreed(
+            raise distributed.ErrorOnAllRanks(
                 f"{folder}: rank {number} (on {elsewhere}) does not see what rank 0 (on {machine}) "
                 "writes there: name a folder on a disk that all processes share"
             )
