@@ -30,9 +30,9 @@ import torch
 from timing import spread
 from torch.multiprocessing import spawn
 
-from gaupipe import settings as config
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.student import build_student
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a

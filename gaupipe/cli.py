@@ -65,7 +65,7 @@ class Encoding(StrEnum):
 
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
-    from gaupipe.settings import shipped
+    from gaupipe.settings.load import shipped
 
     return shipped()
 
@@ -400,7 +400,7 @@ def train(
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
-    from gaupipe.settings import check_used
+    from gaupipe.settings.load import check_used
     from stages import train as stage
     from stages.runs.directory import RunDirectory
 
@@ -973,7 +973,7 @@ def _draws_blocks() -> bool:
 def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
     """The options --teacher and --download as settings."""
     named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
-    return [*(overrides or []), *named, *(["phase_a.download=true"] if download else [])]
+    return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 
 def _settings(
@@ -995,7 +995,7 @@ def _settings(
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
         return _chosen_settings(data, overrides or [], run_dir, student, plain)
-    from gaupipe.settings import load
+    from gaupipe.settings.load import load
 
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))

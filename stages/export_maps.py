@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -205,9 +205,8 @@ def other_teacher(
     changes = config.parse({"phase_a": named}, f"--teacher {teacher}").phase_a.model_dump(
         include={"teacher", "teacher_args"}
     )
-    changes |= {"per_image": "table", "compression": None, "download": download}
-    phase = settings.phase_a.model_copy(update=changes)
-    settings = settings.model_copy(update={"phase_a": phase})
+    phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
+    settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data))
 
 

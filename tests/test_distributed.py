@@ -20,7 +20,7 @@ import torch
 
 from arguments import sets
 from conftest import write_idx
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from processes import FORKS, kill_this_process, moment
 
@@ -54,13 +54,12 @@ CASES = {
         "baseline.enabled=false",
     ],
     "compression": [
-        "phase_a.compression.embedding=4",
-        "phase_a.compression.hidden=8",
+        "phase_a.per_image=embedding",
+        "phase_a.compression={embedding: 4, hidden: 8}",
         "baseline.enabled=false",
     ],
     "prior": [
-        "phase_a.residual=false",
-        "phase_a.compression.embedding=4",
+        "phase_a.per_image=none",
         "phase_a.optim.accumulate=3",
         "phase_a.optim.clip_grad=0.1",
         "baseline.enabled=false",

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.settings import DataSettings
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
 from processes import exit_code, signal_at_call

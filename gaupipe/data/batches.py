@@ -373,10 +373,10 @@ class ImageData:
                 )
 
 
-def load_data(settings: DataSettings) -> ImageData:
-    """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is
-    not there."""
-    train, val, test = open_sources(settings)
+def load_data(settings: DataSettings, download: bool = False) -> ImageData:
+    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch. Raises
+    UserError saying how to get one that is not there."""
+    train, val, test = open_sources(settings, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
         raise UserError(

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gaupipe.data.augment import Mix, mixed_targets
 from gaupipe.data.batches import Batches
-from gaupipe.settings import OptimSettings, Settings, flatten
-from gaupipe.settings.older_names import renamed
+from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses
@@ -158,13 +157,9 @@ class TrainingState(Generic[Network]):
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
-        recorded = renamed(state["identity"])
-        # a setting that a later version adds was at its default; phase A of version 0.1 recorded
-        # no settings
-        defaults = flatten(Settings()) if "seed" in recorded else {}
-        known = defaults | recorded
-        for name in known.keys() & self.identity.keys() | recorded.keys():
-            old, new = known[name], self.identity.get(name)
+        recorded = state["identity"]
+        for name in self.identity.keys() | recorded.keys():
+            old, new = recorded.get(name), self.identity.get(name)
             if old != new:
                 raise UserError(
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "

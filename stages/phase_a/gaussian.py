@@ -24,7 +24,9 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.distillation.kinds import GaussianAttention, check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import IRRELEVANT, PhaseASettings, Settings
+from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -40,7 +42,7 @@ from stages.figures.key_attention import save_snapshot
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_resources, make_plan, per_image_in_files, sizes_of
 
 
@@ -129,7 +131,7 @@ def run(
         asked = run.settled(settings)
         run.check_free(asked, resume)
         loggers.check(asked.log.to)
-        images = data or load_data(asked.data)
+        images = data or load_data(asked.data, asked.download)
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
@@ -344,13 +346,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
     sizes = phase.compression
-    compression = (sizes.embedding, sizes.hidden) if sizes else None
+    compression = (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None
     vit = build_vit(settings.model, data, "gaussian")
     teacher = Teacher(
         vit, phase.parametrisation, phase.prior, compression, phase.predicts_gaussians
     )
-    if teacher.decoder and not phase.learns_of_images:
-        teacher.decoder.requires_grad_(False)  # nothing is decoded
     return teacher
 
 
@@ -422,7 +422,7 @@ def training_state(job: PhaseA) -> TrainingState[Teacher]:
 
 def identity(job: PhaseA) -> dict[str, Any]:
     """What a checkpoint belongs to: every setting that phase A reads, and the data set."""
-    read = without(job.settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
+    read = flatten(job.settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
     return read | {"the data set": job.data.sha256}
 
 
@@ -438,8 +438,7 @@ def load(
     if phase A has not finished."""
     settings = run.settings()
     if download:
-        phase = settings.phase_a.model_copy(update={"download": True})
-        settings = settings.model_copy(update={"phase_a": phase})
+        settings = settings.model_copy(update={"download": True})
     data = data or load_data(settings.data)
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.load(run, settings, data)

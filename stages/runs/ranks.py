@@ -12,24 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gaupipe.system import distributed
-from gaupipe.settings import IRRELEVANT, Settings
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.data.batches import ImageData
-from stages.runs.directory import TOKEN, without
+from stages.runs.directory import TOKEN
 
 VISIBLE_WITHIN = 60.0
 """Seconds after which a file is on no disk that this machine sees. A network file system may go on
 for as long with what it knows of a folder (NFS: ``acdirmax``)."""
 
 
-TOGETHER = ("checkpoint_steps", "key_snapshots")
-"""Settings that do not affect results, but say when ranks do something together."""
-
-
 def check_same(settings: Settings, data: ImageData) -> None:
     """Raises ErrorOnAllRanks, on every rank, where ranks have other settings or another data set.
     The digest is the one that was made when the data set was read."""
-    apart = [name for name in IRRELEVANT if name not in TOGETHER]
-    distributed.check_same(without(settings, apart), "every process should get the same settings")
+    same = flatten(settings, Scope.MACHINE)
+    distributed.check_same(same, "every process should get the same settings")
     for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
         distributed.check_same(
             {f"data set {data.name}, sha256 of the {what} images": digest},

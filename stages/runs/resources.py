@@ -184,7 +184,7 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset_sha256="",
             teacher_sha256="",
             embedding_dim=(
-                phase.compression.embedding if phase.compression and kind == "embedding" else None
+                phase.compression.embedding if kind == "embedding" else None
             ),
             encoding=(export.encoding if usual else None) or KINDS[kind].default_encoding,
             k=k,
