@@ -26,7 +26,8 @@ from gaupipe.distillation.losses import gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.settings import PhaseBSettings, Settings, check_used
+from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings.load import check_used
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -181,7 +182,7 @@ def run(
     student     its attention; None is the settings' ``phase_b.student``
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:data:`gaupipe.settings.IN_PHASE_B`)
+                (:class:`gaupipe.settings.sections.Scope`)
     maps_url    the attention-map store; None is the run's own
     resume      continues from the last checkpoint, or starts where there is none; without it a
                 student that is there is refused
@@ -245,8 +246,8 @@ def resolve(
     if not distilled:
         check_used(asked, settings)
     fresh = not (folder / "overrides.json").is_file()
-    if settings.data.buckets is None and distributed.size() > 1 and fresh:
-        asked.append(f"data.buckets={distributed.size()}")
+    if settings.data.buckets is None and distributed.world_size() > 1 and fresh:
+        asked.append(f"data.buckets={distributed.world_size()}")
         settings = run.with_overrides([*recorded, *asked])
     attention = settings.phase_b.student
     if named in STUDENTS and named != attention:
@@ -260,7 +261,7 @@ def resolve(
             "student beside it"
         )
     latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
-    images = data or load_data(settings.data)
+    images = data or load_data(settings.data, settings.download)
     images.check_split(run.split)
     return Request(settings, [*reversed(latest)], folder, images)
 
@@ -286,7 +287,7 @@ def train_student(
         return train_plain(settings, folder, overrides=overrides, data=data, resume=resume)
 
     def started() -> Training:
-        images = data or load_data(settings.data)
+        images = data or load_data(settings.data, settings.download)
         check_training(settings, images)
         job = build(settings, images, teacher, maps_url)
         if settings.phase_b.warm_start != "none" and not has_checkpoint(folder / "checkpoint"):
@@ -366,10 +367,9 @@ def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     gaussians = gaussians_of(teacher, images)  # [N or 1, L, H, T, 4]
 
     def map_of(layer: int) -> Tensor:
-        mean = phase.head_map == "mean"
-        heads = of_block(gaussians, layer, None if mean else phase.head_map)
-        maps = expected_map(heads, teacher.grid)  # [N or 1, H, T, T]
-        return maps.mean(1, keepdim=True) if mean else maps
+        heads = None if phase.head_map == "mean" else phase.head_map
+        maps = expected_map(of_block(gaussians, layer, heads), teacher.grid)  # [N or 1, H, T, T]
+        return maps.mean(1, keepdim=True) if phase.head_map == "mean" else maps
 
     layers = layer_map(phase, len(student.blocks), teacher.layers)
     maps = (None if layer is None else map_of(layer) for layer in layers)

@@ -32,6 +32,7 @@ from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, plan_world
+from stages import train as student_training
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
@@ -160,7 +161,7 @@ def data_of(settings: Settings, images: int | None, classes: int | None) -> tupl
 def load_or_say_how(settings: Settings) -> ImageData:
     """The data set. Raises UserError, saying how to plan without it, where it is not there."""
     try:
-        return load_data(settings.data)
+        return load_data(settings.data, settings.download)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
 

@@ -17,14 +17,15 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, ImageData, load_data, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
-from gaupipe.settings import IRRELEVANT, OptimSettings, Settings
+from gaupipe.settings import OptimSettings, PhaseBSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import dump, flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -42,7 +43,6 @@ from stages.runs.directory import (
     lock_of_process,
     locked,
     say_if_afresh,
-    without,
 )
 
 
@@ -84,7 +84,7 @@ class Training:
 
     def identity(self) -> dict[str, Any]:
         """Settings, data and teacher that a checkpoint belongs to."""
-        return without(self.settings, ("export.", "phase_b.keep", *IRRELEVANT)) | {
+        return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
             "the data set": self.data.sha256,
             "the teacher of the maps": None,
             "the kind of store": None,
@@ -149,7 +149,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
         for remark in job.remarks() if not done else ():
             progress.line(f"{label}: {remark}")
         for epoch in running.epochs():
-            losses_of = update.replicated(losses)
+            losses_of = update.data_parallel(losses)
             gamma, (maps, view) = job.gamma(epoch.number), job.maps_of_epoch(epoch.number)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
@@ -186,7 +186,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
             progress.line(f"{label}: {epochs_in_words(state, settings.phase_b)}")
 
 
-def epochs_in_words(state: TrainingState, phase: config.PhaseBSettings) -> str:
+def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
     """The best epoch of a training that has finished, and the reason for an early end."""
     assert state.best
     best, last = state.best["epoch"], len(state.metrics)
@@ -218,7 +218,7 @@ def train_into(
     settings, and the ``overrides`` in which they differ from those of the run. A request that is
     refused leaves no folder behind.
     """
-    created = distributed.agree(not folder.exists())
+    created = distributed.broadcast(not folder.exists())
     distributed.on_main(lambda: say_if_afresh(folder, resume))
     with locked(folder, "student"):
         with removed_if_refused(folder, created):
@@ -251,7 +251,7 @@ def write_request(
     folder: Path, settings: Settings, overrides: Sequence[str], maps: store.Store | None = None
 ) -> None:
     """Writes what a student's training was asked for: config.yaml, overrides.json, maps.json."""
-    write_whole(folder / "config.yaml", config.dump(settings))
+    write_whole(folder / "config.yaml", dump(settings))
     write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
     if maps is not None:
         url = maps.url if "://" in maps.url else os.path.abspath(maps.url)
@@ -283,7 +283,7 @@ def train_plain(
 def build(settings: Settings, data: ImageData | None = None) -> Training:
     """A student that learns from the labels alone, freshly started. Writes nothing. Raises
     UserError for settings that do not fit."""
-    data = data or load_data(settings.data)
+    data = data or load_data(settings.data, settings.download)
     check_training(settings, data)
     device = select_device(settings.device, settings.threads)
     student = build_student(settings, data).to(device)
@@ -350,7 +350,7 @@ def resolve(
         raise UserError(
             f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
         )
-    images = data or load_data(settings.data)
+    images = data or load_data(settings.data, settings.download)
     images.check_split(run.split)
     check_training(settings, images)
     select_device(settings.device, settings.threads)

@@ -78,7 +78,7 @@ class BucketedState:
             for parameters in self.states[number].chunks():
                 digest.update(np.ascontiguousarray(parameters.numpy()).data)
             sha256s[number] = digest.hexdigest()
-        return [sha256 for _, sha256 in sorted(distributed.united(sha256s).items())]
+        return [sha256 for _, sha256 in sorted(distributed.all_gather_dict(sha256s).items())]
 
     def release(self) -> None:
         """As :meth:`ImageState.release`."""
@@ -95,7 +95,7 @@ class BucketedState:
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         flush(folder)
-        self.files = distributed.united(written)
+        self.files = distributed.all_gather_dict(written)
         return {"buckets": self.files}
 
     def load(self, folder: Path, saved: dict[str, Any]) -> None:

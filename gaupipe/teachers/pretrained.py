@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def load_vit(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     if teacher.startswith(LOCAL):
-        folder = Path(teacher.removeprefix(LOCAL)).expanduser()
+        folder = Path(os.path.expanduser(teacher.removeprefix(LOCAL)))
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: {remedy}")
         model = load_folder(folder, remedy, arguments)
@@ -90,7 +91,7 @@ def pretrained(
     arguments: dict[str, Any],
     download: bool,
     right: str = RIGHT,
-    consent: str = "phase_a.download=true",
+    consent: str = "download=true",
 ) -> nn.Module:
     """A timm model with its weights from this machine, or from the hub where ``download`` allows
     it.

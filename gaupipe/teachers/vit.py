@@ -164,7 +164,8 @@ class VitTeacher(nn.Module):
         if self.predicts:
             logits = self._finite(self.model.forward_head(features).float(), "its predictions")
             logits = logits.log_softmax(-1)
-        blocks, dropped = [], []
+        blocks: list[Tensor] = []
+        dropped: list[Tensor] = []
         while reader.maps:  # [B, H, P + T, P + T], freed one by one
             patches, share = without_prefix(reader.maps.pop(0), self.prefix)
             self._finite(patches.sum(), f"the attention of its block {len(blocks)}")
@@ -202,7 +203,7 @@ class VitTeacher(nn.Module):
             )
         return weights_of_patches(self.model)
 
-    def sha256(self, per_image: None = None) -> str:
+    def sha256(self, per_image: Any = None) -> str:
         """A digest of the weights and of what they are used in. A ViT has no per-image
         parameters."""
         described = {

@@ -62,7 +62,7 @@ class Loop:
                 self.steps.epoch(epoch.metrics)
                 state.save(checkpoint)
                 pauses.saved()
-                pauses.agree()
+                pauses.all_reduce()
                 if pauses.signal:
                     raise Stopped(pauses.signal, f"after epoch {epoch.number + 1}")
 
@@ -135,7 +135,7 @@ class Epoch:
             self.sums[name] = self.sums.get(name, 0) + value.detach() * images
         self.images += images
         self.batches += 1
-        self.loop.progress.advance(images * distributed.size())
+        self.loop.progress.advance(images * distributed.world_size())
         self.loop.steps.batch(self.number, images, values)
         # after the last batch: an evaluation may be long, too
         last = self.batches == update.steps and update.state.epoch is not None
@@ -146,10 +146,10 @@ class Epoch:
     def means(self) -> dict[str, float]:
         """The mean of each loss over the images of the epoch, those of all ranks. The time of
         training ends here."""
-        if distributed.size() > 1:
-            self.images = int(distributed.total(torch.tensor(self.images)))
+        if distributed.world_size() > 1:
+            self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
             sums = torch.stack([*self.sums.values()])
-            self.sums = dict(zip(self.sums, distributed.total(sums), strict=True))
+            self.sums = dict(zip(self.sums, distributed.all_reduce_sum(sums), strict=True))
         self.seconds = time.monotonic() - self.started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
@@ -180,8 +180,8 @@ class Epoch:
             "batches": self.batches,
             "seconds": began - self.started,
             "lists": self.lists,
-            "generators": distributed.united(generators),
-            "ranks": distributed.gathered({"images": self.images, "sums": sums}),
+            "generators": distributed.all_gather_dict(generators),
+            "ranks": distributed.all_gather_object({"images": self.images, "sums": sums}),
         }
         update.state.save(self.loop.folder / "checkpoint")
         duration = time.monotonic() - began
@@ -196,7 +196,7 @@ class Epoch:
         """Takes over what :meth:`_save` wrote: of the ranks that there were, every so many."""
         ranks = saved["ranks"]
         self.loop.progress.skip(sum(rank["images"] for rank in ranks))
-        mine = ranks[distributed.rank() :: distributed.size()]
+        mine = ranks[distributed.rank() :: distributed.world_size()]
         self.started -= saved["seconds"]
         self.lists.update(saved["lists"])
         self.images = sum(rank["images"] for rank in mine)

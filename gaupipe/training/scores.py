@@ -24,7 +24,7 @@ def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
         right, right5 = int(best[:, 0].sum()), int(best.any(-1).sum())
         sums += torch.tensor([right, right5, len(labels), loss], dtype=torch.float64)
-    right, right5, count, loss = distributed.total(sums).tolist()
+    right, right5, count, loss = distributed.all_reduce_sum(sums).tolist()
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 
 

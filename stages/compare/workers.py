@@ -27,8 +27,8 @@ from rich.progress import (
 )
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
+from gaupipe.settings import load as config
 from gaupipe.system import machine
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError

@@ -73,7 +73,7 @@ def run(
         request = run.settled(settings)
         run.check_free(request, resume)
         loggers.check(request.log.to)
-        images = data or load_data(request.data)
+        images = data or load_data(request.data, request.download)
         check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
         if not request.phase_a.learns_gaussians:
             teacher = trained_vit.check(request, images, students)
@@ -94,7 +94,7 @@ def run(
 
 def check(
     settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
-) -> TeacherJob:
+) -> TeacherJob[Teacher]:
     """The teacher before its training. Raises UserError for what neither phase could do, or,
     without ``students``, phase A; and, unless ``force``, for what the machine cannot hold."""
     teacher = build_teacher(settings, data)
@@ -116,7 +116,7 @@ def check(
 class TeacherLoss(nn.Module):
     """The loss of the teacher on a batch."""
 
-    def __init__(self, job: TeacherJob) -> None:
+    def __init__(self, job: TeacherJob[Teacher]) -> None:
         super().__init__()
         self.teacher = job.teacher
         self.forward_teacher = torch.compile(job.teacher) if job.settings.compile else job.teacher
@@ -135,7 +135,7 @@ class TeacherLoss(nn.Module):
         return cross_entropy(logits, batch.labels)
 
 
-def train(job: TeacherJob, state: TrainingState[Teacher], folder: Path) -> None:
+def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path) -> None:
     """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     per_image = job.per_image
@@ -151,7 +151,7 @@ def train(job: TeacherJob, state: TrainingState[Teacher], folder: Path) -> None:
         for epoch in running.epochs():
             draws.seed(settings.seed * 1_000_003 + epoch.number)
             epoch.follow(draws.generators)
-            loss_of = update.replicated(loss_module)
+            loss_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
@@ -191,7 +191,7 @@ class Draws:
     """The random numbers of sampled passes: those of an image depend on its bucket and on the
     images before it there, not on the rank."""
 
-    def __init__(self, job: TeacherJob, buckets: Buckets) -> None:
+    def __init__(self, job: TeacherJob[Teacher], buckets: Buckets) -> None:
         self.teacher, self.count = job.teacher, buckets.count
         self.generators = {number: torch.Generator(job.device) for number in buckets.of_rank()}
 
@@ -209,7 +209,7 @@ class Draws:
         )
 
 
-def maps_of(job: TeacherJob) -> Callable[[Tensor, Tensor], list[Tensor]]:
+def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """The maps of each block, [B, H, T, T], of training images and their ids."""
 
     def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
@@ -223,7 +223,7 @@ def maps_of(job: TeacherJob) -> Callable[[Tensor, Tensor], list[Tensor]]:
 
 
 @torch.no_grad()
-def gaussians_of(job: TeacherJob, image_ids: Tensor | None, count: int) -> Tensor:
+def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
     """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
     a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
     parameters = None
@@ -250,7 +250,7 @@ def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
 
 
 @torch.no_grad()
-def score_teacher(job: TeacherJob, batches: Batches, *, seen: bool) -> dict[str, float]:
+def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone; a teacher that predicts Gaussians sees no difference. One sampled pass in
     ``stochastic`` mode."""
@@ -258,7 +258,7 @@ def score_teacher(job: TeacherJob, batches: Batches, *, seen: bool) -> dict[str,
     draws = Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
 
-    passes = job.teacher.passes and 1
+    passes = None if job.teacher.passes is None else 1
 
     def predictions():
         for batch in batches.of_rank():
@@ -279,7 +279,7 @@ def build(
     *,
     to_read: bool = False,
     with_images: bool = True,
-) -> TeacherJob:
+) -> TeacherJob[Teacher]:
     """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
     are to lie in ``folder``/rows. ``to_read``: a teacher that is not trained any more, which has
     the parameters of all images and not only of this rank's; ``with_images`` False leaves them out.
@@ -304,17 +304,14 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
     sizes = phase.compression
-    teacher = Teacher(
+    return Teacher(
         build_vit(settings.model, data, "gaussian"),
         phase.parametrisation,
         phase.prior,
-        (sizes.embedding, sizes.hidden) if sizes else None,
+        (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
         phase.predicts_gaussians,
         phase.label_passes if phase.mode == "stochastic" else None,
     )
-    if teacher.decoder and not phase.learns_of_images:
-        teacher.decoder.requires_grad_(False)  # nothing is decoded
-    return teacher
 
 
 def build_per_image(
@@ -345,7 +342,7 @@ def build_per_image(
     return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
 
 
-def training_state(job: TeacherJob) -> TrainingState[Teacher]:
+def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
@@ -381,9 +378,8 @@ def load(
     if phase A has not finished."""
     settings = run.settings()
     if download:
-        phase = settings.phase_a.model_copy(update={"download": True})
-        settings = settings.model_copy(update={"phase_a": phase})
-    data = data or load_data(settings.data)
+        settings = settings.model_copy(update={"download": True})
+    data = data or load_data(settings.data, settings.download)
     if not settings.phase_a.learns_gaussians:
         return trained_vit.load(run, settings, data)
     job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,16 +24,18 @@ from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.state import TrainingState
 from stages.runs.directory import RunDirectory, say_if_afresh
 
+Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
+
 
 @dataclass
-class TeacherJob:
+class TeacherJob(Generic[Kind]):
     """A teacher on the data of a run; ``per_image`` is None for a teacher without parameters of
     single images."""
 
     settings: Settings
     data: ImageData
     device: torch.device
-    teacher: Teacher | VitTeacher
+    teacher: Kind
     per_image: BucketedState | None = None
 
     @property
@@ -71,8 +73,8 @@ class TeacherJob:
         return self.teacher.sha256(self.per_image)
 
     def common_sha256(self) -> str:
-        """:meth:`sha256`, which has to be the same on all ranks. Raises Agreed, on every rank,
-        where ranks hold other teachers."""
+        """:meth:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
+        rank, where ranks hold other teachers."""
         sha256 = self.sha256()
         distributed.check_same(
             {f"teacher {self.settings.phase_a.teacher}, sha256": sha256},
@@ -104,6 +106,6 @@ def started(
 
 def write_digest(run: RunDirectory, job: TeacherJob) -> None:
     """Writes the digest of a finished teacher, which does not change any more. Collective."""
-    if not distributed.agree(run.teacher_sha256.is_file()):
+    if not distributed.broadcast(run.teacher_sha256.is_file()):
         sha256 = job.sha256()
         distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))

@@ -16,23 +16,27 @@ from torch import nn
 from gaupipe.data.batches import ImageData, Split
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
-from gaupipe.settings import IRRELEVANT, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import read_metrics
 from gaupipe.teachers.pretrained import LOCAL, load_vit
-from gaupipe.teachers.vit import weights_of_patches
+from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.models import save_student
 from stages.phase_a.job import TeacherJob, started, write_digest
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 from stages.train import Training, train, training_state
+
+VitJob = TeacherJob[VitTeacher]
 
 
 class TeacherTraining(Training):
@@ -64,11 +68,11 @@ class TeacherTraining(Training):
 
 def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
     """Every setting that phase A reads, and the data set."""
-    settings_of_phase = without(settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
-    return settings_of_phase | {"the data set": data.sha256}
+    of_phase = flatten(settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
+    return of_phase | {"the data set": data.sha256}
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> TeacherJob | None:
+def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | None:
     """Raises UserError for what neither phase could do with the teacher that the settings name,
     or, without ``students``, phase A. Returns it where it was trained before."""
     if settings.phase_a.teacher == "vit":
@@ -101,7 +105,7 @@ def check_store(settings: Settings, teacher: nn.Module) -> None:
     check_export(export, settings.phase_b.augment, teacher, grid, prefix="export.")
 
 
-def check_predictions(job: TeacherJob) -> None:
+def check_predictions(job: VitJob) -> None:
     """Raises UserError for a loss that needs predictions of a teacher that makes none."""
     if job.settings.phase_b.alpha and not job.teacher.predicts:
         raise UserError(
@@ -131,7 +135,7 @@ def keep(job: TeacherTraining, vit: VisionTransformer, folder: Path) -> None:
         save_student(vit, folder, **job.data.data_config)
 
 
-def adopt(job: TeacherJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
+def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
     """Takes a teacher that was trained before into a run directory. Scores it, once, and returns
     the metrics: one entry, of epoch 0. Without a head for the classes the accuracies are None."""
     job.common_sha256()
@@ -140,7 +144,7 @@ def adopt(job: TeacherJob, run: RunDirectory, resume: bool) -> list[dict[str, An
     with run.locked():
         distributed.on_main(partial(run.start, job.settings, job.data, resume))
         path = run.phase_a / "metrics.jsonl"
-        if not distributed.agree(path.is_file()):
+        if not distributed.broadcast(path.is_file()):
             metrics = measure(job)
             path.parent.mkdir(exist_ok=True)
             distributed.on_main(partial(write_whole, path, json.dumps(metrics) + "\n"))
@@ -148,7 +152,7 @@ def adopt(job: TeacherJob, run: RunDirectory, resume: bool) -> list[dict[str, An
         return read_metrics(path)
 
 
-def measure(job: TeacherJob) -> dict[str, Any]:
+def measure(job: VitJob) -> dict[str, Any]:
     """The line of metrics.jsonl for a teacher that was trained before."""
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
@@ -160,13 +164,13 @@ def measure(job: TeacherJob) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def score_split(job: TeacherJob, split: Split) -> dict[str, float]:
+def score_split(job: VitJob, split: Split) -> dict[str, float]:
     """Accuracy and loss of the teacher on a split."""
     predict, batches = job.teacher.predict, job.batches(split)
     return score((predict(batch.images), batch.labels) for batch in batches.of_rank())
 
 
-def build(settings: Settings, data: ImageData, folder: Path | None = None) -> TeacherJob:
+def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:
     """The teacher that the settings name; for ``vit`` the one that was trained into ``folder``.
 
     Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
@@ -176,11 +180,11 @@ def build(settings: Settings, data: ImageData, folder: Path | None = None) -> Te
         remedy = "'gaupipe phase-a --resume' writes it again"
         vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
     else:
-        vit = load_vit(phase.teacher, data, phase.teacher_args, download=phase.download)
+        vit = load_vit(phase.teacher, data, phase.teacher_args, download=settings.download)
     return TeacherJob(settings, data, device, vit.to(device))
 
 
-def load(run: RunDirectory, settings: Settings, data: ImageData) -> TeacherJob:
+def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
     """The finished teacher of a run. Raises UserError where phase A has not finished, and for a
     teacher that has changed since."""
     if run.teacher_digest() is None:
@@ -198,7 +202,7 @@ def unfinished(run: RunDirectory) -> UserError:
     )
 
 
-def check_unchanged(job: TeacherJob, run: RunDirectory) -> None:
+def check_unchanged(job: VitJob, run: RunDirectory) -> None:
     """Raises UserError for another teacher than the run's."""
     if job.sha256() != run.teacher_digest():
         raise UserError(

@@ -95,12 +95,11 @@ def _read(folder: Path) -> dict[str, Any]:
     try:
         entry = json.loads(path.read_bytes())
         epochs = range(1, entry["last"] + 1)
-        damaged = not {entry["epoch"], entry["last"]} <= {*epochs}
+        if not {entry["epoch"], entry["last"]} <= {*epochs}:
+            raise ValueError("it names an epoch that has not been")
         sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        damaged = True
-    if damaged:
-        raise UserError(f"{path} is missing or damaged: {REMEDY}")
+        raise UserError(f"{path} is missing or damaged: {REMEDY}") from None
     if _weights(folder) not in (None, sha256):
         raise UserError(
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
