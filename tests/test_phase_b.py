@@ -25,6 +25,7 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
 from gaupipe.vit.models import convert, forward_with_maps
 from stages import evaluate, export_maps, phase_b
+from stages import train as student_training
 from stages.figures import key_attention
 from stages.phase_a import gaussian as phase_a
 from stages.publish import export_student
@@ -411,6 +412,31 @@ def test_norms_and_angles_are_measured_while_a_student_is_trained(run_dir, tmp_p
         assert measured[1]["mh_update_angle"][layer] == pytest.approx(angle, rel=1e-4)
     assert (tmp_path / "23" / "geometry.png").stat().st_size > 10_000
     assert not (tmp_path / "0" / "geometry.png").exists()
+
+
+@pytest.mark.parametrize("moment", ["load_data", "build_student", "train"])
+def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
+    run_dir, monkeypatch, capsys, moment
+):
+    """Its folder has the request. Before there is a folder, --resume says that it starts afresh."""
+
+    def interrupted(*_arguments, **_more):
+        raise KeyboardInterrupt
+
+    name = f"at_{moment}"
+    folder = run_dir / "phase_b" / name
+    with monkeypatch.context() as patch:
+        patch.setattr(student_training if moment == "train" else phase_b, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            phase_b.run(run_dir, "belief2", name=name, overrides=["phase_b.epochs=2"])
+    assert folder.exists() == (moment != "load_data")
+    begun = [] if folder.exists() else ["phase_b.epochs=1"]
+    capsys.readouterr()
+    rows = phase_b.run(run_dir, name=name, resume=True, overrides=begun)
+    assert len(rows) == (1 if begun else 2)
+    said = capsys.readouterr().err
+    assert f"{folder}: nothing was saved to resume: starts afresh with the settings" in said
+    assert ("of this command" if begun else "it was begun with") in said
 
 
 def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):

@@ -19,9 +19,11 @@ from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
 from stages import compare, run, train
 from stages.phase_a import gaussian as phase_a
+from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics
 from test_distributed import command, in_world
+from test_own_images import photos
 
 TINY = [
     "data.train_images=100",
@@ -175,6 +177,7 @@ def test_mistakes_are_refused_in_one_line(trained, in_process, arguments, messag
     [
         ("device=nosuch", "device"),
         ("baseline.optim.name=adamv", "adamv"),
+        ("baseline.optim.name=adahessian", "second derivatives"),
         ("phase_b.optim.lr=0.1", "--set baseline.optim.lr"),
         ("phase_b.attention_options={zz: true}", "unknown option 'zz'"),
         ("data.buckets=200", "bucket"),
@@ -184,6 +187,17 @@ def test_nothing_is_left_of_what_cannot_be_trained(tmp_path, in_process, overrid
     code, _, err = in_process("train", *SETS, "--set", override, cwd=tmp_path)
     assert (code, err.count("\n")) == (2, 1) and message in err, err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keywords_of_the_model_join_the_chosen_ones_on_resume_too(tmp_path):
+    photos(tmp_path / "photos")
+    asked = (tmp_path / "photos", ["model.args={depth: 1}"], tmp_path / "run")
+    first, _ = settings_for(*asked, plain=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(config.dump(first))
+    again, _ = settings_for(*asked, plain=True)
+    assert first.model.args["depth"] == 1 and "patch_size" in first.model.args
+    assert again.model.args == first.model.args
 
 
 def test_a_finished_student_is_not_trained_again(trained):

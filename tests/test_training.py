@@ -2,16 +2,20 @@
 checkpoints."""
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from torch import nn
 
+import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.settings import LogSettings, OptimSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.epochs import loop
+from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
 from gaupipe.training.update import Update
 
@@ -79,14 +83,39 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     torch.testing.assert_close(update.per_image_gradient(parameters), torch.stack(alone))
 
 
-def test_a_loss_that_is_not_finite_stops_with_one_line():
+@pytest.mark.parametrize(
+    "step,message",
+    [(1, "before any weight has changed.*lower model.init_std"), (2, "lower optim.lr")],
+)
+def test_a_loss_that_is_not_finite_stops_with_one_line(step, message):
     state = make()
+    update = Update(state, steps=2)
+    for _ in range(step - 1):
+        update(loss_of(state.modules, torch.ones(1, 3)))
     before = [parameter.clone() for parameter in state.modules.parameters()]
     with pytest.raises(
-        UserError, match=r"the loss is nan in epoch 1, step 1 of 2 .*lower optim.lr"
+        UserError, match=rf"the loss is nan in epoch 1, step {step} of 2.*{message}"
     ):
-        Update(state, steps=2)(loss_of(state.modules, torch.full((1, 3), torch.nan)))
+        update(loss_of(state.modules, torch.full((1, 3), torch.nan)))
     assert all(map(torch.equal, before, state.modules.parameters()))
+
+
+@pytest.mark.parametrize(
+    "name,refusal",
+    [
+        *((name, None) for name in ("adan", "adanw", "cadan", "cadanw", "sgd", "muon")),
+        ("adahessian", "second derivatives"),
+        *((name, "compiles its first step") for name in ("kron", "kronw", "kronc")),
+    ],
+)
+def test_an_optimizer_of_timm_trains_or_is_refused_by_name(name, refusal):
+    model = timm.create_model("gauvit_pico_patch2_8", depth=1, embed_dim=16, num_heads=2)
+    with pytest.raises(UserError, match=refusal) if refusal else nullcontext():
+        optimizer, _ = build_optimizer(model, OptimSettings(name=name, lr=0.1), 2, 3)
+        before = model.head.weight.detach().clone()
+        model(torch.randn(2, 3, 8, 8)).square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(before, model.head.weight)
 
 
 def test_per_image_parameters_without_a_finite_gradient_stay():

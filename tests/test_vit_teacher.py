@@ -15,7 +15,7 @@ import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import check_fit, load_vit
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.teachers.vit import VitTeacher, softmax_of_scores
 from gaupipe.vit.models import forward_with_maps, save_student
 
 CACHE = "gaupipe.teachers.pretrained.try_to_load_from_cache"
@@ -175,6 +175,39 @@ def test_what_cannot_be_read_is_named(name, size, message):
 def test_a_teacher_of_other_images_or_classes_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         VitTeacher(small("vit_tiny_patch16_224"), data(**changes), "vit")
+
+
+@pytest.mark.parametrize(
+    "std", [[0.0] * 3, [float("nan")] * 3, [-1.0] * 3, [1.0] * 2, 5, "x", [None]]
+)
+def test_a_normalisation_that_is_none_is_refused(std):
+    model = small("vit_tiny_patch16_224")
+    model.pretrained_cfg = {**model.pretrained_cfg, "std": std}
+    with pytest.raises(UserError, match=r"vit: its pretrained_cfg has the std .* for each of 3"):
+        VitTeacher(model, data(), "vit")
+
+
+@pytest.mark.parametrize("classes", [0, 5])
+def test_a_teacher_that_gives_no_numbers_is_refused_by_name(classes):
+    """NaN among the weights, scores that overflow float32, and images of which either comes."""
+    model = small("vit_tiny_patch16_224", num_classes=classes)
+    teacher = VitTeacher(model, data(), "vit")
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight.mul_(1e30)
+    with pytest.raises(UserError, match="vit: the attention of its block 1|vit: its predictions"):
+        teacher.forward_with_maps(images())
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[3, 4] = torch.nan
+    with pytest.raises(UserError, match=r"vit: the weights blocks.1.attn.qkv.weight are"):
+        VitTeacher(model, data(), "vit")
+
+
+def test_a_query_whose_keys_are_all_masked_looks_nowhere():
+    q = torch.randn(1, 1, 3, 4)
+    mask = torch.tensor([[True, False, True], [False] * 3, [True] * 3])
+    maps = softmax_of_scores(q, q, q, attn_mask=mask)
+    assert maps[0, 0].sum(-1).tolist() == pytest.approx([1, 0, 1]) and maps[0, 0, 0, 1] == 0
+    assert softmax_of_scores(q * torch.nan, q, q, attn_mask=mask)[0, 0, 0].isnan().all()
 
 
 def test_images_are_normalised_as_the_teacher_learned_them():

@@ -48,6 +48,18 @@ def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
     return tree
 
 
+def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
+    """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
+    return parse(_merged(read_yaml(source), with_overrides({}, overrides)), str(source))
+
+
+def _merged(tree: dict, changes: dict) -> dict:
+    for name, value in changes.items():
+        both = isinstance(value, dict) and isinstance(tree.get(name), dict)
+        tree[name] = _merged(tree[name], value) if both else value
+    return tree
+
+
 def parse(tree: dict, where: str) -> Settings:
     """Validates a nested dict of settings; ``where`` names it in messages. Raises UserError."""
     try:

@@ -167,8 +167,9 @@ class VitTeacher(nn.Module):
         blocks: list[Tensor] = []
         dropped: list[Tensor] = []
         while reader.maps:  # [B, H, P + T, P + T], freed one by one
-            patches, share = without_prefix(reader.maps.pop(0), self.prefix)
-            self._finite(patches.sum(), f"the attention of its block {len(blocks)}")
+            maps = reader.maps.pop(0)
+            self._finite(maps.sum(), f"the attention of its block {len(blocks)}")
+            patches, share = without_prefix(maps, self.prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))

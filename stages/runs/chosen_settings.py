@@ -44,7 +44,7 @@ def settings_for(
                 f"{run_dir} holds a run on other images ({before.data.name}, data.root "
                 f"{before.data.root}); choose another --run-dir or remove it"
             )
-        settings = with_data(config.load(run.config, overrides), root=root)
+        settings = with_data(config.load_merged(run.config, overrides), root=root)
         if moved:
             load_data(settings.data).check_split(run.split)
         return settings, [f"{run_dir}: goes on with the settings with which it began"]
