@@ -235,7 +235,8 @@ def test_an_epoch_that_goes_on_reads_nothing_of_what_is_done(monkeypatch):
 
 WITH_WORKERS = """
 import os, signal, sys; sys.path[:0] = {path!r}
-from gaupipe import cli, training
+from gaupipe import cli
+from gaupipe.training import state as training
 import itertools
 
 calls, update = itertools.count(1), training.Update.__call__
