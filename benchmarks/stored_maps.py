@@ -47,7 +47,6 @@ SIZES = {
 TRAINED = {
     "gaussian": dict(kind="gaussian"),
     "gaussian, uint8": dict(kind="gaussian", encoding="uint8"),
-    "mixture, k 2": dict(kind="mixture", k=2),
     "topk, k 4": dict(kind="topk", k=4),
     "topk, k 4, uint8": dict(kind="topk", k=4, encoding="uint8"),
     "topk, k 8": dict(kind="topk", k=8),
@@ -252,15 +251,8 @@ def trained_arrays(schema: store.Schema, maps: np.ndarray) -> dict[str, np.ndarr
             "weights": np.take_along_axis(weights, order, axis=-1),
         }
     rng = np.random.default_rng(0)
-    drawn = [
-        make_gaussians(rng, len(maps), schema.layers, schema.heads, schema.grid[0])
-        for _ in range(schema.k or 1)
-    ]
-    if schema.kind == "gaussian":
-        return {"gaussians": drawn[0]}
-    gaussians = np.stack(drawn, axis=-2)
-    weights = rng.dirichlet(np.ones(schema.k), gaussians.shape[:-2])[..., None]
-    return {"mixtures": np.concatenate([weights, gaussians], axis=-1)}
+    shape = len(maps), schema.layers, schema.heads, schema.grid[0]
+    return {"gaussians": make_gaussians(rng, *shape)}
 
 
 def drop_from_cache(folder: Path) -> None:

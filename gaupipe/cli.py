@@ -44,15 +44,6 @@ Student = Enum(  # type: ignore[misc]  # its members are the attentions that the
 )
 
 
-class Kind(StrEnum):
-    gaussian = "gaussian"
-    embedding = "embedding"
-    dense = "dense"
-    prior = "prior"
-    topk = "topk"
-    mixture = "mixture"
-
-
 class Format(StrEnum):
     onnx = "onnx"
     pt2 = "pt2"
@@ -237,9 +228,9 @@ def phase_a(
 def export_maps(
     run_dir: RunDir = None,
     kind: Annotated[
-        Kind | None,
+        str | None,
         typer.Option(
-            help="What is stored for each query.",
+            help="What is stored for each query, such as gaussian, topk or dense.",
             show_default="export.kind of the settings, or what fits the teacher",
         ),
     ] = None,
@@ -256,7 +247,7 @@ def export_maps(
             "--k",
             min=1,
             max=255,
-            help="Keys of topk, or Gaussians of mixture, for each query.",
+            help="Keys that topk stores for each query.",
             show_default="export.k of the settings",
         ),
     ] = None,
@@ -318,7 +309,7 @@ def export_maps(
 
     url = stage.run(
         _run(run_dir),
-        kind and kind.value,
+        kind,
         out=out,
         overwrite=overwrite,
         repair=repair,
@@ -642,7 +633,7 @@ def inspect(
     ] = None,
     view: Annotated[
         int | None,
-        typer.Option(help="View of the image, from 0, in a store of views.", show_default="0"),
+        typer.Option(help="View of the image, from 0, for a store of views.", show_default="0"),
     ] = None,
     png: Annotated[
         str | None,
@@ -673,8 +664,6 @@ def inspect(
                 )
         _report(stage.summary(maps, run_dir, student), as_json)
         return
-    if student is not None and view is not None:
-        raise UserError(f"--view {view}: a student is shown on the image itself: leave it out")
     seen = stage.attention(
         image,
         url=maps,

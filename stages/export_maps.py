@@ -3,7 +3,6 @@ store."""
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from torch import Tensor
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, ImageData, load_data
-from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
+from gaupipe.distillation.kinds import KINDS, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
@@ -33,9 +32,12 @@ from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan, sizes_of
+from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
+MOST_SHARD_MB = 4000
+"""Each reader of a damaged shard, and ``verify``, holds one in memory."""
 
 
 def run(
@@ -92,8 +94,9 @@ def run(
                 "another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
         check_overrides(overrides, teacher)
-        if not math.isfinite(shard_mb):
-            raise UserError(f"--shard-mb {shard_mb}: should be a size in MB, such as 32")
+        store.check_place(url)
+        if not 0 < shard_mb <= MOST_SHARD_MB:
+            raise UserError(f"--shard-mb {shard_mb:g}: should be at most {MOST_SHARD_MB}")
         return run.settings()  # a folder that is no run is left alone
 
     def load() -> tuple[TeacherJob, ExportSettings]:
@@ -111,8 +114,8 @@ def run(
 
     def create(schema: store.Schema) -> store.Writer:
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
-        if not force and "://" not in url:
-            check_fits(job, schema, shared, Path(url))
+        if not force and folder is not None:
+            check_fits(job, schema, shared, folder)
         if repair:
             return store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
         if not overwrite and is_complete(url):
@@ -131,8 +134,9 @@ def run(
 
     ranks.check_shared(run_dir)
     settings = distributed.main_first(read_settings)
-    if "://" not in url:
-        ranks.check_shared(Path(url))
+    folder = store.local_folder(url)
+    if folder is not None:
+        ranks.check_shared(folder)
     with run.locked():
         job, export = distributed.main_first(load)
         ranks.check_same(settings, job.data)
@@ -272,8 +276,6 @@ def drawing(settings: Settings) -> dict[str, Any]:
     augment = settings.phase_b.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
         augment.pop(name, None)
-    if (crop := augment["resized_crop"]) and not crop["full_size"]:
-        del crop["full_size"]  # stores of earlier versions do not have it
     return {"seed": settings.seed, "augment": augment}
 
 
@@ -357,19 +359,18 @@ def announcement(schema: store.Schema, images: int) -> str:
 
 
 class Remarks:
-    """What the stored maps have lost of a trained ViT's, averaged over the images of an export."""
+    """Losses of the stored maps, for each block and head, averaged over the images of an export."""
 
     def __init__(self) -> None:
         self.images = 0
         self.sums: dict[str, Tensor] = {}
 
-    def add(self, attention: Attention, images: int) -> None:
-        """Counts one batch."""
+    def add(self, images: int, **losses: Tensor | None) -> None:
+        """Counts one batch; of each loss [L, H] the mean over its images."""
         self.images += images
-        for name in ("dropped", "divergence"):
-            value = getattr(attention, name, None)  # [L, H]
-            if value is not None:
-                self.sums[name] = self.sums.get(name, 0) + value.double().cpu() * images
+        for name, loss in losses.items():
+            if loss is not None:
+                self.sums[name] = self.sums.get(name, 0) + loss.double().cpu() * images
 
     @classmethod
     def together(cls, parts: Sequence[Remarks]) -> Remarks:
@@ -386,6 +387,7 @@ class Remarks:
         said = {
             "dropped": "attention on class and register tokens, which is left out, per block",
             "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
+            "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
         }
         for name, total in self.sums.items():
             mean = total / self.images
@@ -419,12 +421,21 @@ def outputs(
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
         logits, attention = job.forward_with_maps(batch, generator)
         with torch.no_grad():
-            dtype = torch.float32 if schema.has_codes("maps") else torch.float16
+            dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
         if remarks:
-            remarks.add(attention, len(batch))
+            lost = {name: getattr(attention, name, None) for name in ("dropped", "divergence")}
+            remarks.add(len(batch), **lost, clipped=clipped_means(schema, named))
         arrays = {name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()}
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
+
+
+def clipped_means(schema: store.Schema, arrays: dict[str, Tensor]) -> Tensor | None:
+    """The share of Gaussians [L, H] whose means the store's codes clip; None without codes."""
+    if schema.kind != "gaussian" or schema.encoding != "uint8":
+        return None
+    beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2
+    return beyond.any(-1).double().mean((0, 3))  # of [B, L, H, T]
 
 
 def _to_numpy(tensor: Tensor, is_coded: bool) -> np.ndarray:

@@ -23,6 +23,7 @@ from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import whole_file
 from gaupipe.system.progress import read_metrics
 from stages.evaluate import load_student
 from stages.runs.directory import RunDirectory
@@ -114,44 +115,44 @@ def attention(
     if png is not None:
         check_png(png)
     if student is not None:
-        found = student_maps(_run(run_dir), student, image, layer)
+        maps = student_maps(_run(run_dir), student, image, layer, view)
     else:
-        found = stored_maps(_store(url, run_dir), image, layer, view)
-    heads = _choice("--head", head, found.maps.shape[0])
-    queries = _choice("--query", query, found.maps.shape[1])
-    weights = found.maps[heads][:, queries].mean((0, 1)).reshape(found.grid)
+        maps = stored_maps(_store(url, run_dir), image, layer, view)
+    heads = _choice("--head", head, maps.maps.shape[0])
+    queries = _choice("--query", query, maps.maps.shape[1])
+    weights = maps.maps[heads][:, queries].mean((0, 1)).reshape(maps.grid)
     gaussian = None
-    if found.gaussians is not None and "mean" not in (head, query):
-        gaussian = found.gaussians[heads[0], queries[0]].tolist()
+    if maps.gaussians is not None and "mean" not in (head, query):
+        gaussian = maps.gaussians[heads[0], queries[0]].tolist()
     seen = {
         "image": image,
-        "label": found.label,
-        "predicted": int(found.probabilities.argmax()),
-        "probability": round(found.probabilities.max().item(), 6),
+        "label": maps.label,
+        "predicted": int(maps.probabilities.argmax()),
+        "probability": round(maps.probabilities.max().item(), 6),
         "by": student or "teacher",
         "layer": layer,
         "head": head,
         "query": query,
-        "grid": list(found.grid),
+        "grid": list(maps.grid),
         "gaussian": gaussian,
         "map": weights.tolist(),
-        **compared(found, heads, queries),
+        **compared(maps, heads, queries),
     }
     if png is not None:
-        draw(found.pixels(), seen, Path(png))
+        draw(maps.pixels(), seen, Path(png))
     return seen
 
 
-def compared(found: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
+def compared(maps: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
     """``teacher``, ``kl`` and ``no_teacher`` of :func:`attention`."""
-    if found.teacher is None:
-        why = {} if found.no_teacher is None else {"no_teacher": found.no_teacher}
+    if maps.teacher is None:
+        why = {} if maps.no_teacher is None else {"no_teacher": maps.no_teacher}
         return {"teacher": None, "kl": None, **why}
-    teacher = found.teacher.expand_as(found.maps)  # [H, T, T]
+    teacher = maps.teacher.expand_as(maps.maps)  # [H, T, T]
     tiny = torch.finfo(torch.float32).tiny
-    ratio = teacher.clamp_min(tiny).log() - found.maps.clamp_min(tiny).log()
+    ratio = teacher.clamp_min(tiny).log() - maps.maps.clamp_min(tiny).log()
     kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
-    weights = teacher[heads][:, queries].mean((0, 1)).reshape(found.grid)
+    weights = teacher[heads][:, queries].mean((0, 1)).reshape(maps.grid)
     return {"teacher": weights.tolist(), "kl": kl}
 
 
@@ -163,7 +164,7 @@ class ImageMaps:
     gaussians      [H, T, 4] where the maps are those of Gaussians
     probabilities  [C], of the classes
     pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
-    teacher        [H or 1, T, T], what the run's store has to compare with a student's maps
+    teacher        [H or 1, T, T], the stored maps that a student's are compared with
     no_teacher     why a student's maps have none
     """
 
@@ -192,16 +193,13 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
     if isinstance(attention, StoredGaussians):
         gaussians = attention.gaussians[0, layer].float()
 
-    def pixels() -> np.ndarray:
-        return image_pixels(maps, images_of(maps), image, view)
-
     return ImageMaps(
         schema.grid,
         attention_maps,
         gaussians,
         int(stored["labels"][0]),
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
-        pixels,
+        lambda: image_pixels(images_of(maps), image, schema.extra.get("views"), view),
     )
 
 
@@ -224,30 +222,34 @@ def images_of(maps: store.Store) -> ImageData:
     return data
 
 
-def image_pixels(maps: store.Store, data: ImageData, image: int, view: int = 0) -> np.ndarray:
-    """What a store's maps of an image, or of one of its views, are of: uint8 [height, width, C]."""
-    drawing = maps.schema.extra.get("views")
-    if drawing is None:
+def image_pixels(data: ImageData, image: int, views: dict[str, Any] | None, view: int = 0) -> Any:
+    """A training image, or the view of it that ``views``, a store's extra["views"], describes:
+    uint8 [height, width, C]."""
+    if views is None:
         return data.train.image(image)
-    augment = Augment(AugmentSettings.model_validate(drawing["augment"]), drawing["seed"])
+    augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
     return data.train.view(image, augment, view)
 
 
-def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:
-    """A training image's maps as a student makes them, from patches to patches."""
+def student_maps(run: RunDirectory, name: str, image: int, layer: int, view: int = 0) -> ImageMaps:
+    """The maps of a training image as a student makes them, from patches to patches; of a view of
+    the image where the store that the student learned from holds views."""
     student = StudentMaps(run, name)
+    views = student.store.schema.extra.get("views") if student.store else None
     _check("--image", image, len(student.data.train), "the training split")
     _check("--layer", layer, student.layers, "the student")
-    seen = student.see(image)
+    count = student.store.schema.views if student.store and views else 1
+    _check("--view", view, count, "the student's store")
+    seen = student.see(image, views, view)
     return ImageMaps(
         student.grid,
         seen.maps[layer],
         None,
         seen.label,
         seen.logits.softmax(-1),
-        lambda: student.data.train.image(image),
+        lambda: image_pixels(student.data, image, views, view),
         seen.teacher[layer],
-        student.no_teacher,
+        seen.no_teacher,
     )
 
 
@@ -372,7 +374,8 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         f"head {seen['head']}, {query}",
         fontsize=10,
     )
-    figure.savefig(path)
+    with whole_file(path) as partial:
+        figure.savefig(partial)
 
 
 def _run(run_dir: Path | None) -> RunDirectory:
@@ -390,8 +393,10 @@ def _choice(option: str, value: str, size: int) -> list[int]:
     """Indices that an ``N|mean`` option stands for."""
     if value == "mean":
         return list(range(size))
-    if not re.fullmatch("-?[0-9]+", value):  # int would also take '1_0' and digits of other scripts
-        raise UserError(f"{option} {value!r}: should be a number from 0 to {size - 1}, or mean")
+    # int would also take '1_0' and digits of other scripts, and not take thousands of digits
+    if not re.fullmatch("-?[0-9]{1,9}", value):
+        shown = value if len(value) < 30 else f"{value[:30]}..."
+        raise UserError(f"{option} {shown!r}: should be a number from 0 to {size - 1}, or mean")
     index = int(value)
     _check(option, index, size, "the map")
     return [index]

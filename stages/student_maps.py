@@ -5,15 +5,19 @@ Axis letters: L blocks, H heads, T tokens on the student's grid, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches, load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import without_keys
+from gaupipe.settings.augment import AugmentSettings
 from gaupipe.vit.models import forward_with_maps
 from stages.evaluate import load_student, open_maps
 from stages.phase_b import PhaseB
@@ -24,21 +28,23 @@ from stages.runs.directory import RunDirectory
 class Seen:
     """What a student makes of one image.
 
-    maps     [L, H, T, T] float32, probabilities over keys, from patches to patches
-    logits   [C]
-    teacher  for each block the stored map [H, T, T] that it is compared with, without the keys that
-             the student's attention hides; None for a block without one
+    maps        [L, H, T, T] float32, probabilities over keys, from patches to patches
+    logits      [C]
+    teacher     for each block the stored map [H, T, T] that it is compared with, without the keys
+                that the student's attention hides; None for a block without one
+    no_teacher  why no block has a stored map; None where blocks have one
     """
 
     label: int
     logits: Tensor
     maps: Tensor
     teacher: list[Tensor | None]
+    no_teacher: str | None
 
 
 class StudentMaps:
-    """A student of a run, loaded once; ``no_teacher`` says why no stored maps are compared with its
-    own. Raises UserError where it is not there or damaged."""
+    """A student of a run, loaded once, with the ``store`` that it learned from, or its run's; None
+    where there is none that fits it. Raises UserError where the student is not there or damaged."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
         distilled = run.is_distilled(name)
@@ -49,37 +55,51 @@ class StudentMaps:
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         device = torch.device("cpu")
         self._batches = Batches(self.data.train, self.data, device, batch_size=1)
-        self._job = None
-        maps = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
-        self.no_teacher: str | None = None
-        if maps is None:
-            self.no_teacher = "there is no whole store that fits the student"
-        elif maps.schema.extra.get("views") is not None:
-            self.no_teacher = f"{maps.url} holds maps of views, not of the images themselves"
-        else:
-            self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, maps)
+        self.store = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
+        self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, self.store)
 
     @torch.inference_mode()
-    def see(self, image: int) -> Seen:
-        """Where the student looks in a training image."""
-        batch = next(self._batches.in_order(np.array([image])))
+    def see(self, image: int, views: dict[str, Any] | None = None, view: int = 0) -> Seen:
+        """Where the student looks in a training image or, with ``views``, in that ``view`` of it.
+
+        ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
+        """
+        batch = next(self._batch(image, views, view))
         logits, log_maps = forward_with_maps(self.model, batch.images)
         prefix = self.model.num_prefix_tokens
         maps = torch.stack([patch_map(block, prefix)[0].exp() for block in log_maps])
-        return Seen(int(batch.labels[0]), logits[0], maps, self._teacher(batch, maps))
+        reason = self.no_teacher(views)
+        compared: list[Tensor | None] = [None] * len(maps)
+        if reason is None:
+            compared = self._teacher(image, view, batch, maps)
+        return Seen(int(batch.labels[0]), logits[0], maps, compared, reason)
 
-    def _teacher(self, batch: Batch, maps: Tensor) -> list[Tensor | None]:
-        if self._job is None:
-            return [None] * len(maps)
-        image = int(batch.ids[0])
-        batch.stored = self._job.teacher_store.read(image, image + 1)
+    def no_teacher(self, views: dict[str, Any] | None = None) -> str | None:
+        """Why the stored maps are not those of what the student sees; None where they are."""
+        if self.store is None:
+            return "there is no whole store that fits the student"
+        stored = self.store.schema.extra.get("views")
+        if stored == views:
+            return None
+        kinds = {True: "the images themselves", False: "other views"}
+        return f"{self.store.url} holds maps of {kinds[stored is None]}, which are not shown here"
+
+    def _batch(self, image: int, views: dict[str, Any] | None, view: int) -> Iterator[Batch]:
+        if views is None:
+            return self._batches.in_order(np.array([image]))
+        augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
+        return self._batches.views(np.array([image * (view + 1) + view]), augment, view + 1)
+
+    def _teacher(self, image: int, view: int, batch: Batch, maps: Tensor) -> list[Tensor | None]:
+        entry = image * self._job.teacher_store.schema.views + view
+        batch.stored = self._job.teacher_store.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
-        for layer, own in enumerate(maps):
+        for layer, shown in enumerate(maps):
             if stored.layers[layer] is None:
                 compared.append(None)
                 continue
-            teacher = stored.map(layer)[0].expand_as(own)  # [H, T, T]
-            hidden = own == 0
+            teacher = stored.map(layer)[0].expand_as(shown)  # [H, T, T]
+            hidden = shown == 0
             compared.append(without_keys(teacher, hidden) if hidden.any() else teacher)
         return compared

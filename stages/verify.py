@@ -3,21 +3,26 @@ says."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
 import store
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import KINDS, StoredAttention
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from store.encoding import LOG_STD_STEP, MEAN_STEP, decode, encode
+from stages import export_maps
+from stages.phase_a import gaussian as phase_a
+from stages.phase_a.job import TeacherJob
+from stages.runs.directory import RunDirectory
+from store.encoding import LOG_STD_STEP, MEAN_STEP
 
-if TYPE_CHECKING:
-    from gaupipe.data.batches import Batches
-    from stages.phase_a.job import TeacherJob
+FURTHEST = 0.01
+"""Mean total variation, of maps or predictions, that another device's arithmetic explains."""
 
 
 def run(url: str) -> list[store.Problem]:
@@ -47,61 +52,33 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     the same draws. Raises UserError if the run is not there and StoreError if the store is another
     teacher's.
     """
-    from stages import export_maps
-    from stages.phase_a import gaussian as phase_a
-    from stages.runs.directory import RunDirectory
-
-    if run_dir is None and "://" in url:
-        raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
-    run = RunDirectory(run_dir or Path(url).absolute().parent)
-    settings = run.settings()
-    maps_of = store.open(url).schema
-    teacher = maps_of.extra.get("teacher")
-    is_own = run.teacher_digest() == maps_of.teacher_sha256
-    if is_own or teacher in (None, "gaussian", "vit"):
-        job = phase_a.load(run)
-    else:  # one that export-maps was given
-        job = export_maps.other_teacher(settings, teacher, maps_of.extra.get("teacher_args"))
+    job = load_teacher(url, run_dir)
     maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256())
-    read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
-    size = job.settings.data.eval_batch_size
-    batches = job.batches(job.data.train)
+    differences = list(differing_decoder(maps, job))
+    batches, size = job.batches(job.data.train), job.settings.data.eval_batch_size
     spans = [
         (start, min(start + size, shard.stop))
-        for shard in store.join(url).shards
+        for shard in maps.shards
         for start in range(shard.start, shard.stop, size)
     ]
-    differences: list[str] = []
-    distances: list[np.ndarray] = []
-    stored, own = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
-    differences += [
-        f"decoder/{name} is not the teacher's"
-        for name in sorted(stored.keys() | own.keys())
-        if not same(stored.get(name), own.get(name))
-    ]
+    distances = np.zeros(0)
     for index in np.random.default_rng().permutation(len(spans)):
-        if sum(map(len, distances)) >= sample:
+        if len(distances) >= sample:
             break
         entries = np.arange(*spans[index])
-        for ids, own in export_maps.outputs(job, maps.schema, batches, entries):
-            stored = maps.gather(ids)
-            own = {
-                name: decode(name, encode(name, values, maps.schema, int(ids[0])), maps.schema)
-                for name, values in own.items()
+        for ids, arrays in export_maps.outputs(job, maps.schema, batches, entries):
+            schema, stored = maps.schema, maps.gather(ids)
+            teachers = {
+                name: schema.decode(name, schema.encode(name, values, int(ids[0])))
+                for name, values in arrays.items()
             }
-            if settings.phase_a.learns_gaussians and teacher is None:
-                names = [name for name in stored if name != "logits"]
-            else:  # a fit, or the choice of keys, may turn out otherwise on another machine
-                names = ["labels"]
-                differences += distant(ids, read(stored), read(own), job.shape.layers)
-            differences += [
-                difference
-                for name in names
-                if (difference := unequal(name, ids, stored[name], own[name], maps.schema.encoding))
-            ]
-            distances.append(total_variation(stored["logits"], own["logits"]))
-    distance = float(np.concatenate(distances).mean())
-    if not (distance <= 0.01 or distance <= 0.01 + noise(job, maps.schema, batches, spans[index])):
+            differences += differing_images(maps, job, ids, stored, teachers)
+            further = total_variation(stored["logits"], teachers["logits"])
+            distances = np.concatenate([distances, further])
+    distance, allowed = float(distances.mean()), FURTHEST
+    if not distance <= allowed:
+        allowed += noise(job, maps.schema, batches, spans[index])
+    if not distance <= allowed:
         differences.append(
             f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
             "classes"
@@ -109,67 +86,87 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     return differences
 
 
-def same(stored: np.ndarray | None, own: np.ndarray | None) -> bool:
-    """Whether an array of a decoder is the teacher's, to another device's arithmetic."""
-    if stored is None or own is None or stored.shape != own.shape:
-        return False
-    return np.allclose(stored, own, rtol=1e-5, atol=1e-6)
+def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
+    """The teacher of a store: the run's, or a trained ViT that the export was given."""
+    folder = store.local_folder(url)
+    if run_dir is None:
+        if folder is None:
+            raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
+        run_dir = folder.parent
+    run = RunDirectory(run_dir)
+    settings, schema = run.settings(), store.open(url).schema
+    teacher = schema.extra.get("teacher")
+    if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
+        return phase_a.load(run)
+    return export_maps.other_teacher(settings, teacher, schema.extra.get("teacher_args"))
 
 
-def unequal(
-    name: str, ids: np.ndarray, stored: np.ndarray, own: np.ndarray, encoding: str = "float16"
-) -> str | None:
-    """Which of these images' numbers differ by more than their encoding and another device's
-    arithmetic explain, in words. Of 8-bit Gaussians that is one code."""
-    coarse = encoding == "uint8" and name == "gaussians"
-    own, stored = own.astype(np.float32), stored.astype(np.float32)
-    if coarse:
-        close = np.concatenate(
-            [
-                np.isclose(stored[..., :2], own[..., :2], rtol=2**-8, atol=MEAN_STEP),
-                np.isclose(
-                    stored[..., 2:], own[..., 2:], rtol=np.expm1(LOG_STD_STEP) + 2**-8, atol=0
-                ),
-            ],
-            -1,
+def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:
+    """The arrays of a store's decoder that are not the teacher's, in words."""
+    stored, teachers = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
+    for name in sorted(stored.keys() | teachers.keys()):
+        one, other = stored.get(name), teachers.get(name)
+        close = one is not None and other is not None and one.shape == other.shape
+        if not close or not np.allclose(one, other, rtol=1e-5, atol=1e-6):  # type: ignore[arg-type]
+            yield f"decoder/{name} is not the teacher's"
+
+
+def differing_images(
+    maps: store.Store,
+    job: TeacherJob,
+    ids: np.ndarray,
+    stored: dict[str, np.ndarray],
+    teachers: dict[str, np.ndarray],
+) -> Iterator[str]:
+    """The first of these images with other numbers than the teacher's, for each array, in words.
+    Predictions are left out."""
+    schema, names = maps.schema, ["labels"]
+    if job.settings.phase_a.learns_gaussians:
+        names = [name for name in stored if name != "logits"]
+    else:  # a fit, or the choice of keys, may turn out otherwise on another machine
+        read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
+        distances = map_distances(read(stored), read(teachers), schema.layers)
+        yield from _in_words("its maps are", ids, distances > FURTHEST)
+    for name in names:
+        close = are_close(stored[name], teachers[name], name == "gaussians" and schema.encoding)
+        yield from _in_words(name, ids, ~close.reshape(len(ids), -1).all(1))
+
+
+def _in_words(what: str, ids: np.ndarray, wrong: Any) -> Iterator[str]:
+    if wrong.any():
+        yield (
+            f"image {ids[wrong.argmax()]}: {what} not the teacher's "
+            f"({wrong.sum()} of {len(ids)} images of its batch)"
         )
-    else:
-        close = np.isclose(stored, own, rtol=2**-8, atol=2**-10)
-    wrong = ~close.reshape(len(ids), -1).all(1)
-    if not wrong.any():
-        return None
-    return (
-        f"image {ids[wrong.argmax()]}: {name} not the teacher's "
-        f"({wrong.sum()} of {len(ids)} images of its batch)"
-    )
 
 
-def distant(
-    ids: np.ndarray, stored: StoredAttention, own: StoredAttention, layers: int
-) -> list[str]:
-    """Which of these images' maps are further from the teacher's than another device's arithmetic
-    explains, in words: a mean total variation over 0.01."""
+def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | bool) -> np.ndarray:
+    """Which numbers differ by no more than their encoding and another device's arithmetic explain.
+    Of Gaussians in 8 bits that is one code."""
+    stored, teachers = stored.astype(np.float32), teachers.astype(np.float32)
+    if encoding != "uint8":
+        return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
+    mean = np.isclose(stored[..., :2], teachers[..., :2], rtol=2**-8, atol=MEAN_STEP)
+    one_code = np.expm1(LOG_STD_STEP) + 2**-8
+    std = np.isclose(stored[..., 2:], teachers[..., 2:], rtol=one_code, atol=0)
+    return np.concatenate([mean, std], -1)
+
+
+def map_distances(stored: StoredAttention, teachers: StoredAttention, layers: int) -> np.ndarray:
+    """The total variation between two teachers' maps, mean over blocks, heads and queries: [B]."""
     distances = [
-        (stored.map(layer) - own.map(layer)).abs().sum(-1).mean((1, 2)) / 2
+        (stored.map(layer) - teachers.map(layer)).abs().sum(-1).mean((1, 2)) / 2
         for layer in range(layers)
     ]  # of [B, H, T] each
-    wrong = (torch.stack(distances).mean(0) > 0.01).numpy()
-    if not wrong.any():
-        return []
-    return [
-        f"image {ids[wrong.argmax()]}: its maps are not the teacher's ({wrong.sum()} of "
-        f"{len(ids)} images of its batch)"
-    ]
+    return torch.stack(distances).mean(0).numpy()
 
 
 def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:
     """Total variation [B] between the class probabilities of two arrays of logits [B, C]."""
-    probabilities = [
-        np.exp(logits - logits.max(1, keepdims=True))
-        for logits in (stored.astype(np.float64), own.astype(np.float64))
-    ]
-    first, second = (values / values.sum(1, keepdims=True) for values in probabilities)
-    return np.abs(first - second).sum(1) / 2
+    first, second = (
+        torch.from_numpy(logits.astype(np.float64)).softmax(1) for logits in (stored, own)
+    )
+    return ((first - second).abs().sum(1) / 2).numpy()
 
 
 def noise(job: TeacherJob, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
@@ -179,20 +176,12 @@ def noise(job: TeacherJob, schema: store.Schema, batches: Batches, span: tuple[i
     A kind of device other than the export's draws other random numbers; the same kind draws the
     same.
     """
-    from stages import export_maps
-
     phase = job.settings.phase_a
     if phase.mode == "expected" or not phase.learns_gaussians:
         return 0.0
-    first, second = (
-        np.concatenate(
-            [
-                arrays["logits"]
-                for _, arrays in export_maps.outputs(
-                    job, schema, batches, np.arange(*span), seed=seed
-                )
-            ]
-        )
-        for seed in (-1, -2)
-    )
-    return 2 * float(total_variation(first, second).mean())
+
+    def logits(seed: int) -> np.ndarray:
+        parts = export_maps.outputs(job, schema, batches, np.arange(*span), seed=seed)
+        return np.concatenate([arrays["logits"] for _, arrays in parts])
+
+    return 2 * float(total_variation(logits(-1), logits(-2)).mean())

@@ -20,16 +20,20 @@ numpy in and out; works without the rest of gaupipe:
 """
 
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
+from store.files import local_folder
+from store.kinds import KINDS, ArraySpec, Kind
 from store.layout import Shard
 from store.reader import Store, open
-from store.schema import ArraySpec, Schema
+from store.schema import Schema
 from store.verify import Problem, repair, verify
-from store.writer import Writer, create, join
+from store.writer import Writer, check_place, create, join
 
 __all__ = [
+    "KINDS",
     "ArraySpec",
     "CorruptChunk",
     "DamagedStore",
+    "Kind",
     "Problem",
     "Schema",
     "Shard",
@@ -37,8 +41,10 @@ __all__ = [
     "StoreError",
     "UnfinishedStore",
     "Writer",
+    "check_place",
     "create",
     "join",
+    "local_folder",
     "open",
     "repair",
     "verify",

@@ -24,7 +24,6 @@ PROBES = 8
 """After so many images in a row that were not in the page cache, the rest of a batch is taken to
 be on the disk too."""
 _NO_WAIT = getattr(os, "RWF_NOWAIT", None)
-_CHECKED = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 _ENTRY = np.dtype([("offset", "<u8"), ("size", "<u8")])
 
 
@@ -45,19 +44,11 @@ class OpenChunks:
         self._opening = threading.Lock()
 
     @staticmethod
-    def can_read(metadata: dict) -> bool:
-        """Whether an array with this zarr.json is such an array, on a machine that can read so."""
-        sharding = {
-            "name": "sharding_indexed",
-            "configuration": {
-                "chunk_shape": [1, *metadata["shape"][1:]],
-                "codecs": _CHECKED,
-                "index_codecs": _CHECKED,
-                "index_location": "end",
-            },
-        }
+    def can_read(layout: Layout, name: str) -> bool:
+        """Whether array `name` is such an array, on a machine that can read so."""
         able = hasattr(os, "preadv") and sys.byteorder == "little"
-        return able and metadata.get("codecs") == [sharding]
+        compressed = layout.schema.arrays()[name].numbers.compressed
+        return able and not compressed and not layout.is_column(name)
 
     def read(self, image_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """The stored numbers [n, ...] of images and their crc32c [n] uint32. None where anything is
@@ -76,10 +67,10 @@ class OpenChunks:
             whole = _fill(buffers, descriptors, offsets, self._size + 4)
         except OSError:
             return None
-        found = checksums.view("<u4")[:, 0]
-        if not whole or not np.array_equal(image_crc32c(numbers), found):
+        crc32c = checksums.view("<u4")[:, 0]
+        if not whole or not np.array_equal(image_crc32c(numbers), crc32c):
             return None
-        return numbers.view(self._dtype).reshape(len(numbers), *self._shape), found
+        return numbers.view(self._dtype).reshape(len(numbers), *self._shape), crc32c
 
     def _open(self, shard: int) -> _File:
         """The shard's file, whose index has been read. Raises OSError for a damaged one."""

@@ -14,6 +14,10 @@ class DamagedStore(StoreError):
     """The store's own description (its metadata files) is not what was written."""
 
 
+class OtherVersion(StoreError):
+    """The store is of another format version."""
+
+
 class CorruptChunk(StoreError):
     """The stored numbers of one image are damaged or missing.
 

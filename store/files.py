@@ -13,12 +13,14 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import tensorstore as ts
 
 from store.errors import StoreError
 
+SCHEMES = ("file", "s3", "gs")
 _first_process: int | None = None  # the process whose tensorstore threads exist
 
 
@@ -60,8 +62,8 @@ class Files:
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
-        found = self._wait(self._kvstore.read(key))
-        return found.value if found.state == "value" else None
+        result = self._wait(self._kvstore.read(key))
+        return result.value if result.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
         self.write_all({key: data})
@@ -78,6 +80,12 @@ class Files:
         return sorted(
             key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix)))
         )
+
+    def has_files(self) -> bool:
+        """Whether there are any files."""
+        if self.folder is None:
+            return bool(self.list())
+        return any(files for _, _, files in os.walk(self.folder))
 
     def delete(self, prefix: str) -> None:
         """Deletes all files whose name starts with `prefix`."""
@@ -120,18 +128,31 @@ class Files:
             raise StoreError(explain(error, self.url)) from None
 
 
+def local_folder(url: str | os.PathLike) -> Path | None:
+    """The folder that a path or a file:// URL names; None for an object store. Raises StoreError
+    for a URL that names no place for a store."""
+    url = os.fspath(url)
+    scheme, colon, rest = url.partition(":")
+    if "://" not in url and not (colon and scheme in SCHEMES):
+        return Path(os.path.abspath(os.path.expanduser(url)))
+    if scheme in ("s3", "gs") and rest.startswith("//") and rest[2:].partition("/")[0]:
+        return None
+    host, _, path = rest.removeprefix("//").partition("/")
+    if scheme == "file" and path and (not host or host == "localhost"):
+        return Path("/", unquote(path))
+    raise StoreError(
+        f"{url}: not a place for a store; give a folder, file:///folder, s3://bucket/path or "
+        "gs://bucket/path"
+    )
+
+
 def _kvstore_spec(url: str) -> tuple[dict, dict]:
     """tensorstore's name for the place, and its settings for reaching it."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme == "file":
-        path = os.path.abspath(os.path.expanduser(rest or url))
-        return {"driver": "file", "path": f"{path}/"}, {}
+    if (folder := local_folder(url)) is not None:
+        return {"driver": "file", "path": f"{folder}/".replace("//", "/")}, {}
+    scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
     path = path.rstrip("/") + "/" if path else ""
-    if scheme not in ("s3", "gs") or not bucket:
-        raise StoreError(
-            f"{url}: not a place for a store; give a folder, s3://bucket/path or gs://bucket/path"
-        )
     retries = {"max_retries": 4, "initial_delay": "0.2s", "max_delay": "2s"}
     if scheme == "gs":
         return {"driver": "gcs", "bucket": bucket, "path": path}, {"gcs_request_retries": retries}
@@ -140,9 +161,8 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
         spec["endpoint"] = endpoint
     if region := os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION"):
         spec["aws_region"] = region
-    if (
-        "AWS_ACCESS_KEY_ID" in os.environ
-    ):  # tensorstore's own search would print about files it does not find
+    # tensorstore's own search would print about files it does not find
+    if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec, {"s3_request_retries": retries}
 

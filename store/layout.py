@@ -7,14 +7,12 @@ this digest as zeros). Arrays of ours stand beside the data, one file a shard fo
 
     shard_sha256  [S, A, 32] uint8    digest of the shard's file in each data array
     shard_nbytes  [S, A]     uint64   its size in bytes
-    image_crc32c  [N, A]     uint32   checksum of each image's stored numbers (since version 2)
+    image_crc32c  [N, A]     uint32   checksum of each image's stored numbers
 
-The row of `shard_sha256` is written last: it is what marks a shard as finished. Since format
-version 2 both checksums are bound to the store, the array and the shard they belong to
-(`Layout.shard_digest`, `Layout.image_mask`), so that neither a shard nor its checksums pass for
-those of another place or teacher. Version 3 adds the kinds 'topk' and 'mixture', dense maps in
-8-bit codes, and views; a store that has none of them is still written as version 2
-(`Schema.format_version`).
+The row of `shard_sha256` is written last: it is what marks a shard as finished. Both checksums are
+bound to the store, the array and the shard they belong to (`Layout.shard_digest`,
+`Layout.image_mask`), so that neither a shard nor its checksums pass for those of another place or
+teacher.
 """
 
 from __future__ import annotations
@@ -33,45 +31,17 @@ import zarr.buffer
 from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
-from store.encoding import code_attributes, fill_value
-from store.errors import DamagedStore, StoreError, UnfinishedStore
+from store.errors import DamagedStore, OtherVersion, StoreError, UnfinishedStore
 from store.files import Files
-from store.schema import WITH_DECODER, Schema
+from store.schema import Schema
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 3
-"""The name of the format, and the latest version that can be read."""
+FORMAT, FORMAT_VERSION = "gaupipe-maps", 4
+"""The name of the format, and the only version that is written and read."""
 ROOT = "zarr.json"
-RECORDS = {
-    1: ("shard_sha256", "shard_nbytes"),
-    2: ("shard_sha256", "shard_nbytes", "image_crc32c"),
-    3: ("shard_sha256", "shard_nbytes", "image_crc32c"),
-}
-"""The arrays of ours, by format version."""
-IDENTITY = (
-    "kind",
-    "encoding",
-    "num_images",
-    "grid",
-    "layers",
-    "heads",
-    "num_classes",
-    "embedding_dim",
-    "parametrisation",
-    "dataset",
-    "dataset_sha256",
-    "teacher_sha256",
-)
-"""What checksums are bound to in format versions 1 and 2; a field that a later version adds to the
-schema must not change it."""
-IDENTITY_3 = (*IDENTITY, "k", "views")
-"""The same since format version 3."""
 SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
 """Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
 memory."""
-UNCOMPRESSED = "embeddings"
-"""The array that is not compressed: zstd takes a twentieth off the numbers of a learned embedding,
-and most of the time of reading them. Stores of earlier versions compress it all the same."""
 COLUMN_BYTES = 256
 """An array with fewer bytes an image is compressed by whole shards; readers hold it in memory."""
 _ZEROS = "0" * 64
@@ -102,7 +72,6 @@ class Layout:
     images_per_shard: int
     files_sha256: dict[str, str]
     complete: bool = False
-    version: int = 2
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +79,7 @@ class Layout:
 
     @property
     def records(self) -> dict[str, RecordSpec]:
-        return records(self.schema, self.images_per_shard, self.version)
+        return records(self.schema, self.images_per_shard)
 
     @property
     def num_shards(self) -> int:
@@ -160,22 +129,17 @@ class Layout:
 
     @functools.cached_property
     def identity(self) -> str:
-        """sha256, in hex, of what makes this store this store; the attributes are those of
-        `IDENTITY`, or `IDENTITY_3`."""
-        names = IDENTITY if self.version < 3 else IDENTITY_3
-        fields = {name: getattr(self.schema, name) for name in names} | {
-            "images_per_shard": self.images_per_shard
-        }
+        """sha256, in hex, of what makes this store this store: all attributes of the schema but
+        `extra`, and `images_per_shard`."""
+        fields = self.schema.to_attributes() | {"images_per_shard": self.images_per_shard}
+        del fields["extra"]
         return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
     def shard_digest(self, name: str, index: int, data: bytes) -> bytes:
-        """What `shard_sha256` says of a shard's file: in format version 1 the sha256 of its
-        bytes, since then the sha256 of the text `IDENTITY/ARRAY/INDEX/SHA256`, with the store's
-        identity and the file's sha256 in hex."""
-        digest = hashlib.sha256(data)
-        if self.version > 1:
-            digest = hashlib.sha256(f"{self.identity}/{name}/{index}/{digest.hexdigest()}".encode())
-        return digest.digest()
+        """What `shard_sha256` says of a shard's file: the sha256 of the text
+        `IDENTITY/ARRAY/INDEX/SHA256`, with the store's identity and the file's sha256 in hex."""
+        text = f"{self.identity}/{name}/{index}/{sha256(data)}"
+        return hashlib.sha256(text.encode()).digest()
 
     def image_mask(self, name: str, index: int) -> int:
         """What the crc32c of a shard's images are combined with (exclusive or) in
@@ -194,7 +158,7 @@ class Layout:
         return seal(
             {
                 "format": FORMAT,
-                "format_version": self.version,
+                "format_version": FORMAT_VERSION,
                 **self.schema.to_attributes(),
                 "images_per_shard": self.images_per_shard,
                 "complete": self.complete,
@@ -230,10 +194,10 @@ class Layout:
         if not whole:
             raise DamagedStore(damaged)
         version = attributes.get("format_version")
-        if type(version) is int and version > FORMAT_VERSION:
-            raise StoreError(
-                f"{url}: format version {version}, this gaupipe reads up to {FORMAT_VERSION}; "
-                "a newer gaupipe reads it"
+        if version != FORMAT_VERSION:
+            raise OtherVersion(
+                f"{url}: format version {str(version)[:20]}, this gaupipe reads {FORMAT_VERSION} "
+                "alone; write the store anew with gaupipe export-maps --overwrite"
             )
         try:
             return cls._from_attributes(attributes)
@@ -244,16 +208,9 @@ class Layout:
     def _from_attributes(cls, attributes: dict) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
-        version, per_shard, complete, files = (
-            attributes.get(name)
-            for name in ("format_version", "images_per_shard", "complete", "files_sha256")
+        per_shard, complete, files = (
+            attributes.get(name) for name in ("images_per_shard", "complete", "files_sha256")
         )
-        if type(version) is not int or version not in RECORDS:
-            raise StoreError(
-                f"format_version is {version!r}; it must be one of {', '.join(map(str, RECORDS))}"
-            )
-        if (version > 2 or schema.format_version > 2) and version != schema.format_version:
-            raise StoreError(f"format_version is {version}; {schema.format_version} is right")
         if type(per_shard) is not int or not 1 <= per_shard <= schema.num_images:
             raise StoreError(
                 f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}"
@@ -264,7 +221,7 @@ class Layout:
             )
         if type(complete) is not bool:
             raise StoreError(f"complete is {complete!r}; it must be true or false")
-        names = (*schema.arrays(), *records(schema, per_shard, version))
+        names = (*schema.arrays(), *records(schema, per_shard))
         needed = {f"{name}/{ROOT}" for name in names}
         if (
             not isinstance(files, dict)
@@ -277,20 +234,19 @@ class Layout:
             raise StoreError(
                 f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files"
             )
-        return cls(schema, per_shard, files, complete, version)
+        return cls(schema, per_shard, files, complete)
 
 
-def records(schema: Schema, per_shard: int, version: int) -> dict[str, RecordSpec]:
-    """The arrays of ours that stand beside the data in this format version."""
+def records(schema: Schema, per_shard: int) -> dict[str, RecordSpec]:
+    """The arrays of ours that stand beside the data."""
     shards, arrays = -(-schema.num_images // per_shard), len(schema.arrays())
-    specs = {
+    return {
         "shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", ("shard", "array", "byte")),
         "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", ("shard", "array")),
         "image_crc32c": RecordSpec(
             (schema.num_images, arrays), per_shard, "uint32", ("image", "array")
         ),
     }
-    return {name: specs[name] for name in RECORDS[version]}
 
 
 def shard_key(index: int, dimensions: int) -> str:
@@ -308,36 +264,23 @@ def is_column(schema: Schema, name: str) -> bool:
 
 
 def plan(
-    schema: Schema,
-    shard_bytes: int,
-    decoder: Mapping[str, np.ndarray] | None,
-    version: int | None = None,
-    packed: bool = False,
+    schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None
 ) -> tuple[Layout, dict[str, bytes]]:
     """The layout of a new store and its metadata files (root excluded) with the decoder's files,
-    by name. `version` is the format version, by default the schema's; `packed` is as in
-    `metadata_files`."""
-    version = version or schema.format_version
+    by name."""
     if shard_bytes > LARGEST_SHARD:
-        raise StoreError(
-            f"a shard of {shard_bytes} bytes is too large; at most {LARGEST_SHARD} are possible"
-        )
+        raise StoreError(f"a shard is too large; at most {LARGEST_SHARD} bytes are possible")
     per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
-    files = metadata_files(schema, per_shard, decoder, version, packed)
-    digests = {key: sha256(data) for key, data in files.items()}
-    return Layout(schema, per_shard, digests, version=version), files
+    files = metadata_files(schema, per_shard, decoder)
+    return Layout(schema, per_shard, {key: sha256(data) for key, data in files.items()}), files
 
 
 def metadata_files(
-    schema: Schema,
-    per_shard: int,
-    decoder: Mapping[str, np.ndarray] | None,
-    version: int,
-    packed: bool = False,
+    schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None
 ) -> dict[str, bytes]:
     """Every file of the store that does not depend on the images, without the root's:
-    zarr-python writes them. `packed`: embeddings are compressed too."""
-    if (schema.kind in WITH_DECODER) != bool(decoder):
+    zarr-python writes them."""
+    if schema.kind_class.decoder != bool(decoder):
         raise StoreError(
             f"a store of kind {schema.kind!r} needs its decoder's arrays"
             if not decoder
@@ -356,12 +299,12 @@ def metadata_files(
             chunks=(rows, *spec.shape[1:]),
             shards=(per_shard, *spec.shape[1:]),
             filters=None,
-            compressors=[Crc32cCodec()] if name == UNCOMPRESSED and not packed else checked,
-            fill_value=fill_value(name, schema),
+            compressors=checked if spec.numbers.compressed else [Crc32cCodec()],
+            fill_value=schema.fill_value(name),
             dimension_names=spec.dimension_names,
-            attributes={**code_attributes(schema, name)},
+            attributes=dict(spec.numbers.codes) if schema.has_codes(name) else {},
         )
-    for name, record in records(schema, per_shard, version).items():
+    for name, record in records(schema, per_shard).items():
         group.create_array(
             name,
             shape=record.shape,
@@ -397,21 +340,6 @@ def metadata_files(
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
-def is_packed(
-    files: Files, schema: Schema, layout: Layout | None, decoder: Mapping[str, np.ndarray] | None
-) -> bool:
-    """Whether the store that is there compresses its embeddings, even where their zarr.json is
-    damaged or missing; `layout` is None where the root is lost."""
-    key = f"{UNCOMPRESSED}/{ROOT}"
-    if UNCOMPRESSED not in schema.arrays():
-        return False
-    data = files.read(key) or b""
-    if layout is None or sha256(data) == layout.files_sha256[key]:
-        return b'"zstd"' in data
-    unpacked = metadata_files(schema, layout.images_per_shard, decoder, layout.version)
-    return sha256(unpacked[key]) != layout.files_sha256[key]
-
-
 def read_metadata(files: Files, layout: Layout, name: str) -> dict:
     """The zarr.json of one array, data or record. Raises DamagedStore when any bit of it has
     changed, or it is of another shape than the root says."""
@@ -441,7 +369,7 @@ def read_metadata(files: Files, layout: Layout, name: str) -> dict:
 def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     """The decoder's arrays, every file checked against its digest. Raises DamagedStore."""
     keys = [key for key in layout.files_sha256 if key.startswith("decoder/")]
-    if not keys and layout.schema.kind not in WITH_DECODER:
+    if not keys and not layout.schema.kind_class.decoder:
         return {}
     buffers = {
         key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(

@@ -8,11 +8,12 @@ import functools
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
 from store.chunks import OpenChunks
-from store.encoding import decode, fill_value, image_crc32c
+from store.encoding import image_crc32c
 from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
 from store.files import Files, damage, explain, refuse_after_fork
 from store.layout import ROOT, Layout, Shard, read_decoder, read_metadata
@@ -60,30 +61,28 @@ class Store:
     Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a
     spawned one the URL.
 
-    Since format version 2 an image's numbers are compared with the checksum that was taken when
-    they were written, the first time that this reader reads them. The checksum is bound to the
-    store, the array and the shard.
+    An image's numbers are compared with the checksum that was taken when they were written, the
+    first time that this reader reads them. The checksum is bound to the store, the array and the
+    shard.
     """
 
     def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
         self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
         self._files, self._layout = files, layout
-        metadata = {
-            name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)
-        }
+        for name in (*layout.names, *layout.records):
+            read_metadata(files, layout, name)
         if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
             raise DamagedStore(
                 f"{self.url}: is complete, but the last of its {layout.num_shards} shards was "
                 "never finished; repair it with gaupipe export-maps --repair"
             )
-        checked = [CHECKSUMS] if CHECKSUMS in layout.records else []
         self._arrays = {
-            name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, *checked)
+            name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, CHECKSUMS)
         }
         self._open_chunks = {
             name: OpenChunks(files.folder, layout, name)
             for name in layout.names
-            if files.folder is not None and OpenChunks.can_read(metadata[name])
+            if files.folder is not None and OpenChunks.can_read(layout, name)
         }
         self._in_memory: dict[str, np.ndarray] = {}
         self._checked = np.zeros(len(self), bool)
@@ -91,8 +90,9 @@ class Store:
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
             for name, stored in self._in_memory.items():
-                there = np.flatnonzero(~_is_missing(stored, fill_value(name, self.schema)))
-                self._check(name, there, stored if len(there) == len(stored) else stored[there])
+                there = np.flatnonzero(~_is_missing(stored, self.schema.fill_value(name)))
+                images = stored if len(there) == len(stored) else stored[there]
+                self._check(name, there, images, self._checksums[there])
             self._checked[:] = True
 
     def __len__(self) -> int:
@@ -108,15 +108,12 @@ class Store:
         """
         refuse_after_fork()
         ids = self._check_ids(image_ids)
-        if not self.complete and not self._finished[ids].all():
-            raise self._corrupt(
-                self._layout.names[0], int(ids[self._finished[ids].argmin()]), "it is not there"
-            )
+        self._refuse_unfinished(self._layout.names[0], ids)
         self._preload([name for name in self._layout.names if self._layout.is_column(name)])
         quick = {
-            name: read
+            name: images
             for name, chunks in self._open_chunks.items()
-            if name not in self._in_memory and (read := chunks.read(ids)) is not None
+            if name not in self._in_memory and (images := chunks.read(ids)) is not None
         }
         reads = {
             name: self._arrays[name][ids].read()
@@ -124,25 +121,21 @@ class Store:
             if name not in self._in_memory and name not in quick
         }
         rows, new = {}, np.flatnonzero(~self._checked[ids])
+        unchecked: slice | np.ndarray = slice(None) if len(new) == len(ids) else new
         for name in self._layout.names:
-            found = None
-            try:
-                if name in quick:
-                    stored, found = quick[name]
-                else:
-                    stored = reads[name].result() if name in reads else self._in_memory[name][ids]
-            except ValueError as error:
-                raise self._find_damage(name, ids, error) from None
+            crc32c = None
+            if name in quick:
+                stored, crc32c = quick[name]
+                crc32c = crc32c[unchecked]
+            elif name in reads:
+                stored = self._wait(name, ids, reads[name])
+            else:
+                stored = self._in_memory[name][ids]
             self._refuse_missing(name, ids, stored)
             if len(new):
-                whole = len(new) == len(ids)
-                self._check(
-                    name,
-                    ids[new],
-                    stored if whole else stored[new],
-                    found=found if whole or found is None else found[new],
-                )
-            rows[name] = decode(name, stored, self.schema)
+                checksums = self._checksums[ids[new]]
+                self._check(name, ids[new], stored[unchecked], checksums, crc32c)
+            rows[name] = self.schema.decode(name, stored)
         self._checked[ids] = True
         return rows
 
@@ -159,19 +152,15 @@ class Store:
         refuse_after_fork()
         ids = self._check_ids(np.arange(start, stop))
         names = self._layout.names if names is None else list(names)
-        if not self.complete and not self._finished[ids].all():
-            raise self._corrupt(names[0], int(ids[self._finished[ids].argmin()]), "it is not there")
+        self._refuse_unfinished(names[0], ids)
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         checksums = self._read_checksums(start, stop)
         rows = {}
         for name, read in reads.items():
-            try:
-                stored = read.result()
-            except ValueError as error:
-                raise self._find_damage(name, ids, error) from None
+            stored = self._wait(name, ids, read)
             self._refuse_missing(name, ids, stored)
             self._check(name, ids, stored, checksums)
-            rows[name] = decode(name, stored, self.schema)
+            rows[name] = self.schema.decode(name, stored)
         return rows
 
     @property
@@ -233,10 +222,14 @@ class Store:
                 self._in_memory[name] = self._read_whole(name)
 
     def _read_whole(self, name: str) -> np.ndarray:
+        return self._wait(name, np.arange(len(self)), self._arrays[name].read())
+
+    def _wait(self, name: str, ids: np.ndarray, read: Any) -> np.ndarray:
+        """The result of reading these images of an array."""
         try:
-            return self._arrays[name].read().result()
+            return read.result()
         except ValueError as error:
-            raise self._find_damage(name, np.arange(len(self)), error) from None
+            raise self._find_damage(name, ids, error) from None
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:
@@ -248,22 +241,16 @@ class Store:
     @functools.cached_property
     def _checksums(self) -> np.ndarray:
         """The crc32c of every image's stored numbers: [N, A] uint32."""
-        masks = self._layout.image_masks(range(self._layout.num_shards))
-        return (
-            self._read_whole(CHECKSUMS)
-            ^ masks.repeat(self._layout.images_per_shard, axis=0)[: len(self)]
-        )
+        return self._unmasked(0, self._read_whole(CHECKSUMS))
 
-    def _read_checksums(self, start: int, stop: int) -> np.ndarray | None:
-        """`_checksums` of the images start <= id < stop, without reading the others'; None in a
-        store without checksums."""
-        if CHECKSUMS not in self._arrays:
-            return None
-        try:
-            stored = self._arrays[CHECKSUMS][start:stop].read().result()
-        except ValueError as error:
-            raise self._find_damage(CHECKSUMS, np.arange(start, stop), error) from None
-        shards = np.arange(start, stop) // self._layout.images_per_shard
+    def _read_checksums(self, start: int, stop: int) -> np.ndarray:
+        """`_checksums` of the images start <= id < stop, without reading the others'."""
+        read = self._arrays[CHECKSUMS][start:stop].read()
+        return self._unmasked(start, self._wait(CHECKSUMS, np.arange(start, stop), read))
+
+    def _unmasked(self, start: int, stored: np.ndarray) -> np.ndarray:
+        """The checksums themselves, of what is stored [n, A] for the images from `start` on."""
+        shards = np.arange(start, start + len(stored)) // self._layout.images_per_shard
         masks = self._layout.image_masks(range(shards[0], shards[-1] + 1))
         return stored ^ masks[shards - shards[0]]
 
@@ -272,39 +259,39 @@ class Store:
         name: str,
         ids: np.ndarray,
         stored: np.ndarray,
-        checksums: np.ndarray | None = None,
-        found: np.ndarray | None = None,
+        checksums: np.ndarray,
+        crc32c: np.ndarray | None = None,
     ) -> None:
         """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images. ``checksums`` [len(ids), A] are those of these images, ``found`` [len(ids)]
-        the crc32c of the numbers, where they are at hand."""
-        if CHECKSUMS not in self._arrays:
-            return
-        expected = self._checksums[ids] if checksums is None else checksums
-        found = image_crc32c(stored) if found is None else found
-        wrong = found != expected[:, self._layout.names.index(name)]
+        these images, whose checksums [len(ids), A] are given. ``crc32c`` [len(ids)] is that of the
+        numbers, where it is at hand."""
+        crc32c = image_crc32c(stored) if crc32c is None else crc32c
+        wrong = crc32c != checksums[:, self._layout.names.index(name)]
         if wrong.any():
             raise self._corrupt(
                 name, int(ids[wrong.argmax()]), "it is not what was written for this image"
             )
 
+    def _refuse_unfinished(self, name: str, ids: np.ndarray) -> None:
+        if not self.complete and not self._finished[ids].all():
+            raise self._corrupt(name, int(ids[self._finished[ids].argmin()]), "it is not there")
+
     def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
-        missing = _is_missing(stored, fill_value(name, self.schema))
+        missing = _is_missing(stored, self.schema.fill_value(name))
         if missing.any():
             raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Which image made a batched read fail."""
         ids = np.unique(ids)
-        if name == CHECKSUMS or self._layout.is_column(
-            name
-        ):  # a shard's images are one chunk: the first of them tells
+        if name == CHECKSUMS or self._layout.is_column(name):
+            # a shard's images are one chunk: the first of them tells
             ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
         for image_id in ids:
             try:
                 self._arrays[name][image_id].read().result()
-            except ValueError as found:
-                if what := damage(found):
+            except ValueError as cause:
+                if what := damage(cause):
                     return self._corrupt(name, int(image_id), what)
                 break
         return StoreError(explain(error, self.url))

@@ -16,7 +16,6 @@ from store.layout import (
     SHARD_BYTES,
     Layout,
     Shard,
-    is_packed,
     metadata_files,
     plan,
     read_checked,
@@ -180,11 +179,8 @@ def _check_file(
     data = files.read(key)
     if data is None:
         return [problem("the shard's file is missing")]
-    checksums = None
-    if "image_crc32c" in records:
-        checksums = records["image_crc32c"][:, column] ^ np.uint32(
-            layout.image_mask(name, shard.index)
-        )
+    mask = np.uint32(layout.image_mask(name, shard.index))
+    checksums = records["image_crc32c"][:, column] ^ mask
     found = []
     for image, values in enumerate(
         decode_shard(metadata, key.partition("/")[2], shard, data), shard.start
@@ -193,7 +189,7 @@ def _check_file(
             found.append(problem(values, image, image + 1))
         elif values.dtype.kind == "f" and not np.isfinite(values).all():
             found.append(problem("values that are not finite", image, image + 1))
-        elif checksums is not None and image_crc32c(values[None]) != checksums[image - shard.start]:
+        elif image_crc32c(values[None]) != checksums[image - shard.start]:
             found.append(problem("not what was written for it", image, image + 1))
     size = int(records["shard_nbytes"][0, column])
     if not found and len(data) != size:
@@ -241,18 +237,15 @@ def repair(
             "export one with gaupipe export-maps"
         )
     if stored is None:
-        packed = is_packed(files, schema, None, decoder)
-        first = schema.format_version == 2 and not files.list("image_crc32c/")
-        layout, metadata = plan(schema, shard_bytes, decoder, 1 if first else None, packed)
+        layout, metadata = plan(schema, shard_bytes, decoder)
     else:
         if difference := schema.difference(stored.schema):
             raise StoreError(
                 f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
             )
-        packed = is_packed(files, schema, stored, decoder)
-        metadata = metadata_files(schema, stored.images_per_shard, decoder, stored.version, packed)
+        metadata = metadata_files(schema, stored.images_per_shard, decoder)
         digests = {key: sha256(data) for key, data in metadata.items()}
-        layout = Layout(schema, stored.images_per_shard, digests, version=stored.version)
+        layout = Layout(schema, stored.images_per_shard, digests)
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     writer = Writer(files, layout)

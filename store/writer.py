@@ -9,15 +9,14 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from store.encoding import encode, image_crc32c
-from store.errors import DamagedStore, StoreError
+from store.encoding import image_crc32c
+from store.errors import DamagedStore, OtherVersion, StoreError
 from store.files import Files
 from store.layout import (
     ROOT,
     SHARD_BYTES,
     Layout,
     Shard,
-    is_packed,
     metadata_files,
     plan,
     read_decoder,
@@ -81,7 +80,7 @@ class Writer:
                 raise StoreError(
                     f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right"
                 )
-            stored = encode(name, values, self.schema, shard.start)
+            stored = self.schema.encode(name, values, shard.start)
             files[name] = self._encode(name, shard, stored)
             checksums.append(
                 image_crc32c(stored) ^ np.uint32(self._layout.image_mask(name, shard.index))
@@ -151,11 +150,7 @@ def create(
     given, when `resume` meets another schema, and when something else is there.
     """
     files = Files(url)
-    root = files.read(ROOT)
-    if (
-        root is None and files.list() and (root := files.read(ROOT)) is None
-    ):  # read again: another process may create it
-        raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
+    root = read_root(files)
     if root is not None and not overwrite and not resume:
         raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
     if root is not None and resume:
@@ -166,6 +161,21 @@ def create(
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     return Writer(files, layout)
+
+
+def check_place(url: str | os.PathLike) -> None:
+    """Raises StoreError where neither a store is nor nothing at all."""
+    read_root(Files(url))
+
+
+def read_root(files: Files) -> bytes | None:
+    """The root's metadata file; None where nothing is there. Raises StoreError where something else
+    than a store is."""
+    root = files.read(ROOT)
+    if root is None and files.has_files() and (root := files.read(ROOT)) is None:
+        # read again, as another process may create it
+        raise StoreError(f"{files.url}: is not empty and not a store; choose another place")
+    return root
 
 
 def join(url: str | os.PathLike) -> Writer:
@@ -183,8 +193,7 @@ def _resume(
         )
     missing = layout.files_sha256.keys() - set(files.list())
     if missing:  # the process was killed while it created the store
-        packed = is_packed(files, schema, layout, decoder)
-        metadata = metadata_files(schema, layout.images_per_shard, decoder, layout.version, packed)
+        metadata = metadata_files(schema, layout.images_per_shard, decoder)
         files.write_all({key: metadata[key] for key in missing})
     if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
         raise StoreError(
@@ -203,7 +212,7 @@ def _clear(files: Files, root: bytes) -> None:
     try:
         layout = Layout.from_root_file(root, files.url)
         files.write(ROOT, dataclasses.replace(layout, complete=False).root_file())
-    except DamagedStore:
+    except (DamagedStore, OtherVersion):
         pass  # no reader takes it for whole
     for key in files.list():
         if key != ROOT:

@@ -274,7 +274,7 @@ def swept(entries, base=None):
         ([], "a sweep is a list"),
         ([3], "a sweep is a list"),
         ([{1: 2}], "valid string"),
-        ([{"kind": "tall"}], "'dense', 'prior', 'topk' or 'mixture'"),
+        ([{"kind": "tall"}], "should be one of gaussian"),
         ([{"plain": "perhaps"}], "plain"),
         ([{"name": 5}], "name"),
         ([{"tries": {"phase_b.epochs": 3}}], "tries"),

@@ -40,9 +40,6 @@ def make_arrays(schema: store.Schema, seed: int = 0) -> dict[str, np.ndarray]:
     }
     if "gaussians" in arrays:
         arrays["gaussians"][..., 2:] = np.exp(arrays["gaussians"][..., 2:])
-    if "mixtures" in arrays:
-        arrays["mixtures"][..., 0] = np.abs(arrays["mixtures"][..., 0]) + 0.1
-        arrays["mixtures"][..., 3:] = np.exp(arrays["mixtures"][..., 3:])
     if "maps" in arrays and schema.encoding == "uint8":
         arrays["maps"] = random_maps(rng, arrays["maps"].shape)
     if "keys" in arrays:
@@ -62,12 +59,20 @@ def write_store(
     url, schema: store.Schema, arrays: dict[str, np.ndarray], **options
 ) -> store.Writer:
     writer = store.create(url, schema, **options)
-    for shard in writer.pending():
-        writer.write(
-            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
-        )
-    writer.finish()
+    write_pending(writer, arrays)
     return writer
+
+
+def write_pending(writer: store.Writer, arrays: dict[str, np.ndarray]) -> None:
+    for shard in writer.pending():
+        part = slice(shard.start, shard.stop)
+        writer.write(shard, {name: values[part] for name, values in arrays.items()})
+    writer.finish()
+
+
+def damaged_images(url) -> list[tuple]:
+    """(shard, array, first image, end) of every problem that verify finds."""
+    return [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)]
 
 
 def assert_stored(read: dict[str, np.ndarray], written: dict[str, np.ndarray], ids) -> None:
@@ -83,8 +88,16 @@ KINDS = [
     dict(kind="dense"),
     dict(kind="prior"),
     dict(kind="topk", k=3),
-    dict(kind="mixture", k=2),
 ]
+
+
+VARIANTS = {kind["kind"]: kind for kind in KINDS} | {
+    "embedding": dict(kind="embedding", embedding_dim=70),
+    "uint8": dict(encoding="uint8"),
+    "topk codes": dict(kind="topk", k=3, encoding="uint8"),
+    "dense codes": dict(kind="dense", encoding="uint8"),
+}
+"""Schemas of every array and encoding."""
 
 
 def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
@@ -129,17 +142,16 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     layers=st.integers(1, 3),
     heads=st.integers(1, 3),
     num_classes=st.sampled_from([1, 4, 127, 128, 300]),
-    kind=st.sampled_from(["gaussian", "dense", "topk", "mixture"]),
+    kind=st.sampled_from(["gaussian", "dense", "topk"]),
     k=st.integers(1, 12),
     shard_images=st.floats(1, 20),
 )
 def test_any_shape_and_shard_size(
     tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, k, shard_images
 ):
-    most = {"topk": grid[0] * grid[1], "mixture": 255}.get(kind)
     schema = make_schema(
         kind=kind,
-        k=most and min(k, most),
+        k=min(k, grid[0] * grid[1]) if kind == "topk" else None,
         num_images=num_images,
         grid=grid,
         layers=layers,
@@ -173,7 +185,7 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     group = zarr.open_group(tmp_path / "s", mode="r")
     expected = dict(
         format="gaupipe-maps",
-        format_version=2,
+        format_version=4,
         kind="gaussian",
         grid=[2, 3],
         layers=2,
@@ -330,24 +342,35 @@ def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(kind="maps"), "choose one of gaussian, embedding, dense, prior, topk, mixture"),
+        (dict(kind="maps"), "choose one of gaussian, embedding, prior, dense, topk"),
         (dict(layers=0), "layers is 0"),
+        (dict(heads=True), "heads is True"),
+        (dict(dataset=None), "dataset is None"),
+        (dict(num_images=10**12), "num_images is 1000000000000"),
         (dict(grid=(3,)), "grid"),
+        (dict(grid=(10**5, 10**5)), "an image takes"),
         (dict(kind="embedding"), "embedding_dim is None"),
         (dict(embedding_dim=8), "embedding_dim is 8"),
         (dict(encoding="int4"), "choose one of float16, uint8"),
-        (
-            dict(kind="mixture", k=2, encoding="uint8"),
-            "'uint8' is for the kinds 'gaussian', 'dense'",
-        ),
-        (dict(kind="prior", encoding="uint8"), "kind 'prior' takes 'float16'"),
+        (dict(kind="prior", encoding="uint8"), "kind 'prior' takes the encoding 'float16' alone"),
+        (dict(kind="topk"), "k is None .* kind 'topk' it must be a whole number from 1 to 6"),
+        (dict(kind="topk", k=0), "k is 0"),
+        (dict(kind="topk", k=7), "from 1 to 6"),
+        (dict(kind="topk", k=2.0), "k is 2.0"),
+        (dict(kind="topk", k=1, grid=(256, 256)), "at most 65535"),
+        (dict(k=3), "k is 3 .* in the kind 'gaussian' it must be None"),
+        (dict(views=0), "views is 0"),
+        (dict(views=None), "views is None"),
+        (dict(views=2), "num_images is 23 .* multiple of the 2 views"),
+        (dict(extra=[]), "extra is"),
         (dict(extra={"a": {1}}), "plain JSON"),
         (dict(extra={"a": np.nan}), "plain JSON"),
     ],
 )
 def test_a_schema_that_makes_no_sense_is_refused(changes, message):
-    with pytest.raises(store.StoreError, match=message):
+    with pytest.raises(store.StoreError, match=message) as error:
         make_schema(**changes)
+    assert "\n" not in str(error.value)
 
 
 def test_mistakes_give_one_line(tmp_path):

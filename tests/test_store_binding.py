@@ -13,22 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
-from test_store import decoder_for, make_arrays, make_schema, write_store
+from test_store import (
+    VARIANTS,
+    damaged_images,
+    decoder_for,
+    make_arrays,
+    make_schema,
+    write_pending,
+    write_store,
+)
 
 RECORDS = ("shard_sha256", "shard_nbytes", "image_crc32c")
 SMALL = dict(num_images=7)
-KINDS = {
-    "gaussian": {},
-    "uint8": dict(encoding="uint8"),
-    "dense": dict(kind="dense"),
-    "embedding": dict(kind="embedding", embedding_dim=70),
-    "prior": dict(kind="prior"),
-    "topk": dict(kind="topk", k=3),
-    "topk codes": dict(kind="topk", k=3, encoding="uint8"),
-    "mixture": dict(kind="mixture", k=2),
-    "dense codes": dict(kind="dense", encoding="uint8"),
-    "views": dict(views=7),
-}
+KINDS = VARIANTS | {"views": dict(views=7)}
 
 
 def write(url: Path, seed: int = 0, **changes) -> Path:
@@ -76,21 +73,14 @@ def assert_refused(url: Path, arrays: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("with_records", [False, True], ids=["data", "data and records"])
-def test_exchanged_shards_are_refused(tmp_path, kind, with_records):
+@pytest.mark.parametrize("exchanged", ["one array", "data", "data and records"])
+def test_exchanged_shards_are_refused(tmp_path, kind, exchanged):
     url = write(tmp_path / "s", **KINDS[kind])
     names = list(store.open(url).schema.arrays())
-    for name in (*names, *(RECORDS if with_records else ())):
+    records = RECORDS if exchanged == "data and records" else ()
+    for name in (*(names[:1] if exchanged == "one array" else names), *records):
         exchange(shard_file(url, name, 0), shard_file(url, name, 1))
     assert_refused(url, [names[0]])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_exchanged_array_is_refused(tmp_path, kind):
-    url = write(tmp_path / "s", **KINDS[kind])
-    main = next(iter(store.open(url).schema.arrays()))
-    exchange(shard_file(url, main, 0), shard_file(url, main, 1))
-    assert_refused(url, [main])
 
 
 @pytest.mark.parametrize(
@@ -122,11 +112,7 @@ def test_repair_writes_exchanged_shards_again(tmp_path):
     writer = store.repair(url, schema)
     assert [shard.index for shard in writer.pending()] == [0, 1]
     arrays = make_arrays(schema)
-    for shard in writer.pending():
-        writer.write(
-            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
-        )
-    writer.finish()
+    write_pending(writer, arrays)
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -144,9 +130,7 @@ def test_an_image_is_refused_whatever_was_read_before(tmp_path):
             match="gaussians of image 4 cannot be read: it is not what was written",
         ):
             maps.gather(ids)
-    assert [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)] == [
-        (1, "gaussians", 4, 5)
-    ]
+    assert damaged_images(url) == [(1, "gaussians", 4, 5)]
 
 
 def test_unfinished_shards_are_not_read(tmp_path):
@@ -215,28 +199,10 @@ def crc32c(data: bytes) -> int:
 def test_the_checksums_are_those_of_docs_store(tmp_path, kind):
     url = write(tmp_path / "s", **KINDS[kind])
     group = zarr.open_group(url, mode="r")
-    names = (
-        "kind",
-        "encoding",
-        "num_images",
-        "grid",
-        "layers",
-        "heads",
-        "num_classes",
-        "embedding_dim",
-        "parametrisation",
-        "dataset",
-        "dataset_sha256",
-        "teacher_sha256",
-        "images_per_shard",
-    )
-    defaults = {}
-    if group.attrs["format_version"] == 3:
-        names, defaults = (*names, "k", "views"), {"k": None, "views": 1}
-    attributes = defaults | dict(group.attrs)
-    text = json.dumps(
-        {name: attributes[name] for name in names}, sort_keys=True, separators=(",", ":")
-    )
+    attributes = dict(group.attrs)
+    notes = {"format", "format_version", "extra", "complete", "files_sha256", "root_sha256"}
+    bound = {name: value for name, value in attributes.items() if name not in notes}
+    text = json.dumps(bound, sort_keys=True, separators=(",", ":"))
     identity = hashlib.sha256(text.encode()).hexdigest()
     for column, name in enumerate(group["shard_sha256"].attrs["arrays"]):
         numbers = group[name][...]

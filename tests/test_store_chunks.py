@@ -1,17 +1,15 @@
-"""Embeddings lie uncompressed and are read straight from their files; those of earlier versions are
-compressed, and stay so."""
+"""Embeddings lie uncompressed and are read straight from their files."""
 
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 from google_crc32c import value as crc32c
 
 import store
-from store import chunks, layout
-from test_store import decoder_for, make_arrays, make_schema, write_store
+from store import chunks
+from test_store import decoder_for, make_arrays, make_schema, write_pending, write_store
 from test_store_damage import data_files, shard_file
 
 SCHEMA = make_schema(kind="embedding", embedding_dim=150)
@@ -27,26 +25,12 @@ def url(tmp_path) -> Path:
     return tmp_path / "s"
 
 
-@pytest.fixture
-def packed(tmp_path, monkeypatch) -> Path:
-    """A store as earlier versions wrote it."""
-    with monkeypatch.context() as earlier:
-        earlier.setattr(layout, "UNCOMPRESSED", None)
-        write_embeddings(tmp_path / "packed")
-    return tmp_path / "packed"
-
-
 def write_embeddings(url: Path) -> None:
     write_store(url, SCHEMA, ARRAYS, shard_bytes=SHARD_BYTES, decoder=decoder_for(SCHEMA))
 
 
 def contents(url: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in data_files(url)}
-
-
-def codecs(url: Path) -> list[str]:
-    codec = zarr.open_array(url / "embeddings", mode="r").metadata.codecs[0]
-    return [type(inner).__name__ for inner in codec.codecs]
 
 
 @pytest.mark.parametrize("cache", ["asked", "never there", "cannot be asked"])
@@ -71,16 +55,6 @@ def test_no_file_stays_open_after_its_store(url):
     opened = len(os.listdir("/proc/self/fd")) - before
     del maps
     assert len(os.listdir("/proc/self/fd")) <= before + opened - 6
-
-
-@pytest.mark.parametrize("preload_bytes", [0, 10**7])
-def test_compressed_embeddings_of_earlier_versions_are_read(url, packed, preload_bytes):
-    assert codecs(packed) == ["BytesCodec", "ZstdCodec", "Crc32cCodec"]
-    assert codecs(url) == ["BytesCodec", "Crc32cCodec"]
-    maps = store.open(packed, preload_bytes=preload_bytes)
-    assert not maps._open_chunks
-    assert np.array_equal(maps.gather(IDS)["embeddings"], STORED[IDS])
-    assert store.verify(packed) == []
 
 
 def test_damage_is_told_as_for_any_array(url):
@@ -116,26 +90,18 @@ def test_another_shards_file_is_not_taken_for_its_own(url):
         store.open(url).gather([2])
 
 
-@pytest.mark.parametrize("which", ["url", "packed"])
 @pytest.mark.parametrize("damaged", ["embeddings/zarr.json", "zarr.json", "labels/c/1", None])
-def test_a_repair_leaves_embeddings_as_they_are(request, which, damaged):
-    url = request.getfixturevalue(which)
+def test_a_repair_leaves_embeddings_as_they_are(url, damaged):
     before = contents(url)
     path = shard_file(url, "embeddings", 2) if damaged is None else url / damaged
     path.write_bytes(before[path][:-3])
     writer = store.repair(url, SCHEMA, shard_bytes=SHARD_BYTES, decoder=decoder_for(SCHEMA))
     assert len(writer.pending()) == (damaged in (None, "labels/c/1"))
-    for shard in writer.pending():
-        writer.write(
-            shard, {name: values[shard.start : shard.stop] for name, values in ARRAYS.items()}
-        )
-    writer.finish()
+    write_pending(writer, ARRAYS)
     assert contents(url) == before
 
 
-@pytest.mark.parametrize("which", ["url", "packed"])
-def test_an_export_that_was_killed_as_it_began_goes_on_as_it_was(request, which):
-    url = request.getfixturevalue(which)
+def test_an_export_that_was_killed_as_it_began_goes_on_as_it_was(url):
     before = contents(url)
     (url / "embeddings" / "zarr.json").unlink()
     options = {"resume": True, "decoder": decoder_for(SCHEMA), "shard_bytes": SHARD_BYTES}

@@ -13,17 +13,10 @@ import tensorstore
 import zarr
 
 import store
-from test_store import KINDS, decoder_for, make_arrays, make_schema, write_store
+from test_store import VARIANTS, decoder_for, make_arrays, make_schema, write_store
 
 HERE = Path(__file__).parent / "zarrita"
-LAYOUTS = [
-    *KINDS,
-    dict(kind="embedding", embedding_dim=150),
-    dict(encoding="uint8"),
-    dict(kind="dense", encoding="uint8"),
-    dict(kind="topk", k=4, encoding="uint8"),
-    dict(kind="topk", k=2, grid=(16, 17), layers=1, heads=1),
-]
+LAYOUTS = [*VARIANTS.values(), dict(kind="topk", k=2, grid=(16, 17), layers=1, heads=1)]
 
 
 def write(url: Path, changes: dict) -> dict[str, np.ndarray]:

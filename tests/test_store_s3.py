@@ -7,7 +7,14 @@ import zarr
 
 import store
 from test_export_s3 import pytestmark, server  # noqa: F401  (a fixture, and the reason to skip)
-from test_store import assert_stored, make_arrays, make_schema, write_store
+from test_store import (
+    assert_stored,
+    damaged_images,
+    make_arrays,
+    make_schema,
+    write_pending,
+    write_store,
+)
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "key",
@@ -49,18 +56,14 @@ def test_damage_is_found_and_repaired_there_too(bucket):
     files = Files(url)
     files.write("gaussians/c/1/0/0/0/0", files.read("gaussians/c/1/0/0/0/0")[:-20])
     files.delete("logits/c/2/0")
-    assert {(p.shard, p.array, p.start, p.stop) for p in store.verify(url)} == {
+    assert set(damaged_images(url)) == {
         (1, "gaussians", 4, 8),
         (2, "logits", 8, 12),
     }
     with pytest.raises(store.CorruptChunk, match="image 5"):
         store.open(url).gather(np.array([0, 5]))
     writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)
-    for shard in writer.pending():
-        writer.write(
-            shard, {name: values[shard.start : shard.stop] for name, values in arrays.items()}
-        )
-    writer.finish()
+    write_pending(writer, arrays)
     assert store.verify(url) == []
     write_store(url, schema, arrays, overwrite=True)
     assert_stored(store.open(url).gather([0, 5]), arrays, [0, 5])

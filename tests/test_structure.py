@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("gaupipe", "stages", "store")
 
 COMMAND_LINE = "gaupipe.cli"
-READ_THE_STORE = {"gaupipe.distillation.kinds"}
-"""Modules of gaupipe that import store, for its types."""
+READ_THE_STORE = {"gaupipe.distillation.kinds", "gaupipe.settings"}
+"""Modules of gaupipe that import store: for its kinds."""
 
 INSIDE_COMPARE = {
     "cells": set(),

@@ -1,10 +1,12 @@
 """Phase A with a trained ViT: from images to a student, for every kind of store, shape and view."""
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 import signal
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.settings import ExportSettings
 from gaupipe.settings import load as config
+from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.models import forward_with_maps, save_student
@@ -31,6 +34,8 @@ from stages.publish import model_card
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
+from stages.student_maps import StudentMaps
+from stages.view.serve import open_viewer
 
 SETTINGS = [
     "data.train_images=120",
@@ -138,7 +143,7 @@ def test_of_few_keys_the_rest_is_spread_evenly(run):
     np.testing.assert_allclose(rest.sum(-1), 1 - largest.sum(-1), atol=2e-2)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "mixture"])
+@pytest.mark.parametrize("kind", ["gaussian"])
 def test_fitted_gaussians_are_reported_with_the_kl_that_is_left(run, kind, capsys):
     with_settings(run, "data.train_images=120")
     export_maps.run(run, kind)
@@ -173,7 +178,7 @@ def test_a_store_is_verified_against_its_teacher(run, kind, in_process):
     assert code == 1 and "maps are not the teacher's" in out
 
 
-@pytest.mark.parametrize("kind", ["dense", "topk", "gaussian", "mixture"])
+@pytest.mark.parametrize("kind", ["dense", "topk", "gaussian"])
 def test_every_kind_teaches_students_of_other_shapes(run, kind):
     with_settings(
         run,
@@ -276,7 +281,6 @@ def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augmen
 def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
     settings = settings_with("export.k=3")
     assert chosen(settings, given={"kind": "topk"}).k == chosen(settings).k == 3
-    assert chosen(settings, given={"kind": "mixture"}).k == 2
     assert chosen(settings, given={"kind": "topk", "k": 5}).k == 5
 
 
@@ -414,9 +418,8 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
             ["phase_a.teacher=gaussian", "phase_a.per_image=predicted", "export.views=2"],
             "export.views 2: phase_b.augment draws nothing",
         ),
-        (["export.kind=dense", "export.k=4"], "export.k 4: is for the kinds topk and mixture"),
+        (["export.kind=dense", "export.k=4"], "export.k 4: a store of the kind dense has no k"),
         (["phase_a.teacher=gaussian", "export.views=3"], "export.views 3: Gaussians of images"),
-        (["phase_a.teacher=gaussian", "export.kind=mixture"], "one Gaussian already"),
     ],
 )
 def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
@@ -433,8 +436,7 @@ def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
     [
         (["--kind", "embedding"], "a trained ViT has no embeddings"),
         (["--kind", "prior"], "another map for each image"),
-        (["--kind", "dense", "--k", "3"], "--k 3: is for the kinds topk and mixture"),
-        (["--kind", "mixture", "--k", "1"], "is the kind gaussian"),
+        (["--kind", "dense", "--k", "3"], "--k 3: a store of the kind dense has no k"),
         (["--k", "17"], "a query has 16 keys"),
         (["--teacher", "local-dir:nowhere"], "name another store with --out"),
         (["--teacher", "vit", "--out", "o.zarr"], "is trained by phase A"),
@@ -511,22 +513,68 @@ def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_pro
     assert in_process("verify", out, "--teacher", "--run-dir", folder)[0] == 0
 
 
-def test_a_student_of_views_says_why_no_teacher_stands_beside_it(tmp_path, in_process):
+def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_process):
     settings = settings_with(
         "phase_b.augment.flip=true",
         "phase_b.augment.crop_padding=1",
         "phase_b.alpha=0",
         "export.views=2",
+        "export.kind=dense",
         "baseline.enabled=false",
     )
-    run_all(settings, tmp_path / "run")
-    seen = inspect_maps.attention(2, run_dir=tmp_path / "run", student="standard")
-    assert seen["teacher"] is None and "maps of views" in seen["no_teacher"]
-    one = ["inspect", "--run-dir", tmp_path / "run", "--student", "standard", "--image", 2]
-    code, out, _ = in_process(*one)
-    assert code == 0 and "no teacher beside it" in out
-    shutil.rmtree(tmp_path / "run" / "maps.zarr")
+    run = tmp_path / "run"
+    run_all(settings, run)
+    maps, image = store.open(run / "maps.zarr"), 2
+    data, views = inspect_maps.images_of(maps), maps.schema.extra["views"]
+    folder = run / "phase_b" / "standard" / "student"
+    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    viewer = open_viewer(None, run)
+    for view in (0, 1):
+        pixels = torch.from_numpy(inspect_maps.image_pixels(data, image, views, view))
+        scaled = (pixels.permute(2, 0, 1)[None] / 255 - data.mean[0]) / data.std[0]
+        with torch.inference_mode():
+            log_maps = torch.stack(forward_with_maps(student, scaled)[1])[:, 0]  # [L, H, T, T]
+        header, arrays = unpacked(viewer.student("standard", image, view))
+        assert (header["view"], header["no_teacher"]) == (view, None)
+        np.testing.assert_allclose(arrays["maps"], log_maps.exp(), atol=1e-5)
+        stored = maps.gather([image * 2 + view])["maps"][0].astype(np.float32)
+        np.testing.assert_allclose(arrays["teacher"], stored, atol=1e-6)
+        one = ["--run-dir", run, "--student", "standard", "--image", image, "--view", view]
+        seen = json.loads(in_process("inspect", *one, "--json")[1])
+        np.testing.assert_allclose(np.ravel(seen["teacher"]), stored[0].mean((0, 1)), atol=1e-6)
+        wanted = log_maps[0].exp().mean((0, 1))
+        np.testing.assert_allclose(np.ravel(seen["map"]), wanted, atol=1e-5)
+    plain = export_maps.run(run, out=str(tmp_path / "plain.zarr"), kind="dense", views=None)
+    assert store.open(plain).schema.views == 2  # as the run's settings say
+    shutil.rmtree(run / "maps.zarr")
+    one = ["inspect", "--run-dir", run, "--student", "standard", "--image", image]
     assert "no whole store" in json.loads(in_process(*one, "--json")[1])["no_teacher"]
+    assert "no teacher beside it" in in_process(*one)[1]
+
+
+def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp_path):
+    url = export_maps.run(run, "dense")
+    phase_b.run(run)
+    student = StudentMaps(RunDirectory(run), "standard")
+    assert student.see(1).no_teacher is None
+    other = {"seed": 0, "augment": AugmentSettings(flip=True).model_dump(mode="json")}
+    seen = student.see(1, other, 0)
+    assert "maps of the images themselves" in seen.no_teacher and set(seen.teacher) == {None}
+    viewer = open_viewer(url, run)
+    viewer.maps.schema = dataclasses.replace(viewer.maps.schema, dataset_sha256="0" * 64)
+    with pytest.raises(UserError, match="its images are not those that the store's maps are of"):
+        viewer.student("standard", 1)
+
+
+def unpacked(message: bytes) -> tuple[dict, dict[str, np.ndarray]]:
+    """The header and the float32 arrays of a message to the page (stages/view/wire.py)."""
+    (length,) = struct.unpack("<I", message[:4])
+    header = json.loads(message[4 : 4 + length])
+    arrays = {
+        name: np.frombuffer(message, dtype, np.prod(shape), 4 + length + offset).reshape(shape)
+        for name, (dtype, shape, offset) in header["arrays"].items()
+    }
+    return header, arrays
 
 
 def test_a_student_is_compared_with_the_maps_it_learned_from(run, tmp_path, in_process):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -20,7 +21,9 @@ import pytest
 import uvicorn
 
 import store
+from arguments import sets
 from gaupipe.system.errors import UserError
+from stages.figures import key_attention
 from stages.view import page
 from stages.view.app import make_app
 from stages.view.gallery import Gallery
@@ -28,6 +31,13 @@ from stages.view.serve import bound, open_viewer
 from test_store import make_arrays, make_schema, write_store
 
 ROOT = Path(__file__).parents[1]
+MANY = "9" * 5000
+TINY = [
+    "data.train_images=40",
+    "phase_a.max_epochs=1",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
 
 
 @contextlib.contextmanager
@@ -159,6 +169,12 @@ def test_what_the_server_answers(written):
             ("api/image/150", 404, "0 to 149"),
             ("api/image/3?view=1", 404, "0 to 0"),
             ("api/image/3?view=x", 404, "whole number"),
+            (f"api/image/{MANY}", 404, "whole number"),
+            (f"api/image/3?view={MANY}", 404, "whole number"),
+            (f"api/pixels/x/{MANY}.png", 404, "whole number"),
+            (f"api/student/standard/{MANY}", 404, "whole number"),
+            (f"api/epochs/teacher/{MANY}", 404, "whole number"),
+            (f"api/gallery?page={MANY}", 404, "whole number"),
             ("api/gallery?order=x", 404, "should be one of"),
             ("api/student/standard/3", 404, "not one of none"),
             ("api/epochs/teacher/3", 404, "no snapshots"),
@@ -228,6 +244,63 @@ def test_mistakes_are_one_line(written, in_process, tmp_path, arguments, message
     code, out, err = in_process("view", written[0], "--no-open", *arguments, cwd=tmp_path)
     assert code == 2 and message in err and err.count("\n") == 1 and not out
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command", [("view", "--html", "o.html"), ("inspect", "--png", "o.png")], ids=lambda c: c[0]
+)
+def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(
+    tmp_path, monkeypatch, in_process, command
+):
+    """Nor does it touch a file of the user's, whatever its name."""
+    run = tmp_path / "run"
+    name, option, out = command
+    code, _, err = in_process("phase-a", "digits", "--run-dir", run, *sets(*TINY))
+    assert code == 0, err
+    assert in_process("export-maps", "--run-dir", run)[0] == 0
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for mine in ("o.partial", "o.html.partial", "o.png.partial"):
+        (folder / mine).write_text("mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        arguments = (name, run / "maps.zarr", "--image", 3, option, out)
+        code, printed, err = in_process(*arguments, cwd=folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code and not printed and err.count("\n") == 1 and "too large" in err
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert in_process(*arguments, cwd=folder)[0] == 0
+    assert len(list(folder.iterdir())) == len(before) + 1
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("0x.npy", b"", "0x.npy: is no snapshot"),
+        (f"{'9' * 200}.npy", b"", "is no snapshot"),
+        ("0001.npy", b"junk", "0001.npy: the snapshot is damaged"),
+        ("0001.npy", b"", "0001.npy: the snapshot is damaged"),
+        (".0001.npy.partial-1.npy", b"", None),
+    ],
+)
+def test_a_snapshot_that_is_none(tmp_path, name, content, message):
+    (tmp_path / "key_attention").mkdir()
+    (tmp_path / "key_attention" / name).write_bytes(content)
+    if message is None:
+        assert key_attention.read(tmp_path).size == 0
+        return
+    with pytest.raises(UserError, match=message) as error:
+        key_attention.read(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["--head", "--query"])
+def test_a_number_of_thousands_of_digits_is_one_line(written, in_process, option):
+    code, _, err = in_process("inspect", written[0], "--image", 3, option, MANY)
+    assert (code, err.count("\n")) == (2, 1) and option in err and len(err) < 200
 
 
 def test_the_bundle_has_every_module_once():

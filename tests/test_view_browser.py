@@ -38,7 +38,6 @@ KINDS = {
     "embedding": dict(kind="embedding", embedding_dim=7),
     "prior": dict(kind="prior"),
     "topk": dict(kind="topk", k=3, encoding="uint8"),
-    "mixture": dict(kind="mixture", k=2),
     "dense": dict(kind="dense"),
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
@@ -125,16 +124,15 @@ def write_kind(folder: Path, name: str) -> str:
     arrays, draw = make_arrays(schema, 1), torch.Generator().manual_seed(0)
     if name == "dense":
         arrays["maps"] = random_maps(np.random.default_rng(0), arrays["maps"].shape)
-    for array in (arrays.get("gaussians"), arrays.get("mixtures", np.zeros(0))[..., 1:]):
-        if array is not None and array.size and schema.encoding == "float16":
-            array[0, 0, 0, :6].reshape(-1, 4)[:6] = [
-                [0, 0, 0, 0],
-                [-1, 1, 1e-4, 65504],
-                [30, -30, 2, 0.01],
-                [0.5, -0.5, 65504, 65504],
-                [1.2, 0.1, 1e-3, 0.3],
-                [-0.25, 0.6, 5e-2, 12],
-            ]
+    if name == "gaussian":
+        arrays["gaussians"][0, 0, 0, :6] = [
+            [0, 0, 0, 0],
+            [-1, 1, 1e-4, 65504],
+            [30, -30, 2, 0.01],
+            [0.5, -0.5, 65504, 65504],
+            [1.2, 0.1, 1e-3, 0.3],
+            [-0.25, 0.6, 5e-2, 12],
+        ]
     decoder = None
     prior = torch.randn(2, 3, 20, 4, generator=draw).numpy()
     if name == "prior":
@@ -178,11 +176,6 @@ def exact_rows(url: str) -> np.ndarray:
     maps = store.open(url)
     kind, stored = maps.schema.kind, maps.gather(np.array([0]))
     attention = stored_kinds[kind].reader(maps, torch.device("cpu"))(stored)
-    if kind == "mixture":
-        weights = attention.mixtures[0, ..., 0].double()
-        rows = expected_map(attention.mixtures[0, ..., 1:].double(), maps.schema.grid)
-        shares = weights / weights.sum(-1, keepdim=True)
-        return (shares.unsqueeze(-1) * rows).sum(-2).numpy()
     if kind == "topk":
         keys, weights = stored["keys"][0].astype(int), stored["weights"][0].astype(float)
         rest = (1 - weights.sum(-1, keepdims=True)).clip(0) / (20 - keys.shape[-1])
@@ -213,9 +206,6 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
             json.loads(shown.saved("#json")),
             inspect_maps.attention(0, url=url, **chosen),
         )
-        if name == "mixture":
-            shown.open("image=5")
-            same(json.loads(shown.saved("#json")), inspect_maps.attention(5, url=url))
         shown.page.wait_for_selector("text=does not say which images")
         assert not shown.complaints
         shown.page.close()

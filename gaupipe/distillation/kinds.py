@@ -1,8 +1,8 @@
-"""The kinds of attention-map stores: what a teacher puts into a store, and what is read from it.
+"""The kinds of attention-map stores: what a teacher puts into a store, and what phase B reads.
 
-One class a kind; :mod:`store` knows the arrays of each kind, this module what they mean. Axis
-letters: B images, L blocks, H heads, T tokens, Q chosen queries, P raw numbers of a Gaussian, E
-embedding width, K keys or Gaussians of a query.
+One class a kind. ``store.KINDS`` has the arrays and encodings of each kind, this module what they
+mean. Axis letters: B images, L blocks, H heads, T tokens, Q chosen queries, P raw numbers of a
+Gaussian, E embedding width, K keys of a query.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from gaupipe.maps.fits import move_mixture_map
+import store
 from gaupipe.maps.gaussians import (
     RAW_SIZE,
     Geometry,
@@ -33,9 +33,6 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
 from gaupipe.teachers.vit import VitMaps
-
-if TYPE_CHECKING:
-    import store
 
 Grid = tuple[int, int]
 Rows = Callable[[int, Sequence[int] | None, Tensor | None], Tensor]
@@ -103,18 +100,6 @@ class StoredRows:
         return move_chosen_rows(rows, queries, geometry, self.grid, new_grid)
 
 
-class StoredMixtures(StoredRows):
-    """Gaussians [B, L, H, T, K, 5] of a batch, K a query, with their weights."""
-
-    def __init__(self, mixtures: Tensor, grid: Grid) -> None:
-        self.mixtures, self.grid = mixtures, grid
-
-    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
-        """As :meth:`StoredGaussians.map`."""
-        mixtures = of_block(self.mixtures, layer, heads).float()
-        return move_mixture_map(mixtures, geometry, self.grid, new_grid, queries)
-
-
 StoredAttention = StoredGaussians | StoredRows
 Reader = Callable[[Stored], StoredAttention]
 
@@ -129,9 +114,6 @@ class GaussianKind:
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
 
     name = "gaussian"
-    default_k: int | None = None
-    """The schema's ``k`` where none is asked for; None for kinds without one."""
-    default_encoding = "float16"
     needs_maps = False
     """Whether :meth:`arrays` are made of whole maps."""
 
@@ -186,8 +168,6 @@ class TopKKind(GaussianKind):
     row is spread evenly over the other keys."""
 
     name = "topk"
-    default_k = 8
-    default_encoding = "uint8"
     needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
@@ -213,25 +193,6 @@ class TopKKind(GaussianKind):
         return read
 
 
-class MixtureKind(GaussianKind):
-    """A few Gaussians a query, fitted to the map, with their weights: [B, L, H, T, K, 5]."""
-
-    name = "mixture"
-    default_k = 2
-
-    def refusal(self, teacher, per_image) -> str | None:
-        if isinstance(teacher, Teacher):
-            return "each map of this teacher is one Gaussian already; choose gaussian"
-        return None
-
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
-        return {"mixtures": attention.mixtures(k)}
-
-    def reader(self, maps, device) -> Reader:
-        grid = maps.schema.grid
-        return lambda stored: StoredMixtures(_tensor(stored, "mixtures", device), grid)
-
-
 class EmbeddingKind(GaussianKind):
     """An embedding an image and block, [B, L, E], and the compression network that decodes it."""
 
@@ -239,7 +200,7 @@ class EmbeddingKind(GaussianKind):
 
     def refusal(self, teacher, per_image) -> str | None:
         if not isinstance(teacher, Teacher):
-            return "a trained ViT has no embeddings; choose topk, dense, mixture or gaussian"
+            return "a trained ViT has no embeddings; choose topk, dense or gaussian"
         if teacher.decoder is None or not per_image:
             return (
                 "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
@@ -281,7 +242,7 @@ class PriorKind(GaussianKind):
 
     def refusal(self, teacher, per_image) -> str | None:
         if not isinstance(teacher, Teacher):
-            return "a trained ViT has another map for each image; choose topk, dense or mixture"
+            return "a trained ViT has another map for each image; choose topk, dense or gaussian"
         if per_image or teacher.predicts_gaussians:
             return (
                 "this teacher has Gaussians of single images (phase_a.per_image is not none); "
@@ -341,14 +302,7 @@ def teachers_decoder(maps: store.Store) -> Iterator[None]:
 
 KINDS: dict[str, GaussianKind] = {
     kind.name: kind
-    for kind in (
-        GaussianKind(),
-        EmbeddingKind(),
-        DenseKind(),
-        PriorKind(),
-        TopKKind(),
-        MixtureKind(),
-    )
+    for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind(), TopKKind())
 }
 
 
@@ -379,15 +333,15 @@ def chosen(
         export = ExportSettings.model_validate({**export.model_dump(), **asked})
     except ValidationError as error:
         problem = error.errors()[0]
-        raise UserError(f"--{problem['loc'][0]} {problem['input']}: {problem['msg']}") from None
+        reason = problem["msg"].removeprefix("Value error, ")
+        raise UserError(f"--{problem['loc'][0]} {problem['input']}: {reason}") from None
     name = export.kind or default_kind(settings, export.encoding)
-    kind = KINDS[name]
-    size = export.k or kind.default_k
-    if export.k is None and size is not None and tokens is not None:
-        size = min(size, tokens)
+    kind = store.KINDS[name]
+    k = export.k or kind.default_k
+    if export.k is None and k is not None and tokens is not None:
+        k = min(k, tokens)
     encoding = export.encoding or kind.default_encoding
-    found = {"kind": name, "encoding": encoding, "k": size, "views": export.views}
-    return ExportSettings.model_validate(found)
+    return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
 
 
 def check_export(
@@ -408,15 +362,12 @@ def check_export(
     prefix     what comes before ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
-    kind, tokens = KINDS[name], grid[0] * grid[1]
-    if (refusal := kind.refusal(teacher, per_image)) is not None:
+    if (refusal := KINDS[name].refusal(teacher, per_image)) is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
-    if k is not None and kind.default_k is None:
-        raise UserError(f"{prefix}k {k}: is for the kinds topk and mixture, not for {name}")
-    if k is not None and name == "topk" and k > tokens:
-        raise UserError(f"{prefix}k {k}: a query has {tokens} keys to choose from")
-    if k is not None and name == "mixture" and k < 2:
-        raise UserError(f"{prefix}k {k}: one Gaussian a query is the kind gaussian")
+    if k is not None and store.KINDS[name].default_k is None:
+        raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
+    if k is not None and k > grid[0] * grid[1]:
+        raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
     if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "

@@ -102,8 +102,8 @@ def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Ten
     h, w = grid
     gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
     return (
-        _expected_hat(gaussians[..., 1], gaussians[..., 3], h),
-        _expected_hat(gaussians[..., 0], gaussians[..., 2], w),
+        axis_weights(gaussians[..., 1], gaussians[..., 3], h),
+        axis_weights(gaussians[..., 0], gaussians[..., 2], w),
     )
 
 
@@ -159,7 +159,7 @@ def _hat(s: Tensor, n: int) -> Tensor:
     """Weights [..., n] of linear interpolation at the normalised coordinate s [...].
 
     Beyond the border the border key has weight 1. A point that lies exactly on a token or on the
-    border gets the mean of the derivatives at its two sides, as in :func:`_expected_hat`, whose
+    border gets the mean of the derivatives at its two sides, as in :func:`axis_weights`, whose
     limit for a std of 0 this function is.
     """
     if n == 1:
@@ -167,7 +167,7 @@ def _hat(s: Tensor, n: int) -> Tensor:
     return _weights(_ramp(_distances(_pixels(s, n), n)))
 
 
-def _expected_hat(mean: Tensor, std: Tensor, n: int) -> Tensor:
+def axis_weights(mean: Tensor, std: Tensor, n: int) -> Tensor:
     """E[_hat(u)] for u ~ N(mean, std^2): [..., n].
 
     With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an

@@ -37,7 +37,17 @@ if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
     StudentKey = Literal[STUDENTS]
-StoreKind = Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"]
+
+
+def _known_kind(kind: str) -> str:
+    from store.kinds import KINDS  # here, as zarr takes long to import
+
+    if kind not in KINDS:
+        raise ValueError(f"should be one of {', '.join(KINDS)}")
+    return kind
+
+
+StoreKind = Annotated[str, AfterValidator(_known_kind)]
 
 FILE_IMAGE_SIZE = 224
 """Pixels of images in files where ``data.image_size`` is null."""
@@ -345,14 +355,14 @@ class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
 
     kind: StoreKind | None = None
-    """What is stored for each query. Null is ``gaussian`` for a teacher with per-image parameters,
-    ``prior`` for a teacher with the shared prior alone, and ``topk`` for a trained ViT."""
+    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is
+    ``gaussian`` for a teacher with per-image parameters, ``prior`` for a teacher with the shared
+    prior alone, and ``topk`` for a trained ViT."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
     k: Annotated[int, Field(gt=0, le=255)] | None = None
-    """Number of keys that ``topk`` stores for each query (null: 8), or of Gaussians that
-    ``mixture`` fits to each query's attention (null: 2)."""
+    """Number of keys that ``topk`` stores for each query (null: 8)."""
     views: Annotated[int, Field(gt=1, le=10_000)] | None = None
     """Number of augmented views of each image whose maps are stored. The views are drawn with
     ``phase_b.augment``, and phase B trains on the same views. Null stores the maps of the images

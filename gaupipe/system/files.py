@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import glob
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,9 +18,27 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that is there with all of its text or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with whole_file(path) as partial:
+        partial.write_text(text)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A name beside ``path``, with the same ending and of no other file, for a file that takes its
+    place when the block ends without an exception, and is removed otherwise."""
+    name = f"{partial_prefix(path)}{secrets.token_hex(8)}{path.suffix}"
+    partial = path.with_name(name)
+    try:
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def partial_prefix(path: Path) -> str:
+    """The beginning of the names that a killed :func:`whole_file` may leave behind."""
+    return f".{path.name[:100]}.partial-"
 
 
 def flush(path: Path) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.batches import ImageData
-from gaupipe.maps.fits import fit
+from gaupipe.maps.fits import fit_gaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
 
@@ -105,16 +105,12 @@ class VitMaps:
             maps[:, layer] = block
         return maps
 
-    def mixtures(self, components: int) -> Tensor:
-        """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
-        mixtures, left = fit(self.maps(), self.grid, components)
-        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
-        return mixtures
-
     @property
     def gaussians(self) -> Tensor:
         """The maps as one Gaussian a query: [B, L, H, T, 4]."""
-        return self.mixtures(1)[..., 0, 1:]
+        gaussians, left = fit_gaussians(self.maps(), self.grid)
+        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
+        return gaussians
 
 
 class VitTeacher(nn.Module):

@@ -1,5 +1,5 @@
-"""What the orthogonal projection does while a student is trained (*BeliefFormer, figures 4 and
-8*)."""
+"""Norms and angles of the orthogonal projection while a student is trained (*BeliefFormer, figures
+4 and 8*)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batches, ImageData
+from gaupipe.system.files import whole_file
 from gaupipe.training.epochs import Epoch
 from gaupipe.vit.diagnostics import mean_geometry
 
@@ -38,8 +39,8 @@ class Geometry:
             self.images = torch.cat([batch.images for batch in batches.in_order(ids)])
 
     def measure(self, student: VisionTransformer, step: int, epoch: Epoch) -> None:
-        """``step`` counts the batches of the training so far. What is measured goes into the
-        metrics of the epoch. The student stays in its mode."""
+        """``step`` counts the batches of the training so far. The norms and angles go into
+        the metrics of the epoch. The student stays in its mode."""
         if self.images is None or step % self.every:
             return
         training = student.training
@@ -65,4 +66,5 @@ def draw(metrics: list[dict[str, Any]], folder: Path) -> None:
         axes.set_xlabel("step")
         axes.set_ylabel(label)
     axes.legend(fontsize=8)
-    figure.savefig(folder / "geometry.png", dpi=150)
+    with whole_file(folder / "geometry.png") as partial:
+        figure.savefig(partial, dpi=150)

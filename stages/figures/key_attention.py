@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import whole_file
 from gaupipe.vit.models import forward_with_maps
 
 Attention = Callable[[Tensor, Tensor], list[Tensor]]
@@ -53,7 +56,8 @@ def save_snapshot(
     if distributed.is_main():
         (folder / SNAPSHOTS).mkdir(parents=True, exist_ok=True)
         in_order = np.stack([whole[number] for number in ids.tolist()])
-        np.save(folder / SNAPSHOTS / f"{epoch:04d}.npy", in_order)
+        with whole_file(snapshot_file(folder, epoch)) as partial:
+            np.save(partial, in_order)
 
 
 def of_keys(attention: Attention, batch: Batch) -> np.ndarray:
@@ -74,12 +78,35 @@ def student_attention(student: VisionTransformer, device: torch.device) -> Atten
     return attention
 
 
+def epochs_in(folder: Path) -> list[int]:
+    """The epochs, counted from 1, of which there are snapshots in ``folder``, in order. Raises
+    UserError for a file that is no snapshot by its name."""
+    epochs = []
+    for path in (folder / SNAPSHOTS).glob("*.npy"):
+        if path.name.startswith("."):  # a killed training left it
+            continue
+        if not re.fullmatch("[0-9]{4,9}", path.stem):
+            raise UserError(f"{path}: is no snapshot: its name should be an epoch, as in 0001.npy")
+        epochs.append(int(path.stem))
+    return sorted(epochs)
+
+
 def read(folder: Path) -> np.ndarray:
     """All snapshots in ``folder``: float32 [epochs, images, L, T].
 
-    Without epochs where there are no snapshots, or not all are of the same images.
+    Without epochs where there are no snapshots, or not all are of the same images. Raises UserError
+    for a file that is no snapshot.
     """
-    paths = sorted((folder / SNAPSHOTS).glob("*.npy"))
-    snapshots = [np.load(path) for path in paths]
+    snapshots = []
+    for epoch in epochs_in(folder):
+        path = snapshot_file(folder, epoch)
+        try:
+            snapshots.append(np.load(path))
+        except (ValueError, EOFError, OSError) as error:
+            raise UserError(f"{path}: the snapshot is damaged: {error}") from None
     same = len({snapshot.shape for snapshot in snapshots}) == 1
     return np.stack(snapshots) if same else np.empty((0, 0, 0, 0))
+
+
+def snapshot_file(folder: Path, epoch: int) -> Path:
+    return folder / SNAPSHOTS / f"{epoch:04d}.npy"

@@ -19,7 +19,7 @@ from gaupipe.system import distributed
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
+from gaupipe.system.files import partial_prefix, write_whole
 
 if TYPE_CHECKING:
     from gaupipe.data.batches import ImageData
@@ -159,7 +159,7 @@ class RunDirectory:
         elif self.path.is_file() or (
             self.path.is_dir()
             and not all(
-                path.name in ("config.partial", "lock") or path.name.startswith(TOKEN)
+                path.name == "lock" or path.name.startswith((TOKEN, partial_prefix(self.config)))
                 for path in self.path.iterdir()
             )
         ):

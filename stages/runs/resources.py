@@ -20,7 +20,7 @@ from gaupipe.settings import RowSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import record_words
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.distillation.kinds import KINDS, default_kind
+from gaupipe.distillation.kinds import default_kind
 from gaupipe.distillation.student import MapShape
 from gaupipe.teachers.vit import VitTeacher
 
@@ -158,18 +158,16 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
     """
     phase = settings.phase_a
     shared = {"gaussian": 0, "dense": 0, "topk": 0}
-    if not phase.learns_gaussians:
-        shared["mixture"] = 0
-    elif phase.per_image == "none":
+    if phase.learns_gaussians and phase.per_image == "none":
         shared["prior"] = sizes.prior_parameters
-    elif phase.per_image == "embedding":
+    elif phase.learns_gaussians and phase.per_image == "embedding":
         shared["embedding"] = sizes.prior_parameters + sizes.decoder_parameters
     views = settings.export.views or 1
 
     def schema(kind: str) -> store.Schema:
         export = settings.export
         usual = kind == (export.kind or default_kind(settings, export.encoding))
-        k = KINDS[kind].default_k
+        k = store.KINDS[kind].default_k
         if k is not None:
             asked = export.k if usual else None
             k = min(asked or k, sizes.grid[0] * sizes.grid[1])
@@ -186,7 +184,7 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             embedding_dim=(
                 phase.compression.embedding if kind == "embedding" else None
             ),
-            encoding=(export.encoding if usual else None) or KINDS[kind].default_encoding,
+            encoding=(export.encoding if usual else None) or store.KINDS[kind].default_encoding,
             k=k,
             views=views,
         )

@@ -72,31 +72,28 @@ def make_app(viewer: Viewer) -> Starlette:
         return JSONResponse(page)
 
     def image(request: Request) -> Response:
-        return Response(
-            viewer.image(request.path_params["image"], view(request)), 200, None, BINARY
-        )
+        return Response(viewer.image(*place(request)), 200, None, BINARY)
 
     def pixels(request: Request) -> Response:
-        png = viewer.pixels(request.path_params["image"], view(request))
         keep = {"Cache-Control": "private, max-age=3600"}  # the address names the store
-        return Response(png, 200, keep, "image/png")
+        return Response(viewer.pixels(*place(request)), 200, keep, "image/png")
 
     def student(request: Request) -> Response:
-        found = viewer.student(request.path_params["name"], request.path_params["image"])
-        return Response(found, 200, None, BINARY)
+        message = viewer.student(request.path_params["name"], *place(request))
+        return Response(message, 200, None, BINARY)
 
     def epochs(request: Request) -> Response:
-        found = viewer.epochs(request.path_params["name"], request.path_params["image"])
-        return Response(found, 200, None, BINARY)
+        message = viewer.epochs(request.path_params["name"], place(request)[0])
+        return Response(message, 200, None, BINARY)
 
     answers: dict[str, Callable[[Request], Response]] = {
         "/api/about": about,
         "/api/status": status,
         "/api/gallery": gallery,
-        "/api/image/{image:int}": image,
-        "/api/pixels/{store}/{image:int}.png": pixels,
-        "/api/student/{name}/{image:int}": student,
-        "/api/epochs/{name}/{image:int}": epochs,
+        "/api/image/{image}": image,
+        "/api/pixels/{store}/{image}.png": pixels,
+        "/api/student/{name}/{image}": student,
+        "/api/epochs/{name}/{image}": epochs,
     }
     routes = [Route(path, answer) for path, answer in answers.items()]
     return Starlette(
@@ -122,11 +119,13 @@ def refused(code: int) -> Any:
     return answer
 
 
-def view(request: Request) -> int:
-    return number("view", request.query_params.get("view", "0"))
+def place(request: Request) -> tuple[int, int]:
+    """The image and the view that an address names."""
+    view = request.query_params.get("view", "0")
+    return number("image", request.path_params["image"]), number("view", view)
 
 
 def number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UserError(f"{name} {text!r}: should be a whole number")
+        raise UserError(f"{name} {text[:20]!r}: should be a whole number")
     return int(text)

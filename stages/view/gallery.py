@@ -18,6 +18,7 @@ import numpy as np
 
 import store
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import whole_file
 
 ORDERS = ("id", "wrong", "sure", "unsure")
 """By image id, wrong predictions first and among them the surest first, by falling and by rising
@@ -148,14 +149,10 @@ class Gallery:
     def _keep(self, found: Predictions) -> None:
         if self.cache is None:
             return
-        partial = self.cache.with_suffix(".partial.npz")
-        try:
+        with contextlib.suppress(OSError):  # a run that may only be read
             self.cache.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(partial, of=digest(self.maps), **found._asdict())
-            partial.replace(self.cache)
-        except OSError:  # a run that may only be read
-            with contextlib.suppress(OSError):
-                partial.unlink()
+            with whole_file(self.cache) as partial:
+                np.savez(partial, of=digest(self.maps), **found._asdict())
 
 
 def digest(maps: store.Store) -> str:

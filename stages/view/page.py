@@ -79,13 +79,16 @@ def bundle() -> str:
 def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
     """Everything that the page shows of an image, binary messages as base64."""
     views = range(viewer.maps.schema.views)
-    snapshots = [who for who, found in viewer.snapshots.items() if image in found.images]
+    snapshots = [who for who, kept in viewer.snapshots.items() if image in kept.images]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views],
         "pixels": [
             None if viewer.data is None else encoded(viewer.pixels(image, view)) for view in views
         ],
-        "students": {name: encoded(viewer.student(name, image)) for name in viewer.students},
+        "students": {
+            name: [encoded(viewer.student(name, image, view)) for view in views]
+            for name in viewer.students
+        },
         "epochs": {who: encoded(viewer.epochs(who, image)) for who in snapshots},
     }
 

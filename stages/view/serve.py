@@ -68,8 +68,9 @@ def open_viewer(
             raise UserError("view: name a store or a run directory")
         check_store(run)
         url = str(run.maps)
-    elif run is None and "://" not in url and RunDirectory(Path(url).parent).config.is_file():
-        run = RunDirectory(Path(url).parent)
+    elif run is None and (folder := store.local_folder(url)) is not None:
+        run = RunDirectory(folder.parent)
+        run = run if run.config.is_file() else None
     maps = store.open(url)
     trained = [] if run is None else students_of(run)
     for name in students or []:

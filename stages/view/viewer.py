@@ -1,4 +1,4 @@
-"""What the page asks for: a store, its images, and the students that learned from it.
+"""The store, the images and the students that a page shows, as the messages that it asks for.
 
 Axis letters: L blocks, H heads, T tokens.
 """
@@ -21,7 +21,7 @@ from gaupipe.data.batches import ImageData
 from gaupipe.data.files import cache_folder
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.system.errors import UserError
-from stages.figures.key_attention import SNAPSHOTS, read
+from stages.figures.key_attention import epochs_in, read
 from stages.inspect_maps import image_pixels, images_of
 from stages.runs.directory import RunDirectory
 from stages.student_maps import StudentMaps
@@ -31,8 +31,6 @@ from stages.view.wire import pack
 TEACHER = "teacher"
 MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
-DECODED = ("embedding", "prior")
-"""Kinds whose Gaussians are computed here, as a page would need the decoder."""
 
 
 @dataclass
@@ -61,8 +59,8 @@ class Viewer:
         self.data_error = ""
         self._loaded: dict[str, StudentMaps] = {}
         self._one_at_a_time = threading.Lock()
-        self._decode = None
-        if maps.schema.kind in DECODED:
+        self._decode = None  # of kinds of which the page cannot make maps
+        if maps.schema.kind_class.javascript is None:
             self._decode = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
 
     def start(self) -> None:
@@ -78,7 +76,7 @@ class Viewer:
             self.data_error = str(error)
 
     def about(self) -> dict[str, Any]:
-        """What does not change while the page is open."""
+        """All that does not change while the page is open."""
         schema = self.maps.schema
         return {
             "store": self.maps.url,
@@ -95,10 +93,15 @@ class Viewer:
             "classes": schema.num_classes,
             "students": self.students,
             "snapshots": {
-                who: {"images": found.images, "epochs": found.epochs}
-                for who, found in self.snapshots.items()
+                who: {"images": kept.images, "epochs": kept.epochs}
+                for who, kept in self.snapshots.items()
             },
         }
+
+    @property
+    def views(self) -> dict[str, Any] | None:
+        """How the views that the store's maps are of were drawn; None where they are of images."""
+        return self.maps.schema.extra.get("views")
 
     def status(self) -> dict[str, Any]:
         """How far labels, predictions and the data set have been read."""
@@ -114,28 +117,32 @@ class Viewer:
         }
 
     def image(self, image: int, view: int = 0) -> bytes:
-        """What the store has of an image, or of one of its views, as the page makes maps of it."""
+        """The stored arrays of an image, or of one of its views, of which the page makes maps."""
         schema = self.maps.schema
         self.check(image, view)
         entry = image * schema.views + view
         stored = self.maps.read(entry, entry + 1)
+        rows, encoding = schema.kind_class.javascript, schema.encoding
+        arrays = {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
+        if self._decode is not None:
+            rows, encoding = "gaussians", "float32"
+            attention = self._decode(stored)
+            if isinstance(attention, StoredGaussians):
+                arrays = {"gaussians": attention.gaussians[0].float().numpy()}  # [L, H, T, 4]
+            else:
+                blocks = [attention.map(layer)[0] for layer in range(schema.layers)]
+                rows, arrays = "maps", {"maps": torch.stack(blocks).numpy()}  # [L, H, T, T]
         header = {
             "image": image,
             "view": view,
             "layers": schema.layers,
             "heads": schema.heads,
             "grid": list(schema.grid),
-            "normalise": schema.kind == "dense" and schema.encoding == "uint8",
+            "rows": rows,
+            "encoding": encoding,
             "label": int(stored["labels"][0]),
             **prediction(torch.from_numpy(stored["logits"][0])),
         }
-        arrays = {
-            name: values[0] for name, values in stored.items() if name not in ("labels", "logits")
-        }
-        if self._decode is not None:
-            attention = self._decode(stored)
-            assert isinstance(attention, StoredGaussians)
-            arrays = {"gaussians": attention.gaussians[0].float().numpy()}  # [L, H, T, 4]
         return pack(header, arrays)
 
     def pixels(self, image: int, view: int = 0) -> bytes:
@@ -143,37 +150,38 @@ class Viewer:
         self.check(image, view)
         if self.data is None:
             raise UserError(self.data_error or "the data set is still being read")
-        pixels = image_pixels(self.maps, self.data, image, view)
+        pixels = image_pixels(self.data, image, self.views, view)
         file = io.BytesIO()
         Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
         return file.getvalue()
 
-    def student(self, name: str, image: int) -> bytes:
-        """Where a student looks in an image, and the stored maps that it is compared with.
+    def student(self, name: str, image: int, view: int = 0) -> bytes:
+        """Where a student looks in an image, or in the view of it that the store's maps are of, and
+        the stored maps that it is compared with.
 
         ``maps`` [L, H, T, T] float32; ``teacher`` [blocks with a stored map, H, T, T] float32, and
         in the header ``compared``, for each block the place of its map in ``teacher`` or None.
         """
         if name not in self.students:
             raise UserError(f"student {name!r}: not one of {', '.join(self.students) or 'none'}")
-        self.check(image)
+        self.check(image, view)
         with self._one_at_a_time:
-            if name not in self._loaded:
-                assert self.run is not None  # who else has students
-                self._loaded[name] = StudentMaps(self.run, name)
-            student = self._loaded[name]
-            seen = student.see(image)
+            student = self._load(name)
+            seen = student.see(image, self.views, view)
         teacher = [block for block in seen.teacher if block is not None]
         places = iter(range(len(teacher)))
         header = {
             "image": image,
+            "view": view,
             "student": name,
+            "rows": "maps",
             "attention": student.attention,
             "layers": student.layers,
             "heads": seen.maps.shape[1],
             "grid": list(student.grid),
             "label": seen.label,
             "compared": [None if block is None else next(places) for block in seen.teacher],
+            "no_teacher": seen.no_teacher,
             **prediction(seen.logits),
         }
         arrays = {"maps": seen.maps.numpy()}
@@ -181,14 +189,26 @@ class Viewer:
             arrays["teacher"] = torch.stack(teacher).float().numpy()
         return pack(header, arrays)
 
+    def _load(self, name: str) -> StudentMaps:
+        """Raises UserError for a student that knows other images than the store's."""
+        if name not in self._loaded:
+            assert self.run is not None  # who else has students
+            student = StudentMaps(self.run, name)
+            if student.data.sha256 != self.maps.schema.dataset_sha256:
+                raise UserError(
+                    f"student {name!r}: its images are not those that the store's maps are of"
+                )
+            self._loaded[name] = student
+        return self._loaded[name]
+
     def epochs(self, who: str, image: int) -> bytes:
         """The snapshots of an image: ``attention`` [epochs, L, T] float32, what each key gets on
         average over heads and queries."""
-        found = self.snapshots.get(who)
-        if found is None or image not in found.images:
+        kept = self.snapshots.get(who)
+        if kept is None or image not in kept.images:
             raise UserError(f"no snapshots of image {image} were kept for {who}")
-        snapshots = read(found.folder)[:, found.images.index(image)]
-        return pack({"epochs": found.epochs, "images": found.images}, {"attention": snapshots})
+        snapshots = read(kept.folder)[:, kept.images.index(image)]
+        return pack({"epochs": kept.epochs, "images": kept.images}, {"attention": snapshots})
 
     def check(self, image: int, view: int = 0) -> None:
         """Raises UserError for an image or a view that there is not."""
@@ -206,18 +226,14 @@ class Viewer:
         folders |= {
             name: self.run.student(name, self.run.is_distilled(name)) for name in self.students
         }
-        found = {}
+        kept = {}
         for who, folder in folders.items():
-            epochs = sorted(int(path.stem) for path in (folder / SNAPSHOTS).glob("[0-9]*.npy"))
-            try:
-                snapshots = read(folder)  # [epochs, images, L, T]
-            except (ValueError, EOFError) as error:
-                raise UserError(f"{folder / SNAPSHOTS}: a snapshot is damaged: {error}") from None
+            snapshots = read(folder)  # [epochs, images, L, T]
             if len(snapshots):
                 last = self.maps.schema.images - 1
                 images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
-                found[who] = Snapshots(folder, images, epochs)
-        return found
+                kept[who] = Snapshots(folder, images, epochs_in(folder))
+        return kept
 
 
 def prediction(logits: Tensor) -> dict[str, Any]:

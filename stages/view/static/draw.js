@@ -26,7 +26,7 @@ export function paintBar(canvas) {
 }
 
 /** Draws a picture with its map: `seen` has picture (or null), weights, grid, top, opacity, query,
- * direction and gaussians. */
+ * direction and gaussian. */
 export function drawPicture(context, size, seen) {
   const [h, w] = seen.grid;
   const [width, height] = size;
@@ -44,9 +44,7 @@ export function drawPicture(context, size, seen) {
   context.imageSmoothingEnabled = false;
   context.drawImage(heat, 0, 0, width, height);
   const cell = [width / w, height / h];
-  for (const { weight, numbers } of seen.gaussians) {
-    ellipse(context, numbers, weight, seen.grid, cell);
-  }
+  if (seen.gaussian) ellipse(context, seen.gaussian, seen.grid, cell);
   if (seen.query !== "mean") {
     const x = (seen.query % w) * cell[0];
     const y = Math.floor(seen.query / w) * cell[1];
@@ -69,13 +67,11 @@ function outlined(context, line, inner, shape) {
 }
 
 /** A Gaussian's centre, and the ellipse of one standard deviation. */
-function ellipse(context, [meanX, meanY, stdX, stdY], weight, [h, w], cell) {
+function ellipse(context, [meanX, meanY, stdX, stdY], [h, w], cell) {
   const position = (s, n, size) => (((s + 1) / 2) * (n - 1) + 0.5) * size;
   const radius = (s, n, size) => Math.max(((s * (n - 1)) / 2) * size, 1);
   const x = position(meanX, w, cell[0]);
   const y = position(meanY, h, cell[1]);
-  context.save();
-  context.globalAlpha = 0.35 + 0.65 * weight;
   outlined(context, 1.5, "#fff", () => {
     context.ellipse(x, y, radius(stdX, w, cell[0]), radius(stdY, h, cell[1]), 0, 0, 2 * Math.PI);
   });
@@ -85,7 +81,6 @@ function ellipse(context, [meanX, meanY, stdX, stdY], weight, [h, w], cell) {
     context.moveTo(x, y - 5);
     context.lineTo(x, y + 5);
   });
-  context.restore();
 }
 
 /** A picture of what is shown, for a file: panes side by side with their names, a line of text and

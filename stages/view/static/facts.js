@@ -36,10 +36,11 @@ export function renderFacts(app, query) {
     if (far !== null) facts.push(["KL", `${far.toFixed(4)} nats`]);
   }
   const number = (value) => value.toFixed(3);
-  const gaussians = own ? [] : stored.gaussians(layer, head, query);
-  for (const { weight, numbers: [meanX, meanY, stdX, stdY] } of gaussians) {
-    const name = gaussians.length > 1 ? `Gaussian, ${percent(weight)}` : "Gaussian";
-    facts.push([name, `mean (${number(meanX)}, ${number(meanY)}), std (${number(stdX)}, ${number(stdY)})`]);
+  if (own?.header.no_teacher) facts.push(["No teacher", own.header.no_teacher]);
+  const gaussian = own ? null : stored.gaussian(layer, head, query);
+  if (gaussian) {
+    const [meanX, meanY, stdX, stdY] = gaussian.map(number);
+    facts.push(["Gaussian", `mean (${meanX}, ${meanY}), std (${stdX}, ${stdY})`]);
   }
   $("facts").replaceChildren(
     ...facts.map(([name, text]) => {

@@ -104,7 +104,7 @@ async function load(push = true) {
   $("stage").setAttribute("aria-busy", "true");
   try {
     const wanted = [source.image(state.image, state.view)];
-    if (state.student) wanted.push(source.student(state.student, state.image));
+    if (state.student) wanted.push(source.student(state.student, state.image, state.view));
     const [stored, own] = await Promise.all(wanted);
     const picture = app.pixelsReady ? await loadPicture(state.image, state.view) : null;
     if (mine !== loads) return;
@@ -176,7 +176,7 @@ function render() {
   $("opacity").value = state.opacity;
   $("scale").checked = state.scale === "one";
   $("ellipse").checked = Boolean(state.ellipse);
-  $("ellipse-choice").hidden = !(maps.arrays.gaussians || maps.arrays.mixtures);
+  $("ellipse-choice").hidden = !maps.arrays.gaussians;
   $("show-choice").hidden = !app.compared;
   for (const name of ["direction", "show"]) {
     for (const button of document.querySelectorAll(`[data-${name}]`)) {

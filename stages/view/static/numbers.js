@@ -12,7 +12,6 @@ export function asRows(weights, [h, w]) {
 export function asJson(state, maps, teacher) {
   const { header } = maps;
   const { layer, head, query, direction } = state;
-  const gaussians = header.student ? [] : maps.gaussians(layer, head, query);
   const compared = header.student && teacher?.has(layer);
   const shown = {
     image: state.image,
@@ -24,11 +23,12 @@ export function asJson(state, maps, teacher) {
     head: String(head),
     query: String(query),
     grid: maps.grid,
-    gaussian: gaussians.length && maps.arrays.gaussians ? gaussians[0].numbers : null,
+    gaussian: maps.gaussian(layer, head, query),
     map: asRows(maps.weights(layer, head, query, direction), maps.grid),
     teacher: compared ? asRows(teacher.weights(layer, head, query, direction), maps.grid) : null,
     kl: compared ? divergence(maps, teacher, layer, head, query) : null,
   };
+  if (header.no_teacher) shown.no_teacher = header.no_teacher;
   if (direction === "to") shown.direction = "to"; // inspect has no such map
   return shown;
 }

@@ -58,29 +58,16 @@ function evenRest(distance, sigma) {
   return sigma * Math.sqrt(0.5 / Math.PI) * Math.exp(-z * z) - 0.5 * far * erfc(z);
 }
 
-/** The row of one Gaussian (mean_x, mean_y, std_x, std_y), times a weight, added to `row`. */
-function addGaussian(row, numbers, at, grid, weight) {
-  const [h, w] = grid;
-  const alongX = axisWeights(numbers[at], numbers[at + 2], w);
-  const alongY = axisWeights(numbers[at + 1], numbers[at + 3], h);
-  for (let y = 0; y < h; y++) {
-    const share = weight * alongY[y];
-    for (let x = 0; x < w; x++) row[y * w + x] += share * alongX[x];
-  }
-}
-
-/** For each kind of numbers, how row `r` of all rows is made: (arrays, r, row, header). */
-const ROWS = {
+/** For each kind of numbers, under the name that its class in store/kinds.py gives, how row `r` of
+ * all rows is made: (arrays, r, row, header). */
+export const ROWS = {
   gaussians({ gaussians }, r, row, { grid }) {
-    addGaussian(row, gaussians.values, 4 * r, grid, 1);
-  },
-  mixtures({ mixtures }, r, row, { grid }) {
-    const k = mixtures.shape[3];
-    let total = 0;
-    for (let m = 0; m < k; m++) total += mixtures.values[5 * (r * k + m)];
-    for (let m = 0; m < k; m++) {
-      const at = 5 * (r * k + m);
-      addGaussian(row, mixtures.values, at + 1, grid, mixtures.values[at] / total);
+    const [h, w] = grid;
+    const [meanX, meanY, stdX, stdY] = gaussians.values.subarray(4 * r, 4 * r + 4);
+    const alongX = axisWeights(meanX, stdX, w);
+    const alongY = axisWeights(meanY, stdY, h);
+    for (let y = 0; y < h; y++) {
+      for (let x = 0; x < w; x++) row[y * w + x] = alongY[y] * alongX[x];
     }
   },
   keys({ keys, weights }, r, row) {
@@ -93,10 +80,10 @@ const ROWS = {
     const total = row.reduce((whole, weight) => whole + weight, 0);
     for (let j = 0; j < row.length; j++) row[j] /= total;
   },
-  maps({ maps }, r, row, { normalise }) {
+  maps({ maps }, r, row, { encoding }) {
     const start = r * row.length;
     row.set(maps.values.subarray(start, start + row.length));
-    if (!normalise) return;
+    if (encoding !== "uint8") return;
     const total = row.reduce((whole, weight) => whole + weight, 0);
     for (let j = 0; j < row.length; j++) row[j] /= total;
   },
@@ -110,7 +97,7 @@ export class Maps {
     this.heads = header.heads;
     this.grid = header.grid;
     this.tokens = header.grid[0] * header.grid[1];
-    this.makeRow = ROWS[Object.keys(ROWS).find((name) => name in arrays)];
+    this.makeRow = ROWS[header.rows];
     this.made = new Map();
   }
 
@@ -238,24 +225,12 @@ export class Maps {
     });
   }
 
-  /** The Gaussians of a query, each {weight, numbers: [mean_x, mean_y, std_x, std_y]}; none where
-   * the store has none. */
-  gaussians(layer, head, query) {
-    if (typeof head !== "number" || query === "mean") return [];
+  /** The Gaussian of a query, [mean_x, mean_y, std_x, std_y]; null where the store has none. */
+  gaussian(layer, head, query) {
+    const { gaussians } = this.arrays;
+    if (!gaussians || typeof head !== "number" || query === "mean") return null;
     const r = (layer * this.heads + head) * this.tokens + query;
-    const { gaussians, mixtures } = this.arrays;
-    if (gaussians) {
-      return [{ weight: 1, numbers: Array.from(gaussians.values.subarray(4 * r, 4 * r + 4)) }];
-    }
-    if (!mixtures) return [];
-    const k = mixtures.shape[3];
-    const found = [];
-    for (let at = 5 * r * k; at < 5 * (r + 1) * k; at += 5) {
-      const [weight, ...numbers] = mixtures.values.subarray(at, at + 5);
-      found.push({ weight, numbers });
-    }
-    const total = found.reduce((sum, one) => sum + one.weight, 0);
-    return found.map((one) => ({ ...one, weight: one.weight / total }));
+    return Array.from(gaussians.values.subarray(4 * r, 4 * r + 4));
   }
 }
 

@@ -43,8 +43,8 @@ class Server {
     return this.message(`api/image/${image}?view=${view}`);
   }
 
-  student(name, image) {
-    return this.message(`api/student/${encodeURIComponent(name)}/${image}`);
+  student(name, image, view) {
+    return this.message(`api/student/${encodeURIComponent(name)}/${image}?view=${view}`);
   }
 
   epochs(who, image) {
@@ -92,8 +92,8 @@ class Embedded {
     return unpack(decoded(this.found(image).views[view]));
   }
 
-  async student(name, image) {
-    return unpack(decoded(this.found(image).students[name]));
+  async student(name, image, view) {
+    return unpack(decoded(this.found(image).students[name][view]));
   }
 
   async epochs(who, image) {

@@ -50,7 +50,7 @@ export class Stage {
     return y * w + x;
   }
 
-  /** Shows panes, each with the name, the maps, the picture and whether its Gaussians are drawn. */
+  /** Shows panes, each with the name, the maps, the picture and whether its Gaussian is drawn. */
   render(panes, query) {
     const { layer, head, direction, opacity, ellipse } = this.app.state;
     this.build(panes.map((pane) => pane.name));
@@ -59,9 +59,9 @@ export class Stage {
       const weights = there
         ? maps.weights(layer, head, query, direction)
         : new Float32Array(maps.tokens);
-      const gaussians =
-        ellipse && there && direction === "from" ? maps.gaussians(layer, head, query) : [];
-      return { name, picture, weights, grid: maps.grid, opacity, query, direction, gaussians, there };
+      const drawn = ellipse && there && direction === "from";
+      const gaussian = drawn ? maps.gaussian(layer, head, query) : null;
+      return { name, picture, weights, grid: maps.grid, opacity, query, direction, gaussian, there };
     });
     const tops = this.shown.map(({ weights }) => largest(weights));
     const most = Math.max(...tops);

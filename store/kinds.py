@@ -1,0 +1,145 @@
+"""The kinds of stores: which arrays each kind has for an image, and what numbers are in them.
+
+A new kind is a class here and an entry of :data:`KINDS`. Everything else asks the class: schema and
+files, settings and command line, sizes, and the page of ``gaupipe view``. What a teacher puts into
+the arrays, and what phase B reads from them, is in ``gaupipe.distillation.kinds``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from store.encoding import Embeddings, Gaussians, Keys, Numbers, Weights
+
+MOST_KEYED_TOKENS = 2**16 - 1
+"""Tokens whose keys fit into 16 bits, one number left for what is missing."""
+
+
+class ArraySpec(NamedTuple):
+    """One array as a reader sees it: axis 0 is the image id, or the view of an image."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dimension_names: tuple[str, ...]
+    numbers: Numbers
+
+
+class Sizes(Protocol):
+    """The part of a schema that a kind's arrays depend on."""
+
+    @property
+    def num_images(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def embedding_dim(self) -> int | None: ...
+    @property
+    def k(self) -> int | None: ...
+    @property
+    def encoding(self) -> str: ...
+
+
+class Kind:
+    """What is stored of the attention maps of an image.
+
+    name              as in ``Schema.kind`` and ``--kind``
+    decoder           whether arrays that all images share lie beside those of the images
+    default_k         ``Schema.k`` where none is asked for; None for a kind without k
+    default_encoding  the encoding where none is asked for
+    javascript        the function of ``ROWS`` in ``stages/view/static/rows.js`` that makes maps of
+                      the arrays; None where the server sends the page Gaussians or whole maps
+    """
+
+    name: str
+    decoder = False
+    default_k: int | None = None
+    default_encoding = "float16"
+    javascript: str | None = None
+
+    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+        """The arrays of the images, by name."""
+        return {}
+
+    def refused_k(self, sizes: Sizes) -> str | None:
+        """Why a store of these sizes cannot have this ``k``; None where it can."""
+        return None if sizes.k is None else "it must be None"
+
+
+class Gaussian(Kind):
+    """One Gaussian a query: (mean_x, mean_y, std_x, std_y)."""
+
+    name = "gaussian"
+    javascript = "gaussians"
+
+    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+        return {"gaussians": of_queries(sizes, Gaussians(), parameter=4)}
+
+
+class Embedding(Kind):
+    """An embedding for each block, which the decoder turns into Gaussians."""
+
+    name = "embedding"
+    decoder = True
+
+    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+        numbers, names = Embeddings(), ("image", "layer", "feature")
+        shape = (sizes.num_images, sizes.layers, sizes.embedding_dim or 0)
+        return {"embeddings": ArraySpec(shape, numbers.dtype, names, numbers)}
+
+
+class Prior(Kind):
+    """Nothing for an image: the Gaussians that all images share, in the decoder."""
+
+    name = "prior"
+    decoder = True
+
+
+class Dense(Kind):
+    """Whole maps."""
+
+    name = "dense"
+    javascript = "maps"
+
+    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+        return {"maps": of_queries(sizes, Weights(checked=False), key=sizes.tokens)}
+
+
+class TopK(Kind):
+    """The k largest keys of a query and their weights."""
+
+    name = "topk"
+    default_k = 8
+    default_encoding = "uint8"
+    javascript = "keys"
+
+    def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
+        k = sizes.k or 0
+        return {
+            "keys": of_queries(sizes, Keys(sizes.tokens), rank=k),
+            "weights": of_queries(sizes, Weights(), rank=k),
+        }
+
+    def refused_k(self, sizes: Sizes) -> str | None:
+        if sizes.tokens > MOST_KEYED_TOKENS:
+            return f"a map has at most {MOST_KEYED_TOKENS} tokens in this kind, not {sizes.tokens}"
+        if type(sizes.k) is int and 1 <= sizes.k <= sizes.tokens:
+            return None
+        return f"it must be a whole number from 1 to {sizes.tokens}"
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind for kind in (Gaussian(), Embedding(), Prior(), Dense(), TopK())
+}
+
+
+def of_queries(sizes: Sizes, numbers: Numbers, **axes: int) -> ArraySpec:
+    """An array with the ``axes`` (name and length) for each query of each image."""
+    shape = (sizes.num_images, sizes.layers, sizes.heads, sizes.tokens, *axes.values())
+    names = ("image", "layer", "head", "query", *axes)
+    return ArraySpec(shape, numbers.dtype, names, numbers)

@@ -1,0 +1,94 @@
+"""A kind of store is added as CONTRIBUTING.md says: two classes, and every command takes it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import store
+from gaupipe.distillation import kinds
+from gaupipe.settings import load as config
+from gaupipe.system.errors import UserError
+from stages.phase_a import gaussian as phase_a
+from stages.view.serve import open_viewer
+from store.encoding import Weights
+from store.kinds import ArraySpec
+
+SETTINGS = [
+    "data.train_images=60",
+    "data.batch_size=30",
+    "phase_a.max_epochs=1",
+    "phase_b.epochs=1",
+    "export.kind=headmean",
+    "export.encoding=uint8",
+    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
+    "threads=1",
+]
+
+
+class HeadMean(store.Kind):
+    """The mean of a block's maps over its heads."""
+
+    name = "headmean"
+
+    def arrays(self, sizes):
+        numbers, names = Weights(), ("image", "layer", "query", "key")
+        shape = (sizes.num_images, sizes.layers, sizes.tokens, sizes.tokens)
+        return {"means": ArraySpec(shape, numbers.dtype, names, numbers)}
+
+
+class HeadMeanKind(kinds.GaussianKind):
+    name = "headmean"
+    needs_maps = True
+
+    def arrays(self, attention, k, dtype=torch.float32):
+        return {"means": attention.maps(dtype).mean(2)}
+
+    def reader(self, maps, device):
+        heads = maps.schema.heads
+
+        def read(stored):
+            means = torch.from_numpy(stored["means"]).to(device).float()  # [B, L, T, T]
+            means = means / means.sum(-1, keepdim=True)
+
+            def rows(layer, chosen, *_):
+                count = heads if chosen is None else len(chosen)
+                return means[:, layer, None].expand(-1, count, -1, -1)
+
+            return kinds.StoredRows(rows, maps.schema.grid)
+
+        return read
+
+
+def test_both_packages_know_the_same_kinds():
+    assert list(store.KINDS) == sorted(kinds.KINDS, key=list(store.KINDS).index)
+    for registry in (store.KINDS, kinds.KINDS):
+        assert all(kind.name == name for name, kind in registry.items())
+
+
+def test_a_kind_is_two_classes(tmp_path, monkeypatch, in_process):
+    with pytest.raises(UserError, match="should be one of gaussian, .*, topk, got"):
+        config.load("digits", SETTINGS)
+    monkeypatch.setitem(store.KINDS, "headmean", HeadMean())
+    monkeypatch.setitem(kinds.KINDS, "headmean", HeadMeanKind())
+    run = tmp_path / "run"
+    phase_a.run(config.load("digits", SETTINGS), run)
+    assert in_process("export-maps", "--run-dir", run)[0] == 0
+    assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
+    gaussians = run / "gaussians.zarr"
+    command = ("export-maps", "--run-dir", run, "--kind", "gaussian", "--encoding", "float16")
+    assert in_process(*command, "--out", gaussians)[0] == 0
+    assert in_process("phase-b", "--run-dir", run, "--student", "standard")[0] == 0
+    assert in_process("view", run, "--html", "no.html")[0] == 2  # a folder that is no store
+
+    chosen = ("--image", 7, "--layer", 1, "--json")
+    shown, exact = (
+        json.loads(in_process("inspect", url, *chosen)[1])["map"]
+        for url in (run / "maps.zarr", gaussians)
+    )
+    np.testing.assert_allclose(shown, exact, atol=5e-3)
+    summary = json.loads(in_process("inspect", run / "maps.zarr", "--json")[1])
+    assert (summary["kind"], summary["arrays"]["means"]) == ("headmean", "[60, 2, 16, 16] uint8")
+    message = open_viewer(str(run / "maps.zarr"), None).image(7)
+    assert b'"rows": "maps"' in message and b'"maps": ["float32", [2, 2, 16, 16]' in message
