@@ -124,8 +124,10 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     """tensorstore's name for the place, and its settings for reaching it."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
-        path = os.path.abspath(os.path.expanduser(rest or url))
-        return {"driver": "file", "path": f"{path}/"}, {}
+        path = os.path.expanduser(rest or url)
+        if path.startswith("~"):
+            raise StoreError(f"{url}: there is no such user; ./{rest or url} is a folder here")
+        return {"driver": "file", "path": f"{os.path.abspath(path)}/"}, {}
     bucket, _, path = rest.partition("/")
     path = path.rstrip("/") + "/" if path else ""
     if scheme not in ("s3", "gs") or not bucket:
