@@ -100,6 +100,7 @@ def finished_run(tmp_path_factory):
     def run(teacher: str = "table") -> Path:
         folder = tmp_path_factory.mktemp(teacher) / "run"
         size = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "threads=1"]
+        size += ["baseline.enabled=false"]
         images = ["data.train_images=40", "data.batch_size=20"]
         epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1"]
         changes = sets(*size, *images, *epochs, *TEACHERS[teacher])
@@ -111,17 +112,17 @@ def finished_run(tmp_path_factory):
 
 @pytest.fixture
 def copied_run(finished_run, tmp_path):
-    """A copy of a finished run."""
+    """A copy of a finished run, whose files a test may write to."""
 
     def copy(teacher: str = "table", name: str = "run") -> Path:
-        return linked(finished_run(teacher), tmp_path / name)
+        return Path(shutil.copytree(finished_run(teacher), tmp_path / name))
 
     return copy
 
 
 def linked(folder: Path, copy: Path) -> Path:
-    """A copy of a folder by hard links, but of the files that gaupipe does not replace as a
-    whole."""
+    """A copy of a folder by hard links, but of the files that gaupipe writes in place. A test
+    removes a file before it writes another one of its name."""
 
     def link_or_copy(source: str, target: str) -> None:
         in_place = source.endswith((".jsonl", "lock"))

@@ -36,6 +36,7 @@ from conftest import linked, run_main
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from test_config import bad_values, fields
 
 SECONDS = 60
 """A case that takes longer hangs."""
@@ -93,13 +94,15 @@ def fuzz(finished: Path, scratch: Path, cases: int, seed: int | None) -> Iterato
 
 
 def bad_setting(draw: random.Random, _finished: Path, _folder: Path) -> tuple[str, str]:
-    """A setting with a value that no setting has, or the setting of no section."""
-    name = draw.choice(list(config.flatten(Settings())))
+    """A setting with a value that its type does not have, after a change of another one; or a
+    name that no setting has."""
+    (name, annotation), (other, of_other) = draw.choices(list(fields(Settings)), k=2)
+    override = f"{name}={draw.choice(bad_values(annotation))}"
     if draw.random() < 0.3:
-        name = mutated(draw, name.encode()).decode(errors="replace")
-    text = draw.choice([".inf", "-.nan", "{a: .nan}", "[[1]]", "!!x", "&a [*a]", "{a", "9" * 400])
-    overrides = [f"{name}={text}"]
-    return loads(lambda: config.load("digits", overrides)), f"--set {overrides}"
+        override = f"{mutated(draw, name.encode()).decode(errors='replace')}.x={draw.choice(WORDS)}"
+    overrides = [f"{other}={draw.choice(bad_values(of_other))}", override]
+    overrides = overrides[draw.randrange(2) :]
+    return loads(lambda: config.load("digits", overrides)), repr(overrides)[:200]
 
 
 def bad_yaml(draw: random.Random, _finished: Path, folder: Path) -> tuple[str, str]:

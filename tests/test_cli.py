@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -300,9 +299,9 @@ def test_help_does_not_import_torch():
         ("gaupipe evaluate --student s", []),
     ],
 )
-def test_the_shell_completes_without_torch(tmp_path, line, offered):
+def test_the_shell_completes_without_torch(copied_run, tmp_path, line, offered):
     """bash sends the line and gets what could stand in place of its last word."""
-    shutil.copytree(Path(__file__).parent / "old" / "run", tmp_path / "RUN")
+    copied_run(name="RUN")
     (tmp_path / "gaupipe").write_text("from gaupipe.cli import main\n\nmain()\n")
     asked = {
         "_GAUPIPE_COMPLETE": "complete_bash",
@@ -314,12 +313,22 @@ def test_the_shell_completes_without_torch(tmp_path, line, offered):
     assert "gaupipe.cli" in imported and not imported & {"torch", "timm", "numpy"}
 
 
-def test_the_package_runs_as_a_module(tmp_path):
-    run = [sys.executable, "-m", "gaupipe"]
-    answer = subprocess.run([*run, "--version"], text=True, capture_output=True, cwd=tmp_path)
-    assert (answer.returncode, answer.stdout) == (0, f"gaupipe {__version__}\n")
-    answer = subprocess.run(
-        [*run, "run", "absent.yaml"], text=True, capture_output=True, cwd=tmp_path
-    )
-    assert answer.returncode == 2
-    assert "absent.yaml" in answer.stderr
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize("launcher", [[], TORCHRUN], ids=["python", "torchrun"])
+def test_the_package_runs_as_a_module_beside_files_of_the_same_names(tmp_path, launcher):
+    """The users' own store.py and stages/ are not taken for those of gaupipe."""
+    (tmp_path / "stages").mkdir()
+    for name in ("store.py", "stages/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('a module of the user')")
+    run = [sys.executable, *launcher, "-m", "gaupipe"]
+    options = dict(text=True, capture_output=True, cwd=tmp_path)
+    answer = subprocess.run([*run, "evaluate", "--run-dir", "absent"], **options)
+    mistakes = [line for line in answer.stderr.splitlines() if line.startswith("gaupipe: ")]
+    assert len(mistakes) == 1 and "absent is not a run directory" in mistakes[0], answer.stderr
+    assert "a module of the user" not in answer.stderr
+    if not launcher:
+        assert answer.returncode == 2
+        answer = subprocess.run([*run, "--version"], **options)
+        assert (answer.returncode, answer.stdout) == (0, f"gaupipe {__version__}\n")

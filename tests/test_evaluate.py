@@ -12,12 +12,10 @@ import pytest
 import store
 from test_store import write_store
 
-OLD = Path(__file__).parent / "old"
-
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    return Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+def run(copied_run) -> Path:
+    return copied_run()
 
 
 def evaluate(run: Path, in_process, *arguments) -> tuple[int, str, str]:
@@ -49,7 +47,7 @@ def remove(run: Path) -> None:
 
 
 def reopen(run: Path) -> None:
-    store.join(run / "maps.zarr").reopen([1])
+    store.join(run / "maps.zarr").reopen([0])
 
 
 @pytest.mark.parametrize("change", [remove, reopen])
