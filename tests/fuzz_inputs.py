@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import random
 import re
 import shlex
@@ -124,30 +123,35 @@ def bad_yaml(draw: random.Random, _finished: Path, folder: Path) -> tuple[str, s
 
 
 def bad_argument(draw: random.Random, finished: Path, folder: Path) -> tuple[str, str]:
-    linked(finished, folder)
+    with_run(finished, folder)
     command = draw.choice(list(COMMANDS))
     words = [*shlex.split(command), *draw.choice(COMMANDS[command]).split(), draw.choice(WORDS)]
     return runs(words, folder), repr(words)[:200]
 
 
 def damaged_file(draw: random.Random, finished: Path, folder: Path) -> tuple[str, str]:
-    linked(finished, folder)
+    with_run(finished, folder)
     run = folder / "runs" / "tiny"
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"]
     path = draw.choice([file for file in files if "plain" not in file.parts])
     content, name = path.read_bytes(), path.relative_to(run).as_posix()
     path.unlink()
-    damage = draw.choice(["removed", "a folder", "a pipe", "empty", *["mutated"] * 6])
+    damage = draw.choice(["removed", "a folder", "empty", *["mutated"] * 6])
     if damage == "a folder":
         path.mkdir()
-    elif damage == "a pipe":
-        os.mkfifo(path)
     elif damage != "removed":
         path.write_bytes(b"" if damage == "empty" else mutated(draw, content))
     readers = next(of for start, of in READERS.items() if name.startswith(start))
     command = draw.choice(readers)
     verdict = runs(shlex.split(command), folder, expected=answer(finished, command))
     return verdict, f"{command} with {name} {damage}"
+
+
+def with_run(finished: Path, folder: Path) -> None:
+    """Puts the run of tiny.yaml into a folder."""
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(finished / "tiny.yaml", folder / "tiny.yaml")
+    linked(finished / "runs", folder / "runs")
 
 
 def mutated(draw: random.Random, content: bytes) -> bytes:
@@ -174,8 +178,8 @@ def loads(load: Callable[[], object]) -> str:
 def answer(finished: Path, command: str) -> str:
     """What a command prints without damage; "" where it says no more than its name."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = linked(finished, Path(folder) / "copy")
-        return said_by(shlex.split(command), copy)[1]
+        with_run(finished, Path(folder))
+        return said_by(shlex.split(command), Path(folder))[1]
 
 
 def said_by(words: list[str], folder: Path) -> tuple[object, str, str]:
