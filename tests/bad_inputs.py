@@ -708,26 +708,9 @@ RUNS = [
             (cut(f"{STUDENT}/student/model.safetensors"), "damaged"),
             (write(f"{STUDENT}/student/SHA256SUMS", "x"), "SHA256SUMS"),
             (weights(f"{STUDENT}/student", (7, 16)), "head.weight"),
-            *(
-                (
-                    both(write(f"{STUDENT}/student/config.json", text), sums(f"{STUDENT}/student")),
-                    "no model that timm reads",
-                )
-                for text in (
-                    "",
-                    "{",
-                    "[]",
-                    "1",
-                    "null",
-                    "{}",
-                    "[" * 100_000,
-                    '{"architecture": "resnet18", "model_args": {}}',
-                    '{"architecture": "nonsense", "model_args": {}}',
-                    '{"architecture": 1, "model_args": {}}',
-                    '{"architecture": "gauvit_pico_patch2_8", "model_args": []}',
-                    '{"architecture": "gauvit_pico_patch2_8", "model_args": {"depth": "x"}}',
-                    '{"architecture": "gauvit_pico_patch2_8", "model_args": {"depth": 100000000}}',
-                )
+            (
+                both(write(f"{STUDENT}/student/config.json", "[1]"), sums(f"{STUDENT}/student")),
+                "no model that timm reads",
             ),
             (both(flip(f"{STUDENT}/student/config.json"), sums(f"{STUDENT}/student")), ""),
             (
