@@ -153,5 +153,5 @@ def test_the_table_is_without_repetition():
 
 def test_generated_bad_inputs(finished, tmp_path):
     """A sample of what ``python tests/fuzz_inputs.py`` tries."""
-    found = Counter(fuzz(finished, tmp_path, cases=60, seed=None))
+    found = Counter(fuzz(finished, tmp_path, cases=60, seed=100))
     assert not {verdict: count for verdict, count in found.items() if verdict != "refused"}
