@@ -1,4 +1,12 @@
-"""``python -m gaupipe`` is the command ``gaupipe``."""
+"""``python -m gaupipe`` and ``torchrun -m gaupipe`` are the command ``gaupipe``."""
+
+import os
+import sys
+
+# Python puts the current folder first on the path of modules: a store.py there would be taken for
+# the package store. The command gaupipe does not look there either.
+if not sys.flags.safe_path and sys.path[:1] in ([""], [os.getcwd()]):
+    del sys.path[0]
 
 from gaupipe.cli import main
 

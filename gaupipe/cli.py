@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from gaupipe import __version__
 from gaupipe.attention import STUDENTS
@@ -54,6 +52,11 @@ class Encoding(StrEnum):
     uint8 = "uint8"
 
 
+def _option(help: str, default: str, *names: str, **more: Any) -> Any:
+    """An option that may be left out; ``default`` is what the help says then holds."""
+    return typer.Option(*names, help=help, show_default=default, **more)
+
+
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
     from gaupipe.settings.load import shipped
@@ -85,51 +88,39 @@ ConfigArgument = Annotated[
 ]
 DataFolder = Annotated[
     Path | None,
-    typer.Option(
+    _option(
+        "A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        "the data set of CONFIG",
         "--data",
         metavar="FOLDER",
-        help="A folder of your images in place of CONFIG; the settings are chosen from the images.",
-        show_default="the data set of CONFIG",
     ),
 ]
 RunDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--run-dir", help="Folder of the run.", show_default="the run in runs/ that was used last"
-    ),
+    Path | None, _option("Folder of the run.", "the run in runs/ that was used last", "--run-dir")
 ]
 StudentName = Annotated[
     str | None,
-    typer.Option(
+    _option(
+        "The student: its attention, or the --name it was trained under.",
+        "the one trained last",
         "--student",
         autocompletion=complete_student,
         metavar="NAME",
-        help="The student: its attention, or the --name it was trained under.",
-        show_default="the one trained last",
     ),
 ]
 Attention = Annotated[
     Student | None,
-    typer.Option(
-        "--student",
-        help="Attention of the student.",
-        show_default="phase_b.student of the settings",
-    ),
+    _option("Attention of the student.", "phase_b.student of the settings", "--student"),
 ]
 Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
 NewRunDir = Annotated[
     Path | None,
-    typer.Option(
-        "--run-dir",
-        help="Folder of the run.",
-        show_default="runs/NAME of the configuration or of the images' folder",
+    _option(
+        "Folder of the run.", "runs/NAME of the configuration or of the images' folder", "--run-dir"
     ),
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="A.B=C", help="Change one setting; repeatable.", show_default="none"
-    ),
+    list[str] | None, _option("Change one setting; repeatable.", "none", "--set", metavar="A.B=C")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
 Force = Annotated[
@@ -137,11 +128,11 @@ Force = Annotated[
 ]
 Teacher = Annotated[
     str | None,
-    typer.Option(
+    _option(
+        "gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
+        "phase_a.teacher of the settings",
         "--teacher",
         metavar="NAME",
-        help="gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
-        show_default="phase_a.teacher of the settings",
     ),
 ]
 Download = Annotated[
@@ -190,18 +181,7 @@ def run(
     from stages import run as stage
 
     lines = stage.run(settings, folder, student and student.value)
-    table = Table(title=f"{settings.data.name}: {folder}", title_justify="left")
-    for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
-        table.add_column(column, justify="left" if not column else "right")
-    for line in lines:
-        table.add_row(
-            line["model"],
-            str(line["epochs"]),
-            _percent(line["train_acc"]),
-            _percent(line["val_acc"]),
-            f"{line['seconds']:.1f}",
-        )
-    Console().print(table)
+    _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
 
 
 @app.command("phase-a")
@@ -229,62 +209,58 @@ def export_maps(
     run_dir: RunDir = None,
     kind: Annotated[
         str | None,
-        typer.Option(
-            help="What is stored for each query, such as gaussian, topk or dense.",
-            show_default="export.kind of the settings, or what fits the teacher",
+        _option(
+            "What is stored for each query, such as gaussian, topk or dense.",
+            "export.kind of the settings, or what fits the teacher",
         ),
     ] = None,
     encoding: Annotated[
         Encoding | None,
-        typer.Option(
-            help="Format of the stored numbers.",
-            show_default="export.encoding of the settings, or what fits the kind",
+        _option(
+            "Format of the stored numbers.",
+            "export.encoding of the settings, or what fits the kind",
         ),
     ] = None,
     k: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            "Keys that topk stores for each query.",
+            "export.k of the settings",
             "--k",
             min=1,
             max=255,
-            help="Keys that topk stores for each query.",
-            show_default="export.k of the settings",
         ),
     ] = None,
     views: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            "Store the maps of this many augmented views of each image.",
+            "the images themselves",
             min=2,
-            max=10_000,
-            help="Store the maps of this many augmented views of each image.",
-            show_default="the images themselves",
+            max=10000,
         ),
     ] = None,
     teacher: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            "A trained ViT in place of the run's teacher: local-dir:FOLDER or a timm name.",
+            "the run's teacher",
             metavar="NAME",
-            help="A trained ViT in place of the run's teacher: local-dir:FOLDER or a timm name.",
-            show_default="the run's teacher",
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
+            "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
+            "none",
             "--set",
             metavar="PHASE_A.TEACHER_ARGS=Y",
-            help="Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
-            show_default="none",
         ),
     ] = None,
     download: Download = False,
     out: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH-OR-URL",
-            help="Where the store goes.",
-            show_default="maps.zarr in the run directory",
-        ),
+        _option("Where the store goes.", "maps.zarr in the run directory", metavar="PATH-OR-URL"),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace a store that is there.")
@@ -331,28 +307,23 @@ def phase_b(
     student: Attention = None,
     name: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            "Name of the student's folder, to train several from the same maps.",
+            "the attention",
             "--name",
             metavar="NAME",
-            help="Name of the student's folder, to train several from the same maps.",
-            show_default="the attention",
         ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="PHASE_B.X=Y",
-            help="Change a setting for this student; repeatable.",
-            show_default="none",
+        _option(
+            "Change a setting for this student; repeatable.", "none", "--set", metavar="PHASE_B.X=Y"
         ),
     ] = None,
     maps: Annotated[
         str | None,
-        typer.Option(
-            metavar="PATH-OR-URL",
-            help="The attention-map store.",
-            show_default="maps.zarr in the run directory",
+        _option(
+            "The attention-map store.", "maps.zarr in the run directory", metavar="PATH-OR-URL"
         ),
     ] = None,
     distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
@@ -428,10 +399,10 @@ def export_student(
     ] = Format.onnx,
     out: Annotated[
         Path | None,
-        typer.Option(
+        _option(
+            "Where the model goes.",
+            "student.onnx or student.pt2 beside the student",
             metavar="FILE",
-            help="Where the model goes.",
-            show_default="student.onnx or student.pt2 beside the student",
         ),
     ] = None,
     plain: Plain = False,
@@ -461,19 +432,17 @@ def publish(
     run_dir: RunDir = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Write model, settings and model card to this new folder.",
-            show_default="none",
+        _option(
+            "Write model, settings and model card to this new folder.", "none", metavar="FOLDER"
         ),
     ] = None,
     repo: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Upload them to this repository of the Hugging Face Hub, with the token that "
+        _option(
+            "Upload them to this repository of the Hugging Face Hub, with the token that "
             "'hf auth login' keeps or HF_TOKEN holds.",
-            show_default="nothing is uploaded",
+            "nothing is uploaded",
+            metavar="NAME",
         ),
     ] = None,
     private: Annotated[
@@ -495,20 +464,12 @@ def compare(
     config: ConfigArgument = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            "--run-dir",
-            help="Folder of the comparison.",
-            show_default="runs/compare-NAME of the configuration",
-        ),
+        _option("Folder of the comparison.", "runs/compare-NAME of the configuration", "--run-dir"),
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
         str | None,
-        typer.Option(
-            metavar="A,B",
-            help="Attentions of the students.",
-            show_default="phase_b.student of the settings",
-        ),
+        _option("Attentions of the students.", "phase_b.student of the settings", metavar="A,B"),
     ] = None,
     seeds: Annotated[
         str,
@@ -519,28 +480,28 @@ def compare(
     ] = "0,1,2",
     sweep: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            "Further cells: a YAML list of settings, or the name of a shipped sweep.",
+            "none",
             metavar="SWEEP",
-            help="Further cells: a YAML list of settings, or the name of a shipped sweep.",
-            show_default="none",
         ),
     ] = None,
     cells: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
+            "Run only this cell, the plain ViT, and the cells whose settings this cell takes "
+            "over; repeatable.",
+            "all cells",
             "--row",
             metavar="NAME",
-            help="Run only this cell, the plain ViT, and the cells whose settings this cell takes "
-            "over; repeatable.",
-            show_default="all cells",
         ),
     ] = None,
     targets: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            "Validation accuracies; epochs are counted until each of them is reached.",
+            "95, 98 and 100 % of the plain ViT's final accuracy",
             metavar="0.8,0.84",
-            help="Validation accuracies; epochs are counted until each of them is reached.",
-            show_default="95, 98 and 100 % of the plain ViT's final accuracy",
         ),
     ] = None,
     tune: Annotated[
@@ -595,8 +556,7 @@ def compare(
     if as_json:
         print(json.dumps(results))
         return
-    for table in stage.tables(results):
-        Console().print(table)
+    _print_rich(*stage.tables(results))
     print(folder)
 
 
@@ -606,40 +566,27 @@ def inspect(
     run_dir: RunDir = None,
     student: Annotated[
         str | None,
-        typer.Option(
+        _option(
+            "This student's own maps, beside the stored ones.",
+            "the store",
             "--student",
             metavar="NAME",
-            help="This student's own maps, beside the stored ones.",
-            show_default="the store",
         ),
     ] = None,
-    image: Annotated[
-        int | None, typer.Option(help="Image id; without it a summary.", show_default="none")
-    ] = None,
-    layer: Annotated[
-        int | None, typer.Option(help="Encoder block, from 0.", show_default="0")
-    ] = None,
+    image: Annotated[int | None, _option("Image id; without it a summary.", "none")] = None,
+    layer: Annotated[int | None, _option("Encoder block, from 0.", "0")] = None,
     head: Annotated[
-        str | None,
-        typer.Option(metavar="H|mean", help="Head, from 0, or their mean.", show_default="mean"),
+        str | None, _option("Head, from 0, or their mean.", "mean", metavar="H|mean")
     ] = None,
     query: Annotated[
         str | None,
-        typer.Option(
-            metavar="Q|mean",
-            help="Query token, from 0 in row-major order, or their mean.",
-            show_default="mean",
-        ),
+        _option("Query token, from 0 in row-major order, or their mean.", "mean", metavar="Q|mean"),
     ] = None,
     view: Annotated[
-        int | None,
-        typer.Option(help="View of the image, from 0, for a store of views.", show_default="0"),
+        int | None, _option("View of the image, from 0, in a store of views.", "0")
     ] = None,
     png: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Draw the image with the map over it.", show_default="none"
-        ),
+        str | None, _option("Draw the image with the map over it.", "none", metavar="FILE")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -678,7 +625,7 @@ def inspect(
     if as_json:
         print(json.dumps(seen))
     else:
-        Console().print(stage.heat_map(seen, _draws_blocks()))
+        _print_rich(stage.heat_map(seen, _draws_blocks()))
 
 
 @app.command()
@@ -686,42 +633,37 @@ def view(
     maps: Store = None,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
+        _option(
+            "Folder of the run.",
+            "the folder the store is in, or the run in runs/ that was used last",
             "--run-dir",
-            help="Folder of the run.",
-            show_default="the folder the store is in, or the run in runs/ that was used last",
         ),
     ] = None,
     students: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
+            "A student to show beside the stored maps; repeatable.",
+            "all that have finished",
             "--student",
             metavar="NAME",
-            help="A student to show beside the stored maps; repeatable.",
-            show_default="all that have finished",
         ),
     ] = None,
     images: Annotated[
         list[int] | None,
-        typer.Option(
+        _option(
+            "The image to open with; with --html an image of the page, repeatable.",
+            "0",
             "--image",
             metavar="ID",
-            help="The image to open with; with --html an image of the page, repeatable.",
-            show_default="0",
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write a page of the images, which needs no server, and stop.",
-            show_default="none",
+        _option(
+            "Write a page of the images, which needs no server, and stop.", "none", metavar="FILE"
         ),
     ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="Port of this machine.", show_default="8642"),
-    ] = None,
+    port: Annotated[int | None, _option("Port of this machine.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
     ] = True,
@@ -752,11 +694,7 @@ def verify(
     ] = False,
     run_dir: Annotated[
         Path | None,
-        typer.Option(
-            "--run-dir",
-            help="Folder of the teacher's run.",
-            show_default="the folder the store is in",
-        ),
+        _option("Folder of the teacher's run.", "the folder the store is in", "--run-dir"),
     ] = None,
     sample: Annotated[
         int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole batches.")
@@ -793,30 +731,19 @@ def plan(
     ] = 4,
     images: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Training images of a data set that is not here.",
-            show_default="read from the data set",
-        ),
+        _option("Training images of a data set that is not here.", "read from the data set", min=1),
     ] = None,
-    classes: Annotated[
-        int | None, typer.Option(min=2, help="Its classes.", show_default="read from the data set")
-    ] = None,
+    classes: Annotated[int | None, _option("Its classes.", "read from the data set", min=2)] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(
-            min=2,
-            max=100_000,
-            help="Also plan for this many processes (torchrun).",
-            show_default="one process",
-        ),
+        _option("Also plan for this many processes (torchrun).", "one process", min=2, max=100000),
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(
+        _option(
+            "Gbit/s at which a process sends gradients to another.",
+            "the exchange takes no time",
             metavar="GBIT",
-            help="Gbit/s at which a process sends gradients to another.",
-            show_default="the exchange takes no time",
         ),
     ] = None,
     plain: Annotated[
@@ -833,7 +760,7 @@ def plan(
         from stages import plan_training
 
         planned = plan_training.run(settings, folder, steps=steps, images=images, classes=classes)
-        print(json.dumps(planned)) if as_json else Console().print(plan_training.table(planned))
+        print(json.dumps(planned)) if as_json else _print_rich(plan_training.table(planned))
         return
     from stages import plan as stage
 
@@ -849,7 +776,7 @@ def plan(
     if as_json:
         print(json.dumps(planned))
         return
-    Console().print(stage.table(planned))
+    _print_rich(stage.table(planned))
     if planned["problem"]:
         print(f"does not fit: {planned['problem']}")
 
@@ -1021,8 +948,11 @@ def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[A
     return list(dict.fromkeys(values))
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2f} %"
+def _print_rich(*renderables: Any) -> None:
+    from rich.console import Console
+
+    for renderable in renderables:
+        Console().print(renderable)
 
 
 def _report(values: dict[str, Any], as_json: bool) -> None:

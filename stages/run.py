@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.distillation.student import check_baseline
@@ -77,3 +80,15 @@ def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, A
         "val_acc": kept["val_acc"],
         "seconds": total_seconds(metrics),
     }
+
+
+def table(lines: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """The summary of :func:`run` for the terminal."""
+    shown = Table(title=title, title_justify="left")
+    for column in ("", "epochs", "train acc.", "validation acc.", "seconds"):
+        shown.add_column(column, justify="right" if column else "left")
+    for line in lines:
+        accuracies = [line["train_acc"], line["val_acc"]]
+        percents = ["-" if one is None else f"{100 * one:.2f} %" for one in accuracies]
+        shown.add_row(line["model"], str(line["epochs"]), *percents, f"{line['seconds']:.1f}")
+    return shown

@@ -4,6 +4,8 @@ than they bring."""
 import functools
 import gzip
 import importlib
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 import torch
 import typer
 
+from arguments import sets
 from gaupipe.cli import main
 
 torch.set_num_threads(1)
@@ -56,20 +59,76 @@ def parsers():
         yield
 
 
+def run_main(*arguments, cwd=None) -> int:
+    """The exit code of a command in this process, which saves importing torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if cwd is not None:
+            patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+    return exit_.value.code or 0
+
+
 @pytest.fixture
-def in_process(capfd, monkeypatch):
-    """Runs a command in this process, which saves importing torch: (exit code, stdout, stderr)."""
+def in_process(capfd):
+    """Runs a command in this process: (exit code, stdout, stderr)."""
 
     def call(*arguments, cwd=None) -> tuple[int, str, str]:
         capfd.readouterr()
-        if cwd is not None:
-            monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["gaupipe", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return (exit_.value.code or 0, *capfd.readouterr())
+        code = run_main(*arguments, cwd=cwd)
+        return (code, *capfd.readouterr())
 
     return call
+
+
+TEACHERS = {
+    "table": [],
+    "embedding": ["phase_a.per_image=embedding", "phase_a.compression.embedding=3"],
+    "predicted": ["phase_a.per_image=predicted"],
+    "vit": ["phase_a.teacher=vit"],
+}
+"""Settings of a run with each kind of teacher."""
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """The folder of a finished run with a kind of teacher: 40 digits, one epoch of each phase. It
+    is made once; a test that changes it takes ``copied_run``."""
+
+    @functools.cache
+    def run(teacher: str = "table") -> Path:
+        folder = tmp_path_factory.mktemp(teacher) / "run"
+        size = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "threads=1"]
+        size += ["baseline.enabled=false"]
+        images = ["data.train_images=40", "data.batch_size=20"]
+        epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1"]
+        changes = sets(*size, *images, *epochs, *TEACHERS[teacher])
+        assert run_main("run", "digits", "--run-dir", folder, *changes) == 0
+        return folder
+
+    return run
+
+
+@pytest.fixture
+def copied_run(finished_run, tmp_path):
+    """A copy of a finished run, whose files a test may write to."""
+
+    def copy(teacher: str = "table", name: str = "run") -> Path:
+        return Path(shutil.copytree(finished_run(teacher), tmp_path / name))
+
+    return copy
+
+
+def linked(folder: Path, copy: Path) -> Path:
+    """A copy of a folder by hard links, but of the files that gaupipe writes in place. A test
+    removes a file before it writes another one of its name."""
+
+    def link_or_copy(source: str, target: str) -> None:
+        in_place = source.endswith((".jsonl", "lock"))
+        (shutil.copy2 if in_place else os.link)(source, target)
+
+    return Path(shutil.copytree(folder, copy, copy_function=link_or_copy))
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file
 import store
 from arguments import sets
 from gaupipe.cli import main
-from gaupipe.settings import ExportSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages import phase_b
@@ -28,7 +27,7 @@ from stages.compare.cells import BASELINE, apply, default_cells, resolve, sweep_
 from stages.compare.figures import curves, save
 from stages.compare.run import best_trial, check_folder, run_cells, run_trials
 from stages.compare.speed import Run, Spread, compare_at, epochs_to
-from stages.compare.trainings import Comparison, Training, as_run, as_teacher, digest
+from stages.compare.trainings import Comparison, as_run, as_teacher, digest
 from stages.runs.directory import RunDirectory, locked
 
 TINY = [
@@ -209,57 +208,6 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     epochs = config.load("digits", ["phase_b.epochs=3"])
     assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
     assert as_run(base, 0, baseline=True).phase_b.optim == base.baseline_optim
-
-
-OLDER = {
-    "data": {"name": "fashion_mnist", "train_images": 20000, "workers": 3},
-    "threads": 2,
-    "model": {"init": "mimetic", "args": {"depth": 6}},
-    "phase_a": {
-        "stop_accuracy": 0.9,
-        "rows": {"lr": 0.004},
-        "compression": {"embedding": 32, "hidden": 128},
-    },
-    "phase_b": {
-        "student": "belief2",
-        "attention_options": {"zz": False},
-        "gamma": 0.5,
-        "gamma_epochs": 3,
-        "shuffle_maps": True,
-        "optim": {"lr": 0.004},
-    },
-    "baseline": {"optim": {"lr": 0.002}},
-}
-
-
-@pytest.mark.parametrize(
-    "baseline, kind, encoding, student, teacher, maps",
-    [
-        (True, "gaussian", "float16", "6d930c3a54a9", "4ae9c3c047b8", "maps.zarr"),
-        (False, "gaussian", "float16", "ba3243950f48", "ce42dcef61ef", "maps.zarr"),
-        (False, "gaussian", "uint8", "cc1a8e19c9dc", "ce42dcef61ef", "maps-gaussian-uint8.zarr"),
-        (
-            False,
-            "embedding",
-            "float16",
-            "d3cd5aedc3af",
-            "ce42dcef61ef",
-            "maps-embedding-float16.zarr",
-        ),
-    ],
-)
-def test_a_run_lies_where_version_0_1_put_it(baseline, kind, encoding, student, teacher, maps):
-    training = Training(
-        label="",
-        settings=as_run(config.parse(OLDER, "test"), 3, baseline=baseline),
-        baseline=baseline,
-        export=ExportSettings(kind=kind, encoding=encoding),
-        root=Path("c"),
-        data_sha256="ab" * 32,
-    )
-    assert training.folder == Path("c/students") / student
-    assert training.teacher.path == Path("c/teachers") / teacher
-    assert training.maps == Path("c/teachers") / teacher / maps
 
 
 def swept(entries, base=None):

@@ -27,7 +27,6 @@ from gaupipe.vit.models import save_student
 from stages import evaluate
 
 PICO = "gauvit_pico_patch2_8"
-OLD = Path(__file__).parent / "old"
 
 
 def sum_of(path: Path) -> str:
@@ -87,10 +86,9 @@ def test_a_checkpoint_lies_beside_its_digest(tmp_path):
     assert make_state().load(tmp_path)
 
 
-@pytest.mark.parametrize("where", np.linspace(0, 1, 12))
-def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path, where):
+def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
     make_state().save(tmp_path)
-    for name in ("state.pt", "SHA256SUMS"):
+    for name, where in itertools.product(("state.pt", "SHA256SUMS"), np.linspace(0, 1, 12)):
         sound = (tmp_path / name).read_bytes()
         flip(tmp_path / name, where)
         with pytest.raises(UserError, match="damaged") as error:
@@ -153,7 +151,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_foreign_checkpoint_is_refused(tmp_path, name, listed):
-    """With its digest beside it, or without one as in the runs of earlier versions."""
+    """With its digest beside it, or without one."""
     foreign(tmp_path / "state.pt", FOREIGN[name])
     if listed:
         digests.write(tmp_path)
@@ -168,12 +166,9 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
         make_state().load(tmp_path)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["", "of an earlier version"])
-def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_path, old):
+def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
     folder, seen = tmp_path / "checkpoint", set()
     make_state().save(folder)
-    if old:
-        (folder / "SHA256SUMS").unlink()
     first = shutil.copytree(folder, tmp_path / "first")
     new = make_state(finished=True)
     for step in itertools.count():
@@ -196,10 +191,8 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
 
 
 @pytest.mark.parametrize("command", ["phase-a", "export-maps", "phase-b"])
-def test_a_damaged_checkpoint_ends_a_command_in_one_line(tmp_path, in_process, command):
-    run = Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+def test_a_damaged_checkpoint_ends_a_command_in_one_line(run, in_process, command):
     name = "phase_b/standard" if command == "phase-b" else "phase_a"
-    digests.write(run / name / "checkpoint")
     flip(run / name / "checkpoint/state.pt", 0.02)
     arguments = {
         "phase-a": [run / "config.yaml", "--resume"],
@@ -299,9 +292,11 @@ def test_a_damaged_files_json_is_refused(tmp_path, text):
 
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    """A run of an earlier version, without digests."""
-    return Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+def run(copied_run) -> Path:
+    """A run whose student has no digests, as a folder that another program wrote."""
+    folder = copied_run()
+    (folder / "phase_b/standard/student/SHA256SUMS").unlink()
+    return folder
 
 
 def assert_refused(run: Path, message: str, in_process) -> None:
@@ -385,6 +380,7 @@ def test_a_student_with_other_weights_is_refused(run, edit, in_process):
 
 
 def test_the_student_of_other_images_is_refused(run, in_process):
+    (run / "phase_b/standard/student.json").unlink()
     save_student(
         timm.create_model(PICO, in_chans=3, num_classes=4), run / "phase_b/standard/student"
     )

@@ -319,6 +319,7 @@ def test_scores_are_those_of_one_process(tmp_path, trained):
         (["export-maps", "--repair", "--overwrite", "--run-dir", "RUN"], "choose one"),
         (["phase-b", "--run-dir", "RUN", "--set", "data.train_images=3"], "belongs to the run"),
         (["evaluate", "--run-dir", "nothing"], "is not a run directory"),
+        (["export-maps", "--run-dir", "RUN", "--out", "~nobody1/x"], "there is no such user"),
         (["inspect", "RUN/maps.zarr"], "inspect is a job for one process"),
         (["run", "--nosuch"], "No such option"),
     ],

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import store
 from gaupipe.cli import app
 from gaupipe.data.batches import load_data
-from gaupipe.settings import load, parse
+from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,12 +19,10 @@ from gaupipe.settings import load as config
 from stages import evaluate, export_maps, phase_b
 from stages.runs.directory import RunDirectory
 
-OLD = Path(__file__).parent / "old"
-
 
 @pytest.fixture
-def run(tmp_path) -> Path:
-    return Path(shutil.copytree(OLD / "run", tmp_path / "run"))
+def run(copied_run) -> Path:
+    return copied_run()
 
 
 @pytest.fixture(autouse=True)

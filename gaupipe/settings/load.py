@@ -180,21 +180,22 @@ def _refuse_unusable(value: Any, depth: int = 0) -> None:
 
 
 def _apply(tree: dict, override: str) -> None:
+    where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
+        raise UserError(f"{where}: should look like phase_b.epochs=20")
     try:
         value = _parse_yaml(text)
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
+        raise UserError(f"{where}: not a YAML value: {reason:.300}") from None
     if _is_text(key):
         if isinstance(value, int | float):  # a folder may be called 2024
             value = text.strip()
     elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
         with contextlib.suppress(ValueError):
             value = float(value)
-    set_value(tree, key, value, f"--set {override!r}")
+    set_value(tree, key, value, where)
 
 
 def _is_text(key: str) -> bool:

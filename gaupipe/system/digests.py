@@ -75,8 +75,8 @@ def write(folder: Path) -> None:
 
 
 def check(path: Path) -> None:
-    """Raises UserError if a file is not the one whose digest lies beside it. Without
-    ``SHA256SUMS``, which earlier versions did not write, nothing is checked."""
+    """Raises UserError if a file is not the one whose digest lies beside it. A folder without
+    ``SHA256SUMS``, such as another program writes, is not checked."""
     sums = read(path.parent)
     if sums is not None and sha256(path) not in sums.get(path.name, []):
         raise UserError(

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gaupipe.system.errors import UserError, mistake_of
@@ -27,11 +24,11 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 T = TypeVar("T")
 
-TIMEOUT = timedelta(hours=4)
-"""How long a rank waits for the others, which may be reading a large data set. A rank that dies is
+TIMEOUT = 4 * 3600
+"""Seconds a rank waits for the others, which may be reading a large data set. A rank that dies is
 noticed at once."""
-START_TIMEOUT = timedelta(minutes=5)
-"""How long rank 0 waits for the first answer of ranks that were started."""
+START_TIMEOUT = 300
+"""Seconds rank 0 waits for the first answer of ranks that were started."""
 
 
 class ErrorOnAllRanks(UserError):
@@ -80,6 +77,8 @@ def process_group() -> Iterator[None]:
     if here.world_size == 1:
         yield
         return
+    from datetime import timedelta
+
     import torch
     import torch.distributed as group
     from torch.distributed.rendezvous import rendezvous
@@ -90,7 +89,9 @@ def process_group() -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
     store = group.PrefixStore(name_of_start(store, number, count), store)
-    group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
+    group.init_process_group(
+        backend, store=store, rank=number, world_size=count, timeout=timedelta(seconds=TIMEOUT)
+    )
     yield
     group.destroy_process_group()  # not after an error: other ranks may be gone
 
@@ -104,13 +105,13 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     (pytorch/pytorch#135712). So rank 0 makes a name, answers every rank that reports until that
     rank confirms the name, and is not misled by the reports of ranks that are gone.
     """
-    mine = uuid.uuid4().hex
+    mine = os.urandom(16).hex()
     if number:
         store.set(f"reported/{number}", mine)
         start = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
-    waiting, deadline = set(range(1, count)), time.monotonic() + START_TIMEOUT.total_seconds()
+    waiting, deadline = set(range(1, count)), time.monotonic() + START_TIMEOUT
     while waiting:
         if time.monotonic() > deadline:
             raise ErrorOnAllRanks(f"rank {min(waiting)} was started and does not answer")
@@ -181,7 +182,7 @@ def check_same(values: Mapping[str, object], right: str) -> None:
     on some rank than on rank 0. ``right`` says what would be right."""
     if world_size() == 1:
         return
-    (machine, expected), *others = all_gather_object((socket.gethostname(), dict(values)))
+    (machine, expected), *others = all_gather_object((os.uname().nodename, dict(values)))
     for number, (elsewhere, found) in enumerate(others, start=1):
         for name in expected | found:
             if found.get(name) != expected.get(name):

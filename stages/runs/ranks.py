@@ -84,13 +84,13 @@ Token = tuple[str, tuple[str, ...]]
 def token_near(folder: Path) -> Iterator[Token]:
     """Makes an empty file in ``folder`` or, where that is not there yet, in the nearest folder
     above it that is, and removes it in the end."""
-    place = folder.absolute()
-    while not place.is_dir():
-        place = place.parent
-    descriptor, path = tempfile.mkstemp(prefix=TOKEN, dir=place)
+    parent = folder.absolute()
+    while not parent.is_dir():
+        parent = parent.parent
+    descriptor, path = tempfile.mkstemp(prefix=TOKEN, dir=parent)
     os.close(descriptor)
     try:
-        yield os.path.basename(path), folder.absolute().relative_to(place).parts
+        yield os.path.basename(path), folder.absolute().relative_to(parent).parts
     finally:
         os.unlink(path)
 
