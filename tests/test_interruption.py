@@ -149,7 +149,7 @@ def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
     assert said.endswith(" --resume") and "gaupipe phase-a digits --run-dir" in said
     state = torch.load(tmp_path / "run/phase_a/checkpoint/state.pt", weights_only=True)
     assert state["epoch"]["batches"] == 7 and state["metrics"] == []
-    assert not isinstance(state["finished"], bool)  # version 0.1 refuses it
+    assert state["finished"] is False
     code, words = attempt(tmp_path, [*phase_a, "--resume"])
     assert code == 0 and "phase A epoch 1/1" in words
 
@@ -176,10 +176,11 @@ def test_after_the_last_batch_of_an_epoch_the_evaluation_is_left(tmp_path):
 def test_draws_start_anew_on_another_type_of_device():
     def followed(name: int, first: int) -> int:
         epoch = object.__new__(Epoch)
-        epoch._seed, epoch.number, epoch.first, epoch._generators = 3, 1, first, {}
-        epoch._saved = {"device": "cuda", "generators": {name: torch.zeros(16, dtype=torch.uint8)}}
-        epoch.update = types.SimpleNamespace(device=torch.device("cpu"))
-        generator = torch.Generator()
+        epoch.first, epoch._generators = first, {}
+        saved = {"generators": {name: torch.zeros(16, dtype=torch.uint8)}}  # as a GPU's
+        state = types.SimpleNamespace(epoch=saved)
+        epoch.loop = types.SimpleNamespace(update=types.SimpleNamespace(state=state))
+        generator = torch.Generator().manual_seed(name)
         epoch.follow({name: generator})
         return generator.initial_seed()
 

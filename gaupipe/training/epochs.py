@@ -109,7 +109,7 @@ class Epoch:
         on all ranks."""
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
-        loop.steps.begin_line()
+        loop.steps.begin_line(state.epoch and state.epoch["line"])
         if state.epoch:
             self._load(state.epoch)
         self._seed()
@@ -180,6 +180,7 @@ class Epoch:
             "batches": self.batches,
             "seconds": began - self.started,
             "lists": self.lists,
+            "line": self.loop.steps.state(),
             "generators": distributed.all_gather_dict(generators),
             "ranks": distributed.all_gather_object({"images": self.images, "sums": sums}),
         }

@@ -29,7 +29,7 @@ class StepLog:
     """Writes ``folder``/steps.jsonl, and tells the loggers of the settings. Only rank 0 does, of
     its own images; ``images_per_s`` are those of all.
 
-    A line is about the batches since the line before, within one epoch and one process:
+    A line is about the batches since the line before, within one epoch:
 
         epoch, step     the epoch's number, and batches of the training so far, both from 1
         loss, ...       the means of the losses over the images
@@ -79,10 +79,18 @@ class StepLog:
             logger.close()
         self._loggers = []
 
-    def begin_line(self) -> None:
-        """Forgets the batches since the last line: an epoch begins, or goes on."""
+    def begin_line(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Begins a line, or goes on with what :meth:`state` returned in the middle of an epoch."""
         self.images, self.sums = 0, {}
         self._since, self._waited = time.monotonic(), dict(self.batches.waited)
+        if saved:
+            self.images, self._since = saved["images"], self._since - saved["seconds"]
+            self.sums = {name: one.to(self.update.device) for name, one in saved["sums"].items()}
+
+    def state(self) -> dict[str, Any]:
+        """The batches since the last line."""
+        sums = {name: total.cpu() for name, total in self.sums.items()}
+        return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
 
     def pause(self, seconds: float) -> None:
         """Time that is none of the training's."""
