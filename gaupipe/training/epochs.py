@@ -121,7 +121,7 @@ class Epoch:
         """``first`` is the number of the batch to begin with: 0, or where a checkpoint was
         written."""
         self.batches = self.first
-        self.started = time.monotonic()
+        self.started, self.processor_started = time.monotonic(), time.process_time()
         self.images = 0
         self.sums: dict[str, Tensor] = {}
         self.lists: dict[str, list[Any]] = {}
@@ -177,6 +177,7 @@ class Epoch:
             sums = torch.stack([*self.sums.values()])
             self.sums = dict(zip(self.sums, distributed.total(sums), strict=True))
         self.seconds = time.monotonic() - self.started
+        self.processor_seconds = time.process_time() - self.processor_started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
     def finish(self, **metrics: Any) -> None:
@@ -187,12 +188,14 @@ class Epoch:
             **metrics,
             **self.lists,
             "seconds": round(self.seconds, 3),
+            "processor_seconds": round(self.processor_seconds, 3),
             "images_per_s": round(self.images / self.seconds, 1),
         }
 
     def _save(self) -> None:
         """Writes a checkpoint. The time that this takes does not count."""
         began, pauses = time.monotonic(), self.update.pauses
+        processor_began = time.process_time()
         generators = {name: one.get_state() for name, one in self._generators.items()}
         of_rank = {
             "images": self.images,
@@ -202,6 +205,7 @@ class Epoch:
         self._saved = self.update.state.epoch = {
             "batches": self.batches,
             "seconds": began - self.started,
+            "processor_seconds": processor_began - self.processor_started,
             "lists": self.lists,
             "line": self.steps.state() if self.steps else None,
             "device": self.update.device.type,
@@ -211,6 +215,7 @@ class Epoch:
         self.update.state.save(self.folder)
         took = time.monotonic() - began
         self.started += took
+        self.processor_started += time.process_time() - processor_began
         if self.steps:
             self.steps.pause(took)
         pauses.saved()
@@ -221,6 +226,7 @@ class Epoch:
     def _go_on(self, saved: dict[str, Any]) -> None:
         """Takes over what :meth:`_save` wrote down."""
         self.started -= saved["seconds"]
+        self.processor_started -= saved["processor_seconds"]
         self.lists.update(saved["lists"])
         ranks, device = saved["ranks"], self.update.device
         self.progress.skip(sum(rank["images"] for rank in ranks))
