@@ -1,4 +1,4 @@
-"""What a comparison consists of: its cells, and the settings of each.
+"""The cells of a comparison, and the settings of each.
 
 A cell is one way to train. It is run with every seed and is one line of every table.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import ValidationError
 
 from gaupipe import settings as config
 from gaupipe.settings import Settings, StoreKind
@@ -17,7 +17,6 @@ from gaupipe.system.errors import UserError
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
-REZERO = "plain ViT, ReZero"
 DISTILLED = "distilled"
 
 
@@ -33,11 +32,9 @@ class Cell(Section):
     with the configuration."""
     plain: bool = False
     """Train on the labels alone: a baseline."""
-    trials: tuple[dict[str, Any], ...] = Field(
-        default=(), validation_alias=AliasChoices("trials", "tries")
-    )
+    trials: tuple[dict[str, Any], ...] = ()
     """Further changes to choose from. The trial with the best validation accuracy on the first
-    seed is taken. ``tries`` is an older name of this key."""
+    seed is taken."""
     kind: StoreKind | None = None
     """Kind of the store that the student reads: ``export.kind``."""
     encoding: Literal["float16", "uint8"] | None = None
@@ -50,9 +47,9 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     ``students`` are attentions. The controls belong to the first of them.
 
     The plain ViT is tuned over four starts (timm's, timm's with a position embedding from std
-    0.5, the configuration's, mimetic) and two rates. The distilled student has as many trials,
-    ReZero half as many. Further students and controls take what was best for the first student.
-    Without ``tune`` no cell has trials.
+    0.5, the configuration's, mimetic) and two rates. The distilled student has as many trials.
+    Further students and controls take what was best for the first student. Without ``tune`` no
+    cell has trials.
     """
     standard = {
         **_student(base, "standard"),
@@ -69,12 +66,6 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
     cells = [
         Cell(name=BASELINE, settings=standard, plain=True, trials=_grid(starts, rates)),
-        Cell(
-            name=REZERO,
-            settings={**standard, "phase_b.rezero": True},
-            plain=True,
-            trials=_grid([starts[0], starts[2]], rates),
-        ),
         *(_other_baseline(base, attention) for attention in students if attention != "standard"),
         Cell(
             name=distilled,
@@ -130,24 +121,14 @@ def _other_baseline(base: Settings, attention: str) -> Cell:
 
 
 def _controls(base: Settings, distilled: str) -> list[Cell]:
-    """What a distilled student is worth without one of the things that may help it."""
+    """Distilled students without one of the things that may help them."""
     labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
     no_soft_labels = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
-    changes: dict[str, dict[str, Any]] = {
-        "prior alone": {
-            "phase_a.prior": True,
-            "phase_a.per_image": "none",
-        },
-        "no soft labels": no_soft_labels,
-        "shuffled maps": {"phase_b.shuffle_maps": True},
-    }
-    if not base.phase_a.learns_gaussians:
-        changes = {
-            "shuffled maps": {"phase_b.shuffle_maps": True},
-            "average maps": {"phase_b.average_maps": True},
-        }
-        if base.phase_b.alpha:
-            changes["no soft labels"] = no_soft_labels
+    changes: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    if base.phase_a.learns_gaussians:
+        changes["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
+    if base.phase_b.alpha:
+        changes["no soft labels"] = no_soft_labels
     return [
         Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
     ]
@@ -162,7 +143,7 @@ def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
     else inherits ``plain`` from the cell named in ``like``.
 
     A file that holds ``plain: true`` and the list under ``cells`` is a sweep without teachers: its
-    entries are plain, and of ``cells`` only the plain ones stay, without ReZero.
+    entries are plain, and of ``cells`` only the plain ones stay.
 
     Raises UserError, naming ``where``, for an entry that is no cell. Whether its settings exist
     shows when they are resolved.
@@ -178,7 +159,7 @@ def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
             "under 'cells'"
         )
     if alone:
-        cells = [cell for cell in cells if cell.plain and cell.name != REZERO]
+        cells = [cell for cell in cells if cell.plain]
     by_name = {cell.name: cell for cell in cells}
     distilled = next((cell.name for cell in cells if not cell.plain), BASELINE)
     for entry in entries:
@@ -194,7 +175,7 @@ def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
 
 def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: str) -> Cell:
     """The cell of one entry of a sweep. ``by_name`` holds the cells before it."""
-    keys = (Cell.model_fields.keys() | {"tries"}) - {"settings"}
+    keys = Cell.model_fields.keys() - {"settings"}
     fields = {key: value for key, value in entry.items() if key in keys}
     settings = {key: value for key, value in entry.items() if key not in keys}
     fields.setdefault("like", BASELINE if fields.get("plain") is True else distilled)

@@ -44,8 +44,8 @@ def new_figure(height: float) -> Figure:
 
 
 def curves(results: dict[str, Any]) -> Figure:
-    """Validation loss, validation accuracy and training loss per epoch, and validation accuracy
-    over the seconds of training.
+    """Validation loss, validation accuracy and training loss per epoch, and the final validation
+    accuracy over the multiply-adds of the whole training, phase A and export counted.
 
     The training loss is that of the labels (L_hard), which all cells have. A line is the mean over
     seeds, its band goes from the lowest seed to the highest. Beside distilled students
@@ -53,27 +53,16 @@ def curves(results: dict[str, Any]) -> Figure:
     """
     cells = distinct(results["cells"])
     figure = new_figure(max(7, 1.6 + 0.22 * len(cells)))
-    (loss, accuracy), (training, over_time) = figure.subplots(2, 2)
+    (loss, accuracy), (training, costs) = figure.subplots(2, 2)
     for panel, name, label in (
         (loss, "val_loss", "validation loss"),
         (accuracy, "val_acc", "validation accuracy"),
         (training, "loss_hard", "training loss (labels)"),
-        (over_time, "val_acc", "validation accuracy"),
     ):
-        draw_curves(
-            panel, cells, name, reference=results["reference"], over_time=panel is over_time
-        )
+        draw_curves(panel, cells, name, results["reference"])
         panel.set_ylabel(label)
-        values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
-        values = values[np.isfinite(values)]  # the loss of a training that diverged is not
-        if not len(values):
-            continue
-        if name == "val_acc":
-            low = max(np.quantile(values, 0.03), 0)
-            high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])
-            panel.set_ylim(low, min(high + 0.1 * (high - low), 1.0) if high > low else None)
-        else:
-            panel.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
+        limit(panel, np.concatenate([run[name] for cell in cells for run in cell["runs"]]), name)
+    draw_costs(costs, cells, results["reference"])
 
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -83,50 +72,54 @@ def curves(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_curves(
-    panel: Axes,
-    cells: list[dict[str, Any]],
-    name: str,
-    *,
-    reference: str,
-    over_time: bool = False,
-) -> None:
-    """The metric ``name`` of every cell after each epoch, over the number of epochs or over the
-    seconds of training, those of phase A counted too."""
-    from matplotlib import color_sequences
+def limit(panel: Axes, values: np.ndarray, name: str) -> None:
+    """Leaves the first epochs' extremes out of a panel, and losses that are no numbers."""
+    values = values[np.isfinite(values)]  # the loss of a training that diverged is not
+    if name == "val_acc":
+        low, high = np.quantile(values, 0.03), values.max()
+        panel.set_ylim(low, min(high + 0.1 * (high - low), 1.0) if high > low else None)
+    elif len(values):
+        panel.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
 
-    colours = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
+
+def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, reference: str) -> None:
+    """The metric ``name`` of every cell after each epoch."""
     distilled = not all(cell["plain"] for cell in cells)
-    for number, cell in enumerate(cells):
+    for cell, colour in zip(cells, colours(cells, reference), strict=True):
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
-        places = np.arange(1, length + 1)  # [epochs]
-        if over_time:
-            seconds = [
-                run["phase_a_seconds"] + np.cumsum(run["seconds"][:length]) for run in cell["runs"]
-            ]
-            places = np.mean(seconds, axis=0)
-        is_reference = reference in cell["cell"].split(" = ")
-        colour = "black" if is_reference else colours[number % len(colours)]
-        panel.plot(
-            places,
-            values.mean(0),
-            color=colour,
-            linestyle="--" if cell["plain"] and distilled else "-",
-            linewidth=1.4,
-            label=cell["cell"],
-        )
-        panel.fill_between(
-            places,
-            values.min(0),
-            values.max(0),
-            color=colour,
-            alpha=0.12,
-            linewidth=0,
-        )
-    phase_a = f" (phase A {'' if over_time else 'not '}counted)" if distilled else ""
-    panel.set_xlabel(("seconds of training" if over_time else "epoch") + phase_a)
+        epochs = np.arange(1, length + 1)
+        style = "--" if cell["plain"] and distilled else "-"
+        panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["cell"])
+        low, high = values.min(0), values.max(0)
+        panel.fill_between(epochs, low, high, color=colour, alpha=0.12, linewidth=0)
+    panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
     panel.grid(alpha=0.3)
+
+
+def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None:
+    """A point for every cell: its final accuracy over its cost, from the lowest seed to the
+    highest."""
+    for cell, colour in zip(cells, colours(cells, reference), strict=True):
+        final = [run["val_acc"][-1] for run in cell["runs"]]
+        cost, mean = cell["final"]["multiply_adds"]["mean"], np.mean(final)
+        spread = [[mean - min(final)], [max(final) - mean]]
+        panel.errorbar([cost], [mean], spread, fmt="o" if cell["plain"] else "D", color=colour)
+    panel.set_xscale("log")
+    panel.set_xlabel("multiply-adds of the training, all counted")
+    panel.set_ylabel("final validation accuracy")
+    panel.grid(alpha=0.3)
+
+
+def colours(cells: list[dict[str, Any]], reference: str) -> list[Any]:
+    """One for each cell. The reference is black."""
+    from matplotlib import color_sequences
+
+    drawn = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
+    return [
+        "black" if reference in cell["cell"].split(" = ") else drawn[number % len(drawn)]
+        for number, cell in enumerate(cells)
+    ]
 
 
 def distinct(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,8 +25,6 @@ from stages.compare.cells import (
     select_cells,
     sweep_cells,
 )
-from stages.compare.costs import FILE as COSTS
-from stages.compare.costs import measure
 from stages.compare.figures import draw
 from stages.compare.report import report, write
 from stages.compare.trainings import Comparison, as_run, export_of
@@ -39,8 +37,6 @@ SNAPSHOTS = 3
 """Training images whose key selection is kept, unless the settings say another number."""
 
 LOCK = "lock"
-OLDER_LOCK = "comparison.lock"
-"""The lock's name in earlier versions."""
 
 
 def run(
@@ -74,8 +70,6 @@ def run(
     if not settings.key_snapshots:
         settings = settings.model_copy(update={"key_snapshots": SNAPSHOTS})
     name = Path(sweep).stem if sweep else "compare"
-    if f"{name}.json" == COSTS:
-        raise UserError(f"--sweep {sweep}: {COSTS} has the times of the models: rename the sweep")
     cells = default_cells(settings, students, tune=tune)
     if sweep is not None:
         cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
@@ -94,7 +88,7 @@ def run(
         with Workers(jobs) as workers:
             run_trials(comparison, workers)
             run_cells(comparison, workers)
-        results = report(comparison, measure(comparison), targets)
+        results = report(comparison, targets)
         write(results, run_dir, name)
         draw(comparison, results, name)
     return results
@@ -142,8 +136,8 @@ def check_distilled(settings: Settings, data: ImageData, export: ExportSettings)
 def check_folder(run_dir: Path) -> None:
     """Raises UserError for a folder that holds something else than a comparison."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    has_runs = not names.isdisjoint({"students", "teachers", COSTS})
-    is_comparison = OLDER_LOCK in names or names == {LOCK} or (LOCK in names and has_runs)
+    has_runs = not names.isdisjoint({"students", "teachers"})
+    is_comparison = names == {LOCK} or (LOCK in names and has_runs)
     if run_dir.is_file() or (names and not is_comparison):
         raise UserError(f"{run_dir} exists and holds no comparison: choose another --run-dir")
 

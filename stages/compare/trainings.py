@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe import settings as config
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import (
     IRRELEVANT,
@@ -18,14 +17,16 @@ from gaupipe.settings import (
     PhaseASettings,
     PhaseBSettings,
     Settings,
-    older_names,
 )
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
-from stages.compare.speed import Run
+from stages.compare.passages import Run
 from stages.runs import kept_epochs
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, without
+
+COSTS_FILE, TEST_FILE = "costs.json", "test.json"
+"""Files beside a student: the costs of its training, and its score on the test split."""
 
 DISTILLATION = (
     "alpha",
@@ -85,17 +86,12 @@ def as_teacher(settings: Settings) -> Settings:
 
 
 def digest(settings: Settings, *more: Any) -> str:
-    """A run's name: the same for the same settings, whatever settings a later version adds.
+    """A run's name, made of all settings that change its result, also of those that have their
+    default: another default in a later version makes another run.
 
     ``more`` is what counts besides: the sha256 of the data set first of all.
     """
-    defaults = config.flatten(Settings())
-    changed = {
-        name: value
-        for name, value in config.flatten(settings).items()
-        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
-    }
-    text = json.dumps([older_names.as_recorded(changed), *more], sort_keys=True)
+    text = json.dumps([without(settings, IRRELEVANT), *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -103,8 +99,8 @@ def digest(settings: Settings, *more: Any) -> str:
 class Training:
     """One training of a cell: all that a worker process needs to know.
 
-    The names of its folders are made from the settings that matter to it, so that the same
-    training is found again, whichever comparison in the folder ``root`` asks for it.
+    The names of its folders are made of its settings, so that the same training is found again,
+    whichever comparison in the folder ``root`` asks for it.
     """
 
     label: str
@@ -122,15 +118,12 @@ class Training:
 
     @property
     def maps(self) -> Path:
-        """The teacher's store. Another kind or encoding than the default lies beside it."""
-        usual = export_maps.chosen(as_teacher(self.settings))
-        if self.export == usual:
-            return self.teacher.maps
+        """The teacher's store; stores of other kinds lie beside it."""
         return self.teacher.path / f"maps-{'-'.join(map(str, self.store))}.zarr"
 
     @property
     def store(self) -> list[Any]:
-        """What the store holds: kind and encoding, and what goes beyond version 0.1."""
+        """What the store holds: kind, encoding, and k and views where it has them."""
         export = self.export
         more = {"k": export.k, "views": export.views}
         named = [f"{name}{value}" for name, value in more.items() if value is not None]
@@ -140,6 +133,15 @@ class Training:
         return [export.kind, export.encoding, *named]
 
     @property
+    def exported(self) -> bool:
+        """Whether the store and the costs beside it are there."""
+        return self.phase_a_costs.is_file() and export_maps.is_complete(str(self.maps))
+
+    @property
+    def phase_a_costs(self) -> Path:
+        return self.maps.with_suffix(".json")
+
+    @property
     def folder(self) -> Path:
         store = [] if self.baseline else self.store
         name = digest(self.settings, self.data_sha256, self.baseline, *store)
@@ -147,19 +149,22 @@ class Training:
 
     @property
     def finished(self) -> bool:
-        tested = not self.test or (self.folder / "test.json").is_file()
-        return tested and kept_epochs.finished(self.folder)
+        files = [COSTS_FILE, *([TEST_FILE] if self.test else [])]
+        written = all((self.folder / name).is_file() for name in files)
+        return written and kept_epochs.finished(self.folder)
 
     def read(self) -> Run:
         """The finished run from its files. Raises UserError where they are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.check(self.folder, len(metrics))
-        phase_a = [] if self.baseline else read_metrics(self.folder / "phase_a.jsonl")
-        scores = json.loads((self.folder / "test.json").read_text()) if self.test else {}
+        costs = json.loads((self.folder / COSTS_FILE).read_text())
+        scores = json.loads((self.folder / TEST_FILE).read_text()) if self.test else {}
         return Run(
             seed=self.settings.seed,
             metrics=metrics,
-            phase_a=phase_a,
+            costs=costs["student"],
+            phase_a=[] if self.baseline else read_metrics(self.folder / "phase_a.jsonl"),
+            phase_a_costs=costs["phase_a"],
             test_acc=scores.get("top1"),
         )
 

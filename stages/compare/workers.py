@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing.connection import Connection
@@ -35,8 +36,9 @@ from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
 from gaupipe.training.optimizer import select_device
 from stages import evaluate, export_maps, phase_b
-from stages.compare.speed import Run
-from stages.compare.trainings import Training, as_teacher
+from stages.compare import costs
+from stages.compare.passages import Run
+from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
 from stages.phase_a import gaussian as phase_a
 
 Job = Callable[[list[Training]], tuple[str, str]]
@@ -161,25 +163,27 @@ def _start_worker(jobs: int, threads: int, end: Connection) -> None:
 def _teach(group: list[Training]) -> tuple[str, str]:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
     settings, teacher, line = as_teacher(group[0].settings), group[0].teacher, ""
-    stores = {
-        training.maps: training
-        for training in group
-        if not export_maps.is_complete(str(training.maps))
-    }
+    stores = {training.maps: training for training in group if not training.exported}
     with _quietly(teacher.path.with_suffix(".log")) as failures:
         if stores:
             metrics = phase_a.run(settings, teacher.path, resume=True, students=False)
-            for maps, training in stores.items():
-                export_maps.ensure(
-                    teacher.path,
-                    out=str(maps),
-                    export=training.export,
-                    augment=training.settings.phase_b.augment,
-                )
+            for training in stores.values():
+                _export(training, metrics)
             line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
             if (accuracy := metrics[-1]["train_acc"]) is not None:  # it predicts classes
                 line += f", training accuracy {accuracy:.4f}"
     return line, "".join(failures)
+
+
+def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
+    """Writes the store of a training, and beside it the costs of phase A with this export."""
+    began = time.process_time()
+    augment = training.settings.phase_b.augment
+    export_maps.ensure(
+        training.teacher.path, out=str(training.maps), export=training.export, augment=augment
+    )
+    spent = costs.of_phase_a(training, metrics, time.process_time() - began)
+    write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
 
 def _train(group: list[Training]) -> tuple[str, str]:
@@ -189,7 +193,12 @@ def _train(group: list[Training]) -> tuple[str, str]:
     with _quietly(folder / "log.txt") as failures:
         metrics = _train_student(training)
         if training.test:
-            write_whole(folder / "test.json", json.dumps(score_test_split(training)) + "\n")
+            write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
+        phase_a_costs = {}
+        if not training.baseline:
+            phase_a_costs = json.loads(training.phase_a_costs.read_text())
+        spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
+        write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
         line = (
             f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "
             f"{total_seconds(metrics):.0f} s"
@@ -204,8 +213,7 @@ def _train_student(training: Training) -> list[dict[str, Any]]:
     if training.baseline:
         return phase_b.train_student(settings, folder, teacher=None)
     write_whole(folder / "phase_a.jsonl", (teacher.phase_a / "metrics.jsonl").read_text())
-    maps = None if training.maps == teacher.maps else str(training.maps)
-    return phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
+    return phase_b.train_student(settings, folder, teacher=teacher, maps_url=str(training.maps))
 
 
 @contextlib.contextmanager
