@@ -556,7 +556,7 @@ def test_a_tiny_comparison(compared):
         spent = sum(entry["processor_seconds"] for entry in metrics)
         assert cell["runs"][0]["costs"]["processor_seconds"] == pytest.approx(spent)
     check_multiply_adds(by_name, folder)
-    check_differences(by_name)
+    check_differences(dict(by_name))
     final = by_name[BASELINE]["final"]
     assert float(rows[0]["val_acc_mean"]) == pytest.approx(final["val_acc"]["mean"])
     for name in ("mine", "key_selection"):
