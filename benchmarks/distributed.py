@@ -30,9 +30,9 @@ import torch
 from timing import spread
 from torch.multiprocessing import spawn
 
-from gaupipe import settings as config
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.student import build_student
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
@@ -65,7 +65,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with distributed.world(), tempfile.TemporaryDirectory() as folder:
+    with distributed.process_group(), tempfile.TemporaryDirectory() as folder:
         job = teacher(batch, Path(folder))
         of_stage: dict[str, Callable[[], Ways]] = {
             "phase A": lambda: training(*of_phase_a(job), batch),
@@ -119,7 +119,7 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
     """Steps in one process, in both, and in both without an exchange of gradients."""
     device = next(losses.parameters()).device
     optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-4)
-    replica = distributed.replicated(losses)
+    replica = distributed.data_parallel(losses)
 
     def steps(forward: torch.nn.Module, count: int) -> None:
         for _ in range(STEPS):
@@ -165,14 +165,14 @@ def clock(work: Callable[[], None]) -> float:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        distributed.gathered(None)
+        distributed.all_gather_object(None)
         return time.perf_counter() - started
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Begins on all ranks at once."""
-    distributed.gathered(None)
+    distributed.all_gather_object(None)
     yield
 
 

@@ -20,8 +20,8 @@ import torch
 from timing import spread
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
+from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import predict
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a

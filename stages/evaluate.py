@@ -124,15 +124,17 @@ def beside_teacher(
     phase = run.settings().phase_a
     if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
-    learned = distributed.agree(read_json(folder / "maps.json"))
-    if learned is not None and learned["teacher_sha256"] != distributed.agree(run.teacher_digest()):
+    learned = distributed.broadcast(read_json(folder / "maps.json"))
+    if learned is not None and learned["teacher_sha256"] != distributed.broadcast(
+        run.teacher_digest()
+    ):
         return {"no_teacher": "the student learned from another teacher than the run's"}
     job, missing = None, None
     try:
         job = phase_a.load(run, data)
     except UserError as error:  # a folder that has moved, or weights that are no longer there
         missing = str(error)
-    reasons = [reason for reason in distributed.gathered(missing) if reason]
+    reasons = [reason for reason in distributed.all_gather_object(missing) if reason]
     if job is None or reasons:
         return {"no_teacher": reasons[0]}
     teacher = job.teacher
@@ -216,13 +218,13 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. Ranks share
     the work, and every one gets all of it."""
-    sizes, world = settings.data, distributed.size()
+    sizes, world = settings.data, distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
         for batch in batches.of_rank()
     ]
-    parts = [part for of_rank in distributed.gathered(mine) for part in of_rank]
+    parts = [part for of_rank in distributed.all_gather_object(mine) for part in of_rank]
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = ids.argsort()
     return logits[order], labels[order]
@@ -264,7 +266,7 @@ def teacher_agreement(
     queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
-    image_ids = np.array_split(image_ids, distributed.size())[distributed.rank()]
+    image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     layers = layer_map(settings, len(student.blocks), maps.schema.layers)
@@ -286,9 +288,9 @@ def teacher_agreement(
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
                 divergence[layer] += kl * len(batch) / count
-    kls = distributed.total(divergence).tolist()
+    kls = distributed.all_reduce_sum(divergence).tolist()
     return {
         "teacher_images": count,
-        "teacher_agreement": int(distributed.total(same)) / count,
+        "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
         "map_kl": [None if of is None else kl for of, kl in zip(layers, kls, strict=True)],
     }

@@ -20,7 +20,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
-from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import Augment, draw_queries, mixed_targets
 from gaupipe.data.batches import Batch, Batches, ImageData, load_data, train_and_val
@@ -32,7 +31,10 @@ from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import take_queries
-from gaupipe.settings import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, check_used
+from gaupipe.settings import OptimSettings, PhaseBSettings, Settings
+from gaupipe.settings import load as config
+from gaupipe.settings.load import check_used, flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -53,7 +55,7 @@ from stages.figures import geometry
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.phase_a import gaussian as phase_a
 from stages.runs import kept_epochs, ranks
-from stages.runs.directory import RunDirectory, check_name, locked, without
+from stages.runs.directory import RunDirectory, check_name, locked
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -186,7 +188,7 @@ def run(
     student     its attention; None is the settings' ``phase_b.student``
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:data:`gaupipe.settings.IN_PHASE_B`)
+                (:class:`gaupipe.settings.sections.Scope`)
     maps_url    the attention-map store; None is the run's own
     resume      continues from the last checkpoint, or starts where there is none; without it a
                 student that is there is refused
@@ -214,8 +216,8 @@ def run(
             check_used(asked, settings)
         folder = run.student(named, distilled)
         recorded_before = (folder / "overrides.json").is_file()
-        if settings.data.buckets is None and distributed.size() > 1 and not recorded_before:
-            asked.append(f"data.buckets={distributed.size()}")
+        if settings.data.buckets is None and distributed.world_size() > 1 and not recorded_before:
+            asked.append(f"data.buckets={distributed.world_size()}")
             settings = run.with_overrides([*recorded, *asked])
         attention = settings.phase_b.student
         if named in STUDENTS and named != attention:
@@ -331,7 +333,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
                 "them so: 'gaupipe export-maps --views' stores the maps of the views"
             )
         for epoch in running.epochs():
-            losses_of = update.replicated(loss_module)
+            losses_of = update.data_parallel(loss_module)
             gamma = job.gamma(epoch.number)
             copy = maps is not None and epoch.number < phase.copy_epochs
             stored, view = None, None
@@ -435,7 +437,7 @@ def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
     settings, schema = job.settings, job.maps and job.maps.schema
     steps = Buckets(len(job.data.train)).steps(settings.data.batch_size)
     optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
-    identity = without(settings, ("export.", "phase_b.keep", *IRRELEVANT))
+    identity = flatten(settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME)
     identity |= {
         "the data set": job.data.sha256,
         "the teacher of the maps": schema and schema.teacher_sha256,

@@ -160,7 +160,7 @@ def data_of(settings: Settings, images: int | None, classes: int | None) -> tupl
 def load_or_say_how(settings: Settings) -> ImageData:
     """The data set. Raises UserError, saying how to plan without it, where it is not there."""
     try:
-        return load_data(settings.data)
+        return load_data(settings.data, settings.download)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
 

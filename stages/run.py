@@ -26,7 +26,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
-        data = load_data(settings.data)
+        data = load_data(settings.data, settings.download)
         if settings.baseline.enabled:
             check_baseline(settings, data)
         for distilled in (True, False):

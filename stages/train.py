@@ -53,7 +53,7 @@ def run(
             raise UserError(
                 f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
             )
-        images = data or load_data(asked.data)
+        images = data or load_data(asked.data, asked.download)
         images.check_split(run.split)
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         select_device(asked)

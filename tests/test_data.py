@@ -235,7 +235,7 @@ def test_a_folder_of_images(image_folder, workers):
     "settings,message",
     [
         (dict(name="digitz"), "unknown data set 'digitz'"),
-        (dict(name="torch/cifar10", root="/nonexistent"), "data.download=true"),
+        (dict(name="torch/cifar10", root="/nonexistent"), "download=true"),
         (dict(name="folder", root="/nonexistent"), "train/CLASS"),
         (dict(name="fashion_mnist", root="/nonexistent"), "apt-get install dataset-fashion-mnist"),
         (dict(name="digits", train_images=5000), "has 1437 training images"),

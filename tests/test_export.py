@@ -31,7 +31,7 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    from gaupipe import settings as config
+    from gaupipe.settings import load as config
 
     phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
     return folder
@@ -357,7 +357,11 @@ def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_proce
 
 
 def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_process):
-    run = train(tmp_path / "run", "phase_a.compression={embedding: 8, hidden: 16}")
+    run = train(
+        tmp_path / "run",
+        "phase_a.per_image=embedding",
+        "phase_a.compression={embedding: 8, hidden: 16}",
+    )
     assert in_process("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])

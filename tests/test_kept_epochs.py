@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gaupipe import settings as config
 from gaupipe.settings import OptimSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
 from stages import evaluate, phase_b

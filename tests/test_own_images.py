@@ -12,10 +12,10 @@ import yaml
 from PIL import Image
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
 from gaupipe.data.folder_facts import FolderFacts, facts_of
 from gaupipe.settings import DataSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import Machine, choose, training_flops
 

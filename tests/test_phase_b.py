@@ -14,12 +14,12 @@ import timm
 import torch
 
 import store
-from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import OptimSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
@@ -144,7 +144,11 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
         ),
         (
             "embedding",
-            ["phase_a.compression={embedding: 8, hidden: 16}", "phase_b.warm_start=teacher"],
+            [
+                "phase_a.per_image=embedding",
+                "phase_a.compression={embedding: 8, hidden: 16}",
+                "phase_b.warm_start=teacher",
+            ],
         ),
         ("dense", ["phase_b.direction=student_teacher", "phase_b.temperature=2"]),
         (
@@ -384,7 +388,7 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
     assert not (run_dir / "plain" / "y").exists()
     before = (run_dir / "config.yaml").read_text()
-    change(run_dir, "baseline.optim=null")
+    change(run_dir, "baseline.optim={}")
     try:
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
         settings = RunDirectory(run_dir).student_settings("y", distilled=False)

@@ -85,7 +85,7 @@ def test_cifar10_atto_keeps_a_billion_numbers_in_files():
 
 
 def test_the_prior_alone_needs_no_per_image_parameters():
-    plan = make_plan(settings(residual=False), ATTO)
+    plan = make_plan(settings(per_image="none"), ATTO)
     assert plan.per_image_parameters == plan.per_image_disk_bytes == 0
     assert plan.per_image_in == "none"
     schema = store.Schema(
@@ -107,8 +107,8 @@ def test_the_prior_alone_needs_no_per_image_parameters():
     [
         ("gaussian", {}),
         ("dense", {}),
-        ("embedding", {"compression": {"embedding": 24, "hidden": 32}}),
-        ("prior", {"residual": False}),
+        ("embedding", {"per_image": "embedding", "compression": {"embedding": 24, "hidden": 32}}),
+        ("prior", {"per_image": "none"}),
     ],
 )
 def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_settings, tmp_path):

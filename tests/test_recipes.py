@@ -7,12 +7,12 @@ from itertools import islice
 import pytest
 import torch
 
-from gaupipe import settings as config
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
+from gaupipe.settings import load as config
 from gaupipe.training.state import Update
 from stages import phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells

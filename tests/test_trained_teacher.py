@@ -16,11 +16,11 @@ from timm.data import create_transform, resolve_data_config
 
 import store
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.settings import ExportSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.models import forward_with_maps, save_student
@@ -89,7 +89,7 @@ def first_images(run: Path, count: int) -> torch.Tensor:
 def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
-    optim = {"optim": settings.phase_a.optim}
+    optim = {"optim": settings.phase_a.optim.model_dump()}
     settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
     rows = run_all(settings, tmp_path / "run")
     assert [row["model"] for row in rows] == [
@@ -440,7 +440,7 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_a.teacher=resnet"], "timm has no weights 'resnet'"),
         (["phase_a.teacher_args={depth: 3, embed_dim: 48}", "phase_b.head_map=[5, 5]"], "head_map"),
         (["phase_b.warm_start=prior"], "needs phase_a.teacher=gaussian"),
-        (["phase_a.compression={embedding: 4}"], "has no Gaussians"),
+        (["phase_a.per_image=embedding"], "has no Gaussians"),
         (["phase_a.teacher=gaussian", "phase_a.teacher_args={depth: 3}"], "teacher_args"),
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
         (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),

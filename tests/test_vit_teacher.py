@@ -274,7 +274,7 @@ def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, 
         ("swin_tiny_patch4_window7_224.ms_in1k", 224, "SwinTransformer.* does not attend over all"),
         ("resnet18.a1_in1k", 224, "ResNet.* shows no attention maps"),
         ("deit_tiny_patch16_224.fb_in1k", 32, "takes images of 224 x 224 pixels"),
-        ("deit_tiny_patch16_224.fb_in1k", 224, "not on this machine: phase_a.download=true"),
+        ("deit_tiny_patch16_224.fb_in1k", 224, "not on this machine: download=true"),
     ):
         with pytest.raises(UserError, match=message):
             load_vit(name, data(size), {"num_classes": 0})
@@ -328,7 +328,7 @@ def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
     errors = [missing, PermissionError("no leave"), offline, missing, missing]
     monkeypatch.setattr("gaupipe.teachers.vit.hf_hub_download", fetch)
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    with pytest.raises(UserError, match=r"not on this machine: phase_a.download=true"):
+    with pytest.raises(UserError, match=r"not on this machine: download=true"):
         load_vit(name, data(224), {"num_classes": 0})
     assert not asked
     both = [(f"timm/{name}", file) for file in ("model.safetensors", "pytorch_model.bin")]

@@ -5,12 +5,12 @@ import timm
 import torch
 
 import gaupipe.vit.models  # noqa: F401
-from gaupipe import settings as config
 from gaupipe.attention import COMPARING, STUDENTS
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import score_model
 from gaupipe.vit.models import forward_with_maps

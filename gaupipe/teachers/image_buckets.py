@@ -76,7 +76,7 @@ class BucketedState:
             for parameters in self.states[number].chunks():
                 digest.update(np.ascontiguousarray(parameters.numpy()).data)
             mine[number] = digest.hexdigest()
-        found = distributed.united(mine)
+        found = distributed.all_gather_dict(mine)
         return [found[number] for number in sorted(found)]
 
     def release(self) -> None:
@@ -94,7 +94,7 @@ class BucketedState:
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         flush(folder)
-        self.files = distributed.united(written)
+        self.files = distributed.all_gather_dict(written)
         return {"buckets": self.files}
 
     def load(self, folder: Path, saved: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,7 +301,7 @@ def load_vit(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     if teacher.startswith(LOCAL):
-        folder = Path(teacher.removeprefix(LOCAL)).expanduser()
+        folder = Path(os.path.expanduser(teacher.removeprefix(LOCAL)))
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: {remedy}")
         model = load_folder(folder, remedy, arguments)
@@ -346,7 +347,7 @@ def pretrained(
     arguments: dict[str, Any],
     download: bool,
     right: str = RIGHT,
-    consent: str = "phase_a.download=true",
+    consent: str = "download=true",
 ) -> nn.Module:
     """A timm model with its weights from this machine, or from the hub where ``download`` allows
     it.

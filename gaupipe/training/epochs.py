@@ -89,7 +89,7 @@ def epochs(
                 steps.epoch(epoch.metrics)
             state.save(folder / "checkpoint")
             pauses.saved()
-            pauses.agree()
+            pauses.all_reduce()
             if pauses.signal:
                 raise Stopped(pauses.signal, f"after epoch {epoch.number + 1}")
 
@@ -161,7 +161,7 @@ class Epoch:
             self.sums[name] = self.sums.get(name, 0) + value.detach() * images
         self.images += images
         self.batches += 1
-        self.progress.advance(images * distributed.size())
+        self.progress.advance(images * distributed.world_size())
         if self.steps:
             self.steps.batch(self.number, images, values)
         # after the last batch: an evaluation may be long, too
@@ -172,10 +172,10 @@ class Epoch:
     def means(self) -> dict[str, float]:
         """The mean of each loss over the images of the epoch, those of all ranks. The time of
         training ends here."""
-        if distributed.size() > 1:
-            self.images = int(distributed.total(torch.tensor(self.images)))
+        if distributed.world_size() > 1:
+            self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
             sums = torch.stack([*self.sums.values()])
-            self.sums = dict(zip(self.sums, distributed.total(sums), strict=True))
+            self.sums = dict(zip(self.sums, distributed.all_reduce_sum(sums), strict=True))
         self.seconds = time.monotonic() - self.started
         self.processor_seconds = time.process_time() - self.processor_started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
@@ -209,8 +209,8 @@ class Epoch:
             "lists": self.lists,
             "line": self.steps.state() if self.steps else None,
             "device": self.update.device.type,
-            "generators": distributed.united(generators),
-            "ranks": distributed.gathered(of_rank),
+            "generators": distributed.all_gather_dict(generators),
+            "ranks": distributed.all_gather_object(of_rank),
         }
         self.update.state.save(self.folder)
         took = time.monotonic() - began
@@ -230,7 +230,7 @@ class Epoch:
         self.lists.update(saved["lists"])
         ranks, device = saved["ranks"], self.update.device
         self.progress.skip(sum(rank["images"] for rank in ranks))
-        if len(ranks) == distributed.size():
+        if len(ranks) == distributed.world_size():
             mine = ranks[distributed.rank()]
             restore_random_state(mine["random"], device)
         else:

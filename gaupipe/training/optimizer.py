@@ -36,8 +36,9 @@ def select_device(settings: Settings) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device: {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    except (ImportError, RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise UserError(f"device: {name!r} cannot be used: {reason}") from None
     if device.type == "meta":
         raise UserError("device: 'meta' holds no numbers: take cpu, cuda or auto")
     return device

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gaupipe.data.augment import Mix, mixed_targets
 from gaupipe.data.batches import Batches
-from gaupipe.settings import OptimSettings, Settings, flatten
-from gaupipe.settings.older_names import renamed
+from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses
@@ -158,13 +157,9 @@ class TrainingState(Generic[Network]):
     def _restore(self, state: dict[str, Any], folder: Path) -> None:
         if not isinstance(state, dict):
             raise TypeError(f"it holds a {type(state).__name__}")
-        recorded = renamed(state["identity"])
-        # a setting that a later version adds was at its default; phase A of version 0.1 recorded
-        # no settings
-        defaults = flatten(Settings()) if "seed" in recorded else {}
-        known = defaults | recorded
-        for name in known.keys() & self.identity.keys() | recorded.keys():
-            old, new = known[name], self.identity.get(name)
+        recorded = state["identity"]
+        for name in self.identity.keys() | recorded.keys():
+            old, new = recorded.get(name), self.identity.get(name)
             if old != new:
                 raise UserError(
                     f"{folder} was started with {name} {old}, now it is {new}: change it back, or "
@@ -197,7 +192,7 @@ class Update:
 
     def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
         """``steps`` is the number of batches in an epoch. ``pauses`` are told of each step, and
-        learn with each batch what the other ranks wish; None wishes nothing."""
+        learn with each batch what the other ranks request; None requests nothing."""
         self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
         self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps + state.batches
@@ -212,11 +207,11 @@ class Update:
             parameter for group in state.optimizer.param_groups for parameter in group["params"]
         ]
 
-    def replicated(self, losses: nn.Module) -> nn.Module:
+    def data_parallel(self, losses: nn.Module) -> nn.Module:
         """What is to compute the losses of an epoch:
-        :func:`gaupipe.system.distributed.replicated`. Made anew for every epoch, so that ranks sum
-        gradients in the same order after an interruption."""
-        self.losses = distributed.replicated(losses)
+        :func:`gaupipe.system.distributed.data_parallel`. Made anew for every epoch, so that ranks
+        sum gradients in the same order after an interruption."""
+        self.losses = distributed.data_parallel(losses)
         if isinstance(self.losses, DistributedDataParallel) and self.batch % self.steps:
             return Rehearsed(self.losses, self.parameters)
         return self.losses
@@ -239,8 +234,8 @@ class Update:
 
     def __call__(self, loss: Tensor, weight: float = 1.0) -> None:
         """Goes back from the loss of one batch, the mean over its images on this rank, of that
-        :attr:`~gaupipe.data.batches.Batch.weight`. Raises Agreed for one that is not finite, on any
-        rank."""
+        :attr:`~gaupipe.data.batches.Batch.weight`. Raises ErrorOnAllRanks for one that is not
+        finite, on any rank."""
         state, accumulate = self.state, self.state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
@@ -248,7 +243,7 @@ class Update:
             loss = loss * weight
         of_world = self._shared(loss.detach())
         if not torch.isfinite(of_world):
-            raise distributed.Agreed(self._diverged(of_world, epoch, step))
+            raise distributed.ErrorOnAllRanks(self._diverged(of_world, epoch, step))
         # the last steps of an epoch may be fewer than the others accumulate
         self.group = min(accumulate, self.steps - step // accumulate * accumulate)
         self.scale, self.weight = state.scaler.get_scale(), weight
@@ -259,13 +254,13 @@ class Update:
         self.batch += 1
 
     def _shared(self, loss: Tensor) -> Tensor:
-        """The mean of a loss over ranks. Their wishes for a pause travel along."""
-        wishes = self.pauses.wishes()
-        if distributed.size() > 1:
-            mine = torch.cat([loss.view(1), loss.new_tensor(wishes)])
-            loss, *shared = distributed.total(mine).unbind()
-            loss, wishes = loss / distributed.size(), torch.stack(shared).tolist()
-        self.pauses.agreed(wishes)
+        """The mean of a loss over ranks. Their requests for a pause travel along."""
+        requests = self.pauses.requests()
+        if distributed.world_size() > 1:
+            mine = torch.cat([loss.view(1), loss.new_tensor(requests)])
+            loss, *shared = distributed.all_reduce_sum(mine).unbind()
+            loss, requests = loss / distributed.world_size(), torch.stack(shared).tolist()
+        self.pauses.take_sum(requests)
         return loss
 
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
@@ -343,7 +338,7 @@ def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float
         best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
         right, right5 = int(best[:, 0].sum()), int(best.any(-1).sum())
         sums += torch.tensor([right, right5, len(labels), loss], dtype=torch.float64)
-    right, right5, count, loss = distributed.total(sums).tolist()
+    right, right5, count, loss = distributed.all_reduce_sum(sums).tolist()
     return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
 
 

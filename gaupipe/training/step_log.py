@@ -16,7 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
-from gaupipe.settings import Settings, flatten
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -69,7 +70,7 @@ class StepLog:
         name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
         for logger in log.to:
             try:
-                opened = LOGGERS[logger](self.folder, log.project, name, run, config)
+                opened = LOGGERS[logger](self.folder, "gaupipe", name, run, config)
             except Exception as error:  # packages of others raise their own
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
@@ -142,7 +143,7 @@ class StepLog:
             **{name: (total / self.images).item() for name, total in self.sums.items()},
             "lr": self.update.state.optimizer.param_groups[0]["lr"],
             **({} if norm is None else {"grad_norm": float(norm)}),
-            "images_per_s": round(self.images * distributed.size() / seconds, 1),
+            "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
             **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
         }
         step = self.update.batch

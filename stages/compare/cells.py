@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from gaupipe import settings as config
 from gaupipe.settings import Settings, StoreKind
+from gaupipe.settings import load as config
 from gaupipe.settings.sections import Section
 from gaupipe.system.errors import UserError
 
@@ -253,7 +253,7 @@ def resolve(
 def of_baseline(base: Settings) -> Settings:
     """Settings whose phase B has the optimizer and the epochs of the baseline."""
     own = {"optim": base.baseline_optim, "epochs": base.baseline.epochs or base.phase_b.epochs}
-    rest = {"optim": None, "epochs": None}
+    rest: dict[str, Any] = {"optim": {}, "epochs": None}
     return base.model_copy(
         update={
             "phase_b": base.phase_b.model_copy(update=own),
@@ -269,5 +269,5 @@ def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
     """
     tree = settings.model_dump(mode="json")
     for name, value in changes.items():
-        config.place(tree, name, value, where)
+        config.set_value(tree, name, value, where)
     return config.parse(tree, where)

@@ -12,7 +12,8 @@ import torch
 import store
 from gaupipe.data.batches import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
-from gaupipe.settings import ExportSettings, Settings, read_yaml
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings.load import read_yaml
 from gaupipe.system.errors import UserError
 from gaupipe.training import loggers
 from gaupipe.training.optimizer import select_device

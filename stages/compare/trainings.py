@@ -10,45 +10,25 @@ from typing import Any
 
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import (
-    IRRELEVANT,
     BaselineSettings,
     DataSettings,
     ExportSettings,
     PhaseASettings,
     PhaseBSettings,
     Settings,
+    scope,
 )
+from gaupipe.settings import load as config
+from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
 from stages.compare.passages import Run
 from stages.runs import kept_epochs
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 
 COSTS_FILE, TEST_FILE = "costs.json", "test.json"
 """Files beside a student: the costs of its training, and its score on the test split."""
-
-DISTILLATION = (
-    "alpha",
-    "beta",
-    "gamma",
-    "gamma_schedule",
-    "gamma_epochs",
-    "layer_map",
-    "layer_weights",
-    "mean_heads",
-    "shuffle_maps",
-    "average_maps",
-    "match_grid",
-    "warm_start",
-    "temperature",
-    "direction",
-    "preload_gb",
-    "head_map",
-    "copy_epochs",
-    "feature_queries",
-)
-"""Settings of phase B that mean nothing without a teacher."""
 
 
 def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
@@ -60,9 +40,9 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         phase_b = phase_b.model_copy(update={"shuffle_maps": False})
     if baseline:
-        defaults = PhaseBSettings()
-        unused = {name: getattr(defaults, name) for name in DISTILLATION}
-        phase_b = phase_b.model_copy(update=unused)
+        defaults = dict(PhaseBSettings())
+        unused = [name for name in defaults if scope(f"phase_b.{name}") & Scope.TEACHER]
+        phase_b = phase_b.model_copy(update={name: defaults[name] for name in unused})
         phase_a = PhaseASettings()
     return settings.model_copy(
         update={
@@ -91,7 +71,8 @@ def digest(settings: Settings, *more: Any) -> str:
 
     ``more`` is what counts besides: the sha256 of the data set first of all.
     """
-    text = json.dumps([without(settings, IRRELEVANT), *more], sort_keys=True)
+    described = config.flatten(settings, without=Scope.ANYTIME)
+    text = json.dumps([described, *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -213,7 +194,7 @@ class Comparison:
     def load(self, data: DataSettings) -> ImageData:
         """A data set, read once."""
         if data not in self.data:
-            self.data[data] = load_data(data)
+            self.data[data] = load_data(data, self.settings.download)
         return self.data[data]
 
     def resolve(self, cell: Cell, changes: dict[str, Any]) -> Settings:

@@ -24,7 +24,9 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.distillation.kinds import GaussianAttention, check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import IRRELEVANT, PhaseASettings, Settings
+from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -40,7 +42,7 @@ from stages.figures.key_attention import save_snapshot
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_resources, make_plan, per_image_in_files, sizes_of
 
 
@@ -129,7 +131,7 @@ def run(
         asked = run.settled(settings)
         run.check_free(asked, resume)
         loggers.check(asked.log.to)
-        images = data or load_data(asked.data)
+        images = data or load_data(asked.data, asked.download)
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
@@ -158,7 +160,7 @@ def run(
         distributed.on_main(lambda: run.start(settings, images, resume))
         distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
         train(job, state, run.phase_a)
-        written = distributed.agree(run.teacher_sha256.is_file())
+        written = distributed.broadcast(run.teacher_sha256.is_file())
         if not written:  # a finished teacher does not change
             digest = teacher_sha256(replace(job, teacher=state.kept))
             distributed.on_main(lambda: write_whole(run.teacher_sha256, digest + "\n"))
@@ -203,7 +205,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
         for epoch in running.epochs():
             draws.seed(settings.seed * 1_000_003 + epoch.number)
             epoch.follow(draws.generators)
-            loss_of = update.replicated(loss_module)
+            loss_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
@@ -344,13 +346,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
     sizes = phase.compression
-    compression = (sizes.embedding, sizes.hidden) if sizes else None
+    compression = (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None
     vit = build_vit(settings.model, data, "gaussian")
     teacher = Teacher(
         vit, phase.parametrisation, phase.prior, compression, phase.predicts_gaussians
     )
-    if teacher.decoder and not phase.learns_of_images:
-        teacher.decoder.requires_grad_(False)  # nothing is decoded
     return teacher
 
 
@@ -422,7 +422,7 @@ def training_state(job: PhaseA) -> TrainingState[Teacher]:
 
 def identity(job: PhaseA) -> dict[str, Any]:
     """What a checkpoint belongs to: every setting that phase A reads, and the data set."""
-    read = without(job.settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
+    read = flatten(job.settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
     return read | {"the data set": job.data.sha256}
 
 
@@ -438,8 +438,7 @@ def load(
     if phase A has not finished."""
     settings = run.settings()
     if download:
-        phase = settings.phase_a.model_copy(update={"download": True})
-        settings = settings.model_copy(update={"phase_a": phase})
+        settings = settings.model_copy(update={"download": True})
     data = data or load_data(settings.data)
     if not settings.phase_a.learns_gaussians:
         return trained_teacher.load(run, settings, data)
@@ -473,4 +472,4 @@ def teacher_sha256(job: PhaseA) -> str:
     if isinstance(per_image, BucketedState):
         return digest([" ".join(["buckets", *per_image.sha256s()]).encode()])
     read = (np.ascontiguousarray(parameters.numpy()).data for parameters in per_image.chunks())
-    return distributed.agree(distributed.on_main(lambda: digest(read)))
+    return distributed.broadcast(distributed.on_main(lambda: digest(read)))

@@ -54,8 +54,8 @@ class TeacherJob:
         raise NotImplementedError
 
     def common_sha256(self) -> str:
-        """:meth:`sha256`, which has to be the same on all ranks. Raises Agreed, on every rank,
-        where ranks hold other teachers."""
+        """:meth:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
+        rank, where ranks hold other teachers."""
         sha256 = self.sha256()
         distributed.check_same(
             {f"teacher {self.settings.phase_a.teacher}, sha256": sha256},

@@ -22,7 +22,9 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.distillation.kinds import MapAttention, check_export, chosen
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import MapShape, check_student
-from gaupipe.settings import IRRELEVANT, Settings
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -41,7 +43,7 @@ from gaupipe.vit.models import save_student
 from stages.figures import attention_images
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.phase_a.job import TeacherJob
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 
 
 class TrainedTeacher(TeacherJob):
@@ -85,7 +87,7 @@ def run(
     """
     job = distributed.main_first(lambda: check(settings, data, students))
     if job is not None:
-        if distributed.size() > 1:
+        if distributed.world_size() > 1:
             job.common_sha256()
         if run.teacher_digest() is not None:
             check_unchanged(job, run)
@@ -188,7 +190,7 @@ def train(
     with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:
         update = running.update
         for epoch in running.epochs():
-            losses_of = update.replicated(loss_module)
+            losses_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 with update.forward():
@@ -222,7 +224,7 @@ def train(
 def adopt(job: TrainedTeacher, path: Path) -> list[dict[str, Any]]:
     """Scores a teacher that was trained before, once, and writes the metrics ``path``: one entry,
     of epoch 0. Without a head for the classes the accuracies are None."""
-    if distributed.agree(path.is_file()):
+    if distributed.broadcast(path.is_file()):
         return read_metrics(path)
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
@@ -258,7 +260,7 @@ def build(settings: Settings, data: ImageData, folder: Path | None = None) -> Tr
         remedy = "'gaupipe phase-a --resume' writes it again"
         vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
     else:
-        vit = load_vit(phase.teacher, data, phase.teacher_args, download=phase.download)
+        vit = load_vit(phase.teacher, data, phase.teacher_args, download=settings.download)
     return TrainedTeacher(settings, data, device, vit.to(device))
 
 
@@ -299,7 +301,7 @@ def training_state(settings: Settings, data: ImageData) -> TrainingState[VisionT
     vit = build_model(settings, data).to(select_device(settings))
     steps = Buckets(len(data.train)).steps(settings.data.batch_size)
     optimizer, schedule = build_optimizer(vit, phase.optim, phase.max_epochs, steps)
-    identity = without(settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
+    identity = flatten(settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
     identity["the data set"] = data.sha256
     return TrainingState(
         vit, optimizer, schedule, phase.optim, settings.precision, identity=identity

@@ -15,9 +15,9 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__
-from gaupipe import settings as config
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings import load as config
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced

@@ -1,6 +1,6 @@
 """docs/settings.md: every setting with its type, default and effect, from the settings' classes.
 
-``python -m gaupipe.settings.page > docs/settings.md`` writes the page.
+``python docs/settings_page.py > docs/settings.md`` writes the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from gaupipe.settings import Settings
-from gaupipe.settings.sections import Section
+from gaupipe.settings.sections import Section, section_of
 
 OPENING = """\
 # Settings
@@ -33,7 +33,7 @@ gaupipe run mine.yaml --set phase_b.epochs=40 --set phase_b.optim.lr=0.002
 A dot leads into a section: `phase_b.epochs` in the file is `epochs` under `phase_b`. A setting that
 the file leaves out has its default. An unknown name is refused.
 
-The command `python -m gaupipe.settings.page > docs/settings.md` writes this page.
+The command `python docs/settings_page.py > docs/settings.md` writes this page.
 """
 
 WORDS = {bool: "true or false", str: "text", Path: "path", int: "whole number", float: "number"}
@@ -75,14 +75,6 @@ def groups(root: type[Section] = Settings) -> list[Group]:
 
     collect("", root, root())
     return found
-
-
-def section_of(annotation: Any) -> type[Section] | None:
-    """The section that an annotation ``X`` or ``X | None`` stands for, if it is one."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
-    return None
 
 
 def docstrings(section: type[Section]) -> dict[str, str]:
