@@ -6,11 +6,11 @@ A cell is one way to train. It is run with every seed and is one line of every t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
-from gaupipe.settings import Settings, StoreKind
+from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Section
 from gaupipe.system.errors import UserError
@@ -35,10 +35,6 @@ class Cell(Section):
     trials: tuple[dict[str, Any], ...] = ()
     """Further changes to choose from. The trial with the best validation accuracy on the first
     seed is taken."""
-    kind: StoreKind | None = None
-    """Kind of the store that the student reads: ``export.kind``."""
-    encoding: Literal["float16", "uint8"] | None = None
-    """Encoding of that store: ``export.encoding``."""
 
 
 def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True) -> list[Cell]:
@@ -51,44 +47,39 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     Further students and controls take what was best for the first student. Without ``tune`` no
     cell has trials.
     """
-    standard = {
-        **_student(base, "standard"),
-        "phase_b.match_params": False,
-        "phase_b.rezero": False,
-    }
-    starts = _starts(base)
-    rates = _rates(base.baseline_optim.lr)
-    weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
-    distilled_starts = [
-        {**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights
+    reference = {"phase_b.match_params": False, "phase_b.rezero": False}
+    standard = _student(base, "standard") | reference
+    starts, gamma = _starts(base), base.phase_b.gamma
+    trials = _grid(starts, base.baseline_optim.lr)
+    weighted = [
+        {**start, "phase_b.gamma": weight}
+        for start in starts[2:]
+        for weight in (gamma, round(3 * gamma, 6))
     ]
     first, *further = students
     distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
-    cells = [
-        Cell(name=BASELINE, settings=standard, plain=True, trials=_grid(starts, rates)),
-        *(_other_baseline(base, attention) for attention in students if attention != "standard"),
-        Cell(
-            name=distilled,
-            settings=_student(base, first),
-            trials=_grid(distilled_starts, _rates(base.phase_b.optim.lr)),
-        ),
-        *(
-            Cell(
-                name=f"{DISTILLED} {attention}",
-                settings=_student(base, attention),
-                like=distilled,
-            )
-            for attention in further
-        ),
-        *_controls(base, distilled),
-    ]
+    cells = [Cell(name=BASELINE, settings=standard, plain=True, trials=trials)]
+    for attention in students:
+        if attention != "standard":
+            name, settings = f"{BASELINE}, {attention}", _student(base, attention)
+            cells.append(Cell(name=name, settings=settings, like=BASELINE, plain=True))
+    trials = _grid(weighted, base.phase_b.optim.lr)
+    cells.append(Cell(name=distilled, settings=_student(base, first), trials=trials))
+    for attention in further:
+        name, settings = f"{DISTILLED} {attention}", _student(base, attention)
+        cells.append(Cell(name=name, settings=settings, like=distilled))
+    cells += _controls(base, distilled)
     return cells if tune else [cell.model_copy(update={"trials": ()}) for cell in cells]
 
 
 def _student(base: Settings, attention: str) -> dict[str, Any]:
     """An attention, with the options of the settings if they are meant for it."""
-    options = base.phase_b.attention_options if attention == base.phase_b.student else {}
-    return {"phase_b.student": attention, "phase_b.attention_options": options}
+    phase = base.phase_b
+    return {
+        "phase_b.student": attention,
+        "phase_b.attention_options": phase.attention_options if attention == phase.student else {},
+        "phase_b.match_params": phase.match_params,
+    }
 
 
 def _starts(base: Settings) -> list[dict[str, Any]]:
@@ -104,20 +95,10 @@ def _starts(base: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(rate: float) -> list[float]:
-    return [rate, rate / 2]
-
-
-def _grid(starts: Sequence[dict], rates: Sequence[float]) -> tuple[dict[str, Any], ...]:
-    """Every start with every rate. Trials that come out the same count once."""
-    trials = [{**start, "phase_b.optim.lr": rate} for start in starts for rate in rates]
+def _grid(starts: Sequence[dict], rate: float) -> tuple[dict[str, Any], ...]:
+    """Every start with the rate and with half of it. Trials that come out the same count once."""
+    trials = [{**start, "phase_b.optim.lr": lr} for start in starts for lr in (rate, rate / 2)]
     return tuple(trial for number, trial in enumerate(trials) if trial not in trials[:number])
-
-
-def _other_baseline(base: Settings, attention: str) -> Cell:
-    """A student's attention without distillation."""
-    settings = {**_student(base, attention), "phase_b.match_params": base.phase_b.match_params}
-    return Cell(name=f"{BASELINE}, {attention}", settings=settings, like=BASELINE, plain=True)
 
 
 def _controls(base: Settings, distilled: str) -> list[Cell]:
@@ -134,43 +115,33 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
     ]
 
 
-def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
-    """``cells`` and those of a sweep file with this ``content``, a list of entries.
+def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
+    """``cells`` and those of a sweep file with these ``entries``.
 
     An entry holds settings by dotted name and the other keys of :class:`Cell`. Without ``like``
     it starts with the settings of the first distilled cell, or with those of the plain ViT if it
     is ``plain``. With ``like: null`` it starts with the configuration. An entry that says nothing
     else inherits ``plain`` from the cell named in ``like``.
 
-    A file that holds ``plain: true`` and the list under ``cells`` is a sweep without teachers: its
-    entries are plain, and of ``cells`` only the plain ones stay.
+    A sweep of plain entries alone trains no teacher: of ``cells`` only the plain ones stay.
 
     Raises UserError, naming ``where``, for an entry that is no cell. Whether its settings exist
     shows when they are resolved.
     """
-    entries, alone = content, False
-    if isinstance(content, dict) and content.keys() == {"plain", "cells"}:
-        entries, alone = content["cells"], content["plain"]
     is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not is_list or not entries or not isinstance(alone, bool):
+    if not is_list or not entries:
         raise UserError(
             f"{where}: a sweep is a list of settings, such as "
-            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}', or has 'plain: true' and such a list "
-            "under 'cells'"
+            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}'"
         )
-    if alone:
-        cells = [cell for cell in cells if cell.plain]
     by_name = {cell.name: cell for cell in cells}
     distilled = next((cell.name for cell in cells if not cell.plain), BASELINE)
     for entry in entries:
-        plain = {"plain": True} if alone else {}
-        cell = _parse_cell({**plain, **entry}, where, by_name, distilled)
-        if alone and not cell.plain:
-            raise UserError(
-                f"{where}: {cell.name}: plain: the sweep has 'plain: true': no cell has a teacher"
-            )
+        cell = _parse_cell(entry, where, by_name, distilled)
         by_name[cell.name] = cell
-    return list(by_name.values())
+    swept = list(by_name.values())
+    alone = all(cell.plain for cell in swept[len(cells) :])
+    return [cell for cell in swept if cell.plain or not alone]
 
 
 def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: str) -> Cell:
@@ -181,7 +152,7 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     fields.setdefault("like", BASELINE if fields.get("plain") is True else distilled)
     like = by_name.get(fields["like"]) if isinstance(fields["like"], str) else None
     fields.setdefault("plain", like is not None and like.plain)
-    fields.setdefault("name", _default_name(entry, settings))
+    fields.setdefault("name", _default_name(settings))
     try:
         cell = Cell(settings=settings, **fields)
     except ValidationError as error:
@@ -200,11 +171,9 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     return cell
 
 
-def _default_name(entry: dict, settings: dict) -> str:
+def _default_name(settings: dict[str, Any]) -> str:
     """A name made of what an entry changes, such as ``gamma 0.5, encoding uint8``."""
-    store = {key: entry[key] for key in ("kind", "encoding") if key in entry}
-    changes = {**settings, **store}
-    return ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
+    return ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in settings.items())
 
 
 def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:

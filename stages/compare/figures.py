@@ -51,7 +51,7 @@ def curves(results: dict[str, Any]) -> Figure:
     seeds, its band goes from the lowest seed to the highest. Beside distilled students
     baselines are dashed. The reference is black.
     """
-    cells = distinct(results["cells"])
+    cells = [cell for cell in results["cells"] if cell["runs"]]
     figure = new_figure(max(7, 1.6 + 0.22 * len(cells)))
     (loss, accuracy), (training, costs) = figure.subplots(2, 2)
     for panel, name, label in (
@@ -117,21 +117,9 @@ def colours(cells: list[dict[str, Any]], reference: str) -> list[Any]:
 
     drawn = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
     return [
-        "black" if reference in cell["cell"].split(" = ") else drawn[number % len(drawn)]
+        "black" if cell["cell"] == reference else drawn[number % len(drawn)]
         for number, cell in enumerate(cells)
     ]
-
-
-def distinct(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells that have runs. Cells with the very same runs become one."""
-    by_runs: dict[tuple[str, ...], dict[str, Any]] = {}
-    for cell in cells:
-        if cell["runs"]:
-            folders = tuple(run["folder"] for run in cell["runs"])
-            known = by_runs.get(folders)
-            name = f"{known['cell']} = {cell['cell']}" if known else cell["cell"]
-            by_runs[folders] = {**(known or cell), "cell": name}
-    return list(by_runs.values())
 
 
 def key_selection(comparison: Comparison) -> Figure | None:

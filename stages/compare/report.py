@@ -1,17 +1,12 @@
-"""The results of a comparison as JSON values, and as lines of a CSV file."""
+"""The results of a comparison as JSON values."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from gaupipe.system.files import write_whole
-from gaupipe.system.progress import epochs_in, total_seconds
+from gaupipe.system.progress import epochs_in
 from stages.compare.cells import BASELINE, Cell
 from stages.compare.differences import Difference, corrected, front
 from stages.compare.passages import COSTS, Run, Spread, compare_at
@@ -20,6 +15,9 @@ from stages.compare.trainings import Comparison, Training
 SHARES = (0.95, 0.98, 1.0)
 """Shares of the reference's final accuracy, on the same seed, at which cells are compared by
 default."""
+
+CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
+"""Metrics of which the results have the value after each epoch."""
 
 
 def report(comparison: Comparison, targets: Sequence[float] = ()) -> dict[str, Any]:
@@ -60,34 +58,26 @@ def against_front(comparison: Comparison) -> dict[str, Difference]:
     """By cell its final accuracy minus what the baselines reach for as many multiply-adds with the
     same seed. Baselines are the plain cells of standard attention; they themselves and cells
     cheaper than all of them are left out."""
+    runs = {
+        name: runs for name, runs in comparison.runs.items() if not comparison.failures_of(name)
+    }
     baselines = {
         cell.name
         for cell in comparison.cells
         if cell.plain and comparison.trainings[cell.name][0].settings.phase_b.student == "standard"
     }
-    of_seed: dict[int, list[Run]] = {seed: [] for seed in comparison.seeds}
-    for name in baselines:
-        for run in comparison.runs[name]:
-            of_seed[run.seed].append(run)
+
+    def above(run: Run) -> float | None:
+        same_seed = [of[comparison.seeds.index(run.seed)] for of in map(runs.get, baselines) if of]
+        costs = [other.cost("multiply_adds") for other in same_seed]
+        reached = front(costs, [other.curve[-1] for other in same_seed], run.cost("multiply_adds"))
+        return None if reached is None else run.curve[-1] - reached
+
     result = {}
-    for name, runs in comparison.runs.items():
-        if name in baselines or comparison.failures_of(name):
-            continue
-        fronts = [
-            front(
-                [other.cost("multiply_adds") for other in of_seed[run.seed]],
-                [other.curve[-1] for other in of_seed[run.seed]],
-                run.cost("multiply_adds"),
-            )
-            for run in runs
-        ]
-        above = [
-            run.curve[-1] - accuracy
-            for run, accuracy in zip(runs, fronts, strict=True)
-            if accuracy is not None
-        ]
-        if len(above) == len(runs):
-            result[name] = Difference.of(above)
+    for name in runs.keys() - baselines:
+        differences = [value for value in map(above, runs[name]) if value is not None]
+        if len(differences) == len(runs[name]):
+            result[name] = Difference.of(differences)
     return result
 
 
@@ -100,15 +90,13 @@ def _cell_results(
 ) -> dict[str, Any]:
     runs, trainings = comparison.runs[cell.name], comparison.trainings[cell.name]
     failures = sorted(set(comparison.failures_of(cell.name)))
+    best = comparison.best_trials.get(cell.name)
     trials = [
-        {
-            "settings": changes,
-            "val_acc": score,
-            "taken": changes is comparison.best_trials[cell.name],
-        }
+        {"settings": changes, "val_acc": score, "taken": changes is best}
         for changes, score in comparison.trials.get(cell.name, [])
     ]
-    results = {
+    reference = comparison.runs[BASELINE]
+    return {
         "cell": cell.name,
         "plain": cell.plain,
         "like": cell.like,
@@ -116,16 +104,9 @@ def _cell_results(
         "failed": failures,
         "trials": trials,
         "final": {name: asdict(spread) for name, spread in final_values(runs).items()},
-        "at": [],
-        "runs": [],
+        "at": [] if failures else [_at_results(runs, reference, goal) for goal in goals],
+        "runs": [] if failures else [*map(_run_results, runs, trainings)],
     }
-    if not failures:
-        reference = comparison.runs[BASELINE]
-        results["at"] = [_at_results(runs, reference, goal) for goal in goals]
-        results["runs"] = [
-            _run_results(run, training) for run, training in zip(runs, trainings, strict=True)
-        ]
-    return results
 
 
 def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
@@ -161,39 +142,7 @@ def _run_results(run: Run, training: Training) -> dict[str, Any]:
         "folder": str(training.folder.relative_to(training.root)),
         "phase_a_epochs": epochs_in(run.phase_a),
         "test_acc": run.test_acc,
-        "val_acc": run.curve,
-        "val_loss": [entry["val_loss"] for entry in run.metrics],
-        "loss_hard": [entry["loss_hard"] for entry in run.metrics],
-        "seconds": total_seconds(run.metrics),
-        "phase_a_seconds": total_seconds(run.phase_a),
+        **{name: [entry[name] for entry in run.metrics] for name in CURVES},
         "costs": run.costs,
         "phase_a_costs": run.phase_a_costs,
     }
-
-
-def write(results: dict[str, Any], folder: Path, name: str) -> None:
-    """Writes ``name``.json and ``name``.csv."""
-    write_whole(folder / f"{name}.json", json.dumps(results, indent=1) + "\n")
-    write_csv(folder / f"{name}.csv", csv_lines(results))
-
-
-def write_csv(path: Path, lines: Sequence[dict[str, Any]]) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]))
-    writer.writeheader()
-    writer.writerows(lines)
-    write_whole(path, text.getvalue())
-
-
-def csv_lines(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """One line a cell; values are None where something never happened."""
-    lines = []
-    for cell in results["cells"]:
-        line = {"cell": cell["cell"], "plain": cell["plain"], "seeds": len(results["seeds"])}
-        for name, spread in cell["final"].items():
-            line |= {f"{name}_{part}": value for part, value in spread.items()}
-        for name in ("difference", "above_front"):
-            values = cell[name] or dict.fromkeys(("mean", "low", "high", "p", "holm", "verdict"))
-            line |= {f"{name}_{part}": value for part, value in values.items()}
-        lines.append(line)
-    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,23 +13,17 @@ import torch
 import store
 from gaupipe.data.batches import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
 from gaupipe.training.optimizer import select_device
 from stages import export_maps
-from stages.compare.cells import (
-    BASELINE,
-    Cell,
-    ancestors,
-    default_cells,
-    select_cells,
-    sweep_cells,
-)
+from stages.compare.cells import BASELINE, Cell, default_cells, select_cells, sweep_cells
 from stages.compare.figures import draw
-from stages.compare.report import report, write
-from stages.compare.trainings import Comparison, as_run, export_of
+from stages.compare.report import report
+from stages.compare.trainings import Comparison, as_run
 from stages.compare.workers import Workers
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
@@ -36,8 +31,6 @@ from stages.runs.directory import locked
 
 SNAPSHOTS = 3
 """Training images whose key selection is kept, unless the settings say another number."""
-
-LOCK = "lock"
 
 
 def run(
@@ -76,13 +69,7 @@ def run(
         cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
     if only:
         cells = select_cells(cells, only)
-    comparison = Comparison(
-        settings=settings,
-        cells=cells,
-        seeds=list(seeds),
-        run_dir=run_dir,
-        test=test,
-    )
+    comparison = Comparison(settings, cells, list(seeds), run_dir, test)
     check_all(comparison)
     check_folder(run_dir)
     with locked(run_dir, "comparison"):
@@ -90,7 +77,7 @@ def run(
             run_trials(comparison, workers)
             run_cells(comparison, workers)
         results = report(comparison, targets)
-        write(results, run_dir, name)
+        write_whole(run_dir / f"{name}.json", json.dumps(results, indent=1) + "\n")
         draw(comparison, results, name)
     return results
 
@@ -110,35 +97,34 @@ def check_all(comparison: Comparison) -> None:
 def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
-        export = export_of(cell, settings)
         settings = as_run(settings, settings.seed, baseline=cell.plain)
         select_device(settings)
         if cell.plain:
             check_baseline(settings, data)
         else:
-            check_distilled(settings, data, export)
+            check_distilled(settings, data)
     except (UserError, store.StoreError) as error:
         raise UserError(f"{cell.name}: {error}") from None
 
 
-def check_distilled(settings: Settings, data: ImageData, export: ExportSettings) -> None:
+def check_distilled(settings: Settings, data: ImageData) -> None:
     """Raises UserError for what neither phase could do, StoreError for a kind and an encoding of
     stores that do not go together."""
     if settings.phase_a.learns_gaussians:
         teacher = phase_a.build_teacher(settings, data)
         job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
         phase_a.training_state(job)
-        export_maps.make_schema(job, export, sha256="0" * 64)
+        export_maps.make_schema(job, settings.export, sha256="0" * 64)
         check_student(settings, data, MapShape.of(teacher), teacher.weights())
     else:
-        trained_teacher.check(settings.model_copy(update={"export": export}), data)
+        trained_teacher.check(settings, data)
 
 
 def check_folder(run_dir: Path) -> None:
     """Raises UserError for a folder that holds something else than a comparison."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     has_runs = not names.isdisjoint({"students", "teachers"})
-    is_comparison = names == {LOCK} or (LOCK in names and has_runs)
+    is_comparison = names == {"lock"} or ("lock" in names and has_runs)
     if run_dir.is_file() or (names and not is_comparison):
         raise UserError(f"{run_dir} exists and holds no comparison: choose another --run-dir")
 
@@ -152,7 +138,7 @@ def run_trials(comparison: Comparison, workers: Workers) -> None:
     waiting = [cell for cell in comparison.cells if cell.trials]
     while waiting:
         names = {cell.name for cell in waiting}
-        ready = [cell for cell in waiting if names.isdisjoint(ancestors(cell, comparison.by_name))]
+        ready = [cell for cell in waiting if names.isdisjoint(comparison.ancestors(cell))]
         trainings = {
             cell.name: [
                 comparison.training(cell, changes, seed, label=f"trial {number}")

@@ -22,7 +22,7 @@ from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
-from stages.compare.cells import Cell, apply, of_baseline, resolve
+from stages.compare.cells import Cell, ancestors, apply, of_baseline, resolve
 from stages.compare.passages import Run
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -47,7 +47,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     return settings.model_copy(
         update={
             "seed": seed,
-            "export": ExportSettings(),
+            "export": ExportSettings() if baseline else export_maps.chosen(settings),
             "phase_a": phase_a,
             "phase_b": phase_b,
             "baseline": BaselineSettings(),
@@ -87,7 +87,6 @@ class Training:
     label: str
     settings: Settings
     baseline: bool
-    export: ExportSettings
     root: Path
     data_sha256: str
     test: bool = False
@@ -99,19 +98,13 @@ class Training:
 
     @property
     def maps(self) -> Path:
-        """The teacher's store; stores of other kinds lie beside it."""
-        return self.teacher.path / f"maps-{'-'.join(map(str, self.store))}.zarr"
-
-    @property
-    def store(self) -> list[Any]:
-        """What the store holds: kind, encoding, and k and views where it has them."""
-        export = self.export
-        more = {"k": export.k, "views": export.views}
-        named = [f"{name}{value}" for name, value in more.items() if value is not None]
+        """The teacher's store for this training; stores of other kinds lie beside it."""
+        export = self.settings.export
+        held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            drawn = json.dumps(export_maps.drawing(self.settings), sort_keys=True)
-            named.append(hashlib.sha256(drawn.encode()).hexdigest()[:12])
-        return [export.kind, export.encoding, *named]
+            held.append(export_maps.drawing(self.settings))
+        name = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:12]
+        return self.teacher.path / f"{export.kind}-{name}.zarr"
 
     @property
     def exported(self) -> bool:
@@ -124,8 +117,7 @@ class Training:
 
     @property
     def folder(self) -> Path:
-        store = [] if self.baseline else self.store
-        name = digest(self.settings, self.data_sha256, self.baseline, *store)
+        name = digest(self.settings, self.data_sha256, self.baseline)
         return self.root / "students" / name
 
     @property
@@ -150,15 +142,7 @@ class Training:
         )
 
 
-def export_of(cell: Cell, settings: Settings) -> ExportSettings:
-    """What the store of a cell with these settings holds."""
-    names_k = any("export.k" in changes for changes in (cell.settings, *cell.trials))
-    k = settings.export.k if names_k else None
-    given = {"kind": cell.kind, "encoding": cell.encoding, "k": k}
-    return export_maps.chosen(settings, given=given)
-
-
-@dataclass(kw_only=True)
+@dataclass
 class Comparison:
     """What is compared, and what is known of it so far.
 
@@ -185,6 +169,10 @@ class Comparison:
     @property
     def by_name(self) -> dict[str, Cell]:
         return {cell.name: cell for cell in self.cells}
+
+    def ancestors(self, cell: Cell) -> list[str]:
+        """As :func:`stages.compare.cells.ancestors`."""
+        return ancestors(cell, self.by_name)
 
     def failures_of(self, name: str) -> list[str]:
         """Why trainings of a cell failed, in the order of the seeds; empty if none did."""
@@ -217,7 +205,6 @@ class Comparison:
             label=f"{cell.name}, {label}",
             settings=as_run(settings, seed, baseline=cell.plain),
             baseline=cell.plain,
-            export=export_of(cell, settings),
             root=self.run_dir,
             data_sha256=self.load(settings.data).both_sha256,
             test=test,

@@ -178,9 +178,12 @@ def _teach(group: list[Training]) -> tuple[str, str]:
 def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
-    augment = training.settings.phase_b.augment
+    settings = training.settings
     export_maps.ensure(
-        training.teacher.path, out=str(training.maps), export=training.export, augment=augment
+        training.teacher.path,
+        out=str(training.maps),
+        export=settings.export,
+        augment=settings.phase_b.augment,
     )
     spent = costs.of_phase_a(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
