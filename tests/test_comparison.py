@@ -610,7 +610,7 @@ def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
         *("lock", "students"),
         *(f"plain.{kind}" for kind in ("json", "png", "svg")),
     }
-    assert "with A" not in out and "phase A" not in out
+    assert "with A ┃" not in out and "phase A ┃" not in out
     results = json.loads((folder / "plain.json").read_text())
     cells = {cell["cell"]: cell for cell in results["cells"]}
     assert list(cells) == [BASELINE, "no FFN", "diverges"]

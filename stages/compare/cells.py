@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
-from gaupipe.settings.sections import Section
+from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
 BASELINE = "plain ViT"
@@ -152,14 +152,12 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     fields.setdefault("like", BASELINE if fields.get("plain") is True else distilled)
     like = by_name.get(fields["like"]) if isinstance(fields["like"], str) else None
     fields.setdefault("plain", like is not None and like.plain)
-    fields.setdefault("name", _default_name(settings))
+    changes = (f"{str(name).split('.')[-1]} {value}" for name, value in settings.items())
+    fields.setdefault("name", ", ".join(changes))
     try:
         cell = Cell(settings=settings, **fields)
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        message = f"{place}: {problem['msg'].lower()}, got {problem['input']!r}"
-        raise UserError(f"{where}: {fields['name']}: {message}") from None
+        raise UserError(f"{where}: {fields['name']}: {problem(error, Cell)}") from None
     here = f"{where}: {cell.name}"
     if cell.like is not None and like is None:
         known = ", ".join(map(repr, by_name))
@@ -169,11 +167,6 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     if cell.name in by_name:
         raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
     return cell
-
-
-def _default_name(settings: dict[str, Any]) -> str:
-    """A name made of what an entry changes, such as ``gamma 0.5, encoding uint8``."""
-    return ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in settings.items())
 
 
 def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:

@@ -58,11 +58,20 @@ def curves(results: dict[str, Any]) -> Figure:
         (loss, "val_loss", "validation loss"),
         (accuracy, "val_acc", "validation accuracy"),
         (training, "loss_hard", "training loss (labels)"),
+        (costs, "val_acc", "final validation accuracy"),
     ):
-        draw_curves(panel, cells, name, results["reference"])
         panel.set_ylabel(label)
-        limit(panel, np.concatenate([run[name] for cell in cells for run in cell["runs"]]), name)
-    draw_costs(costs, cells, results["reference"])
+        panel.grid(alpha=0.3)
+        if panel is costs:
+            draw_costs(panel, cells, results["reference"])
+            continue
+        draw_curves(panel, cells, name, results["reference"])
+        values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
+        values = values[np.isfinite(values)]  # the loss of a training that diverged is not
+        if len(values):  # the first epochs' extremes are left out
+            low, high = np.quantile(values, [0.03, 1.0] if name == "val_acc" else [0.0, 0.97])
+            if high > low:
+                panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
 
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -72,34 +81,20 @@ def curves(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def limit(panel: Axes, values: np.ndarray, name: str) -> None:
-    """Leaves the first epochs' extremes out of a panel, and losses that are no numbers."""
-    values = values[np.isfinite(values)]  # the loss of a training that diverged is not
-    if name == "val_acc":
-        low, high = np.quantile(values, 0.03), values.max()
-        panel.set_ylim(low, min(high + 0.1 * (high - low), 1.0) if high > low else None)
-    elif len(values):
-        panel.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
-
-
 def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, reference: str) -> None:
     """The metric ``name`` of every cell after each epoch."""
     distilled = not all(cell["plain"] for cell in cells)
     for cell, colour in zip(cells, colours(cells, reference), strict=True):
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
-        epochs = np.arange(1, length + 1)
-        style = "--" if cell["plain"] and distilled else "-"
+        epochs, style = np.arange(1, length + 1), "--" if cell["plain"] and distilled else "-"
         panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["cell"])
-        low, high = values.min(0), values.max(0)
-        panel.fill_between(epochs, low, high, color=colour, alpha=0.12, linewidth=0)
+        panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12)
     panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
-    panel.grid(alpha=0.3)
 
 
 def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None:
-    """A point for every cell: its final accuracy over its cost, from the lowest seed to the
-    highest."""
+    """A point for every cell, from the lowest seed to the highest."""
     for cell, colour in zip(cells, colours(cells, reference), strict=True):
         final = [run["val_acc"][-1] for run in cell["runs"]]
         cost, mean = cell["final"]["multiply_adds"]["mean"], np.mean(final)
@@ -107,8 +102,6 @@ def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None
         panel.errorbar([cost], [mean], spread, fmt="o" if cell["plain"] else "D", color=colour)
     panel.set_xscale("log")
     panel.set_xlabel("multiply-adds of the training, all counted")
-    panel.set_ylabel("final validation accuracy")
-    panel.grid(alpha=0.3)
 
 
 def colours(cells: list[dict[str, Any]], reference: str) -> list[Any]:
@@ -144,13 +137,7 @@ def key_selection(comparison: Comparison) -> Figure | None:
             draw_keys(panel, attention[:, image, 0].T, highest)
             for image, panel in enumerate(panels[:, column])
         ]
-        figure.colorbar(
-            drawn[-1],
-            ax=panels[:, column],
-            location="bottom",
-            fraction=0.03,
-            label="attention",
-        )
+        figure.colorbar(drawn[-1], ax=panels[:, column], location="bottom", label="attention")
     for image, panel in enumerate(panels[:, 0], 1):
         panel.set_ylabel(f"image {image}: key")
     return figure

@@ -41,7 +41,7 @@ class Run:
         """One of the :data:`COSTS`, phase A counted."""
         return self.costs[name] + self.phase_a_costs.get(name, 0)
 
-    def passage(self, accuracy: float, *, phase_a: bool = False) -> int | None:
+    def passage(self, accuracy: float, phase_a: bool = False) -> int | None:
         """Epochs until the run first reaches an accuracy, those of phase A counted or not; None if
         it never does."""
         epochs = epochs_to(self.curve, accuracy)
@@ -74,7 +74,6 @@ def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
 def compare_at(
     runs: Sequence[Run],
     reference: Sequence[Run],
-    *,
     target: float | None = None,
     share: float = 1.0,
 ) -> dict[str, Any]:
@@ -92,21 +91,12 @@ def compare_at(
     """
     by_seed = {run.seed: run for run in reference}
     others = [by_seed[run.seed] for run in runs]
-    accuracies = [share * other.curve[-1] if target is None else target for other in others]
+    goals = [share * other.curve[-1] if target is None else target for other in others]
     result: dict[str, Any] = {}
     for suffix, phase_a in (("", False), ("_with_phase_a", True)):
-        epochs, of_reference = (
-            [
-                run.passage(accuracy, phase_a=phase_a)
-                for run, accuracy in zip(of, accuracies, strict=True)
-            ]
-            for of in (runs, others)
-        )
-        ratios = [
-            other / own if other and own else None
-            for own, other in zip(epochs, of_reference, strict=True)
-        ]
+        epochs = [run.passage(goal, phase_a) for run, goal in zip(runs, goals, strict=True)]
+        before = [other.passage(goal) for other, goal in zip(others, goals, strict=True)]
+        ratios = [one and own and one / own for one, own in zip(before, epochs, strict=True)]
         result["reached"] = sum(number is not None for number in epochs)
-        result[f"epochs{suffix}"] = Spread.of(epochs)
-        result[f"speedup{suffix}"] = Spread.of(ratios)
+        result |= {f"epochs{suffix}": Spread.of(epochs), f"speedup{suffix}": Spread.of(ratios)}
     return result

@@ -57,12 +57,8 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
-    others = {
-        "export": ExportSettings(),
-        "phase_b": PhaseBSettings(),
-        "baseline": BaselineSettings(),
-    }
-    return settings.model_copy(update=others)
+    others = {"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
+    return settings.model_copy(update={"export": ExportSettings(), **others})
 
 
 def digest(settings: Settings, *more: Any) -> str:
@@ -191,13 +187,7 @@ class Comparison:
         return apply(settings, changes, cell.name)
 
     def training(
-        self,
-        cell: Cell,
-        changes: dict[str, Any],
-        seed: int,
-        *,
-        label: str,
-        test: bool = False,
+        self, cell: Cell, changes: dict[str, Any], seed: int, label: str, test: bool = False
     ) -> Training:
         """The training of a cell with a seed and the ``changes`` of one of its trials."""
         settings = self.resolve(cell, changes)

@@ -19,13 +19,7 @@ from typing import Any
 import timm
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import store
 from gaupipe.data.batches import load_data
@@ -90,14 +84,10 @@ class Workers:
         return runs | {one.folder: one.read() for one in unfinished if one.finished}
 
     def _progress(self) -> Progress:
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        hidden = not self.console.is_terminal
         return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
+            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=hidden
         )
 
     def _work(
@@ -190,16 +180,21 @@ def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
 
 
 def _train(group: list[Training]) -> tuple[str, str]:
-    """One training."""
+    """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
-    folder, line = training.folder, ""
+    folder, settings, line = training.folder, training.settings, ""
     with _quietly(folder / "log.txt") as failures:
-        metrics = _train_student(training)
-        if training.test:
-            write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
+        write_whole(folder / "config.yaml", config.dump(settings))
+        teacher = maps = None
         phase_a_costs = {}
         if not training.baseline:
+            teacher, maps = training.teacher, str(training.maps)
+            phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
+            write_whole(folder / "phase_a.jsonl", phase_a_metrics)
             phase_a_costs = json.loads(training.phase_a_costs.read_text())
+        metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
+        if training.test:
+            write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
         spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
         line = (
@@ -207,16 +202,6 @@ def _train(group: list[Training]) -> tuple[str, str]:
             f"{total_seconds(metrics):.0f} s"
         )
     return line, "".join(failures)
-
-
-def _train_student(training: Training) -> list[dict[str, Any]]:
-    """Trains the student into its folder, beside a copy of its teacher's metrics."""
-    folder, settings, teacher = training.folder, training.settings, training.teacher
-    write_whole(folder / "config.yaml", config.dump(settings))
-    if training.baseline:
-        return phase_b.train_student(settings, folder, teacher=None)
-    write_whole(folder / "phase_a.jsonl", (teacher.phase_a / "metrics.jsonl").read_text())
-    return phase_b.train_student(settings, folder, teacher=teacher, maps_url=str(training.maps))
 
 
 @contextlib.contextmanager
