@@ -103,13 +103,12 @@ def _grid(starts: Sequence[dict], rate: float) -> tuple[dict[str, Any], ...]:
 
 def _controls(base: Settings, distilled: str) -> list[Cell]:
     """Distilled students without one of the things that may help them."""
-    labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
-    no_soft_labels = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     changes: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
     if base.phase_a.learns_gaussians:
         changes["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
     if base.phase_b.alpha:
-        changes["no soft labels"] = no_soft_labels
+        labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
+        changes["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     return [
         Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
     ]

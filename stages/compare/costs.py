@@ -28,8 +28,8 @@ from stages.compare.trainings import Training, as_teacher
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 
-FORWARDS_OF_A_STEP = 3
-"""A backward pass has two products for each product of the forward pass."""
+FORWARDS = 3
+"""Of a training step: backward there are two products for each product of the forward pass."""
 
 
 def multiply_adds(work: Callable[[], Any]) -> int:
@@ -55,7 +55,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
         gamma: multiply_adds(partial(losses, batch, gamma)) / len(batch)
         for gamma in {entry["gamma"] for entry in metrics}
     }  # of an image
-    images = FORWARDS_OF_A_STEP * len(data.train)
+    images = FORWARDS * len(data.train)
     return {
         "parameters": count_parameters(job.student),
         "multiply_adds": round(images * sum(forwards[entry["gamma"]] for entry in metrics)),
@@ -73,7 +73,7 @@ def of_phase_a(
     job, schema = phase_a.load(training.teacher, data), store.open(str(training.maps)).schema
     exported = export_maps.outputs(job, schema, job.batches(data.train), np.arange(1))
     export = multiply_adds(lambda: next(exported)) * schema.num_images
-    images = FORWARDS_OF_A_STEP * len(data.train) * epochs_in(metrics)
+    images = FORWARDS * len(data.train) * epochs_in(metrics)
     return {
         "multiply_adds": images * forward_of_teacher(settings, data) + export,
         "processor_seconds": processor_seconds(metrics) + export_seconds,

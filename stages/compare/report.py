@@ -114,7 +114,6 @@ def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
     is there only with ``--test``."""
     values = {
         "val_acc": [run.curve[-1] for run in runs],
-        "best_val_acc": [max(run.curve) for run in runs],
         "val_loss": [run.metrics[-1]["val_loss"] for run in runs],
         "test_acc": [run.test_acc for run in runs],
         "epochs": [len(run.metrics) for run in runs],
@@ -128,12 +127,8 @@ def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
 def _at_results(
     runs: Sequence[Run], reference: Sequence[Run], goal: dict[str, float]
 ) -> dict[str, Any]:
-    values = compare_at(runs, reference, **goal)
-    as_json = {
-        name: asdict(value) if isinstance(value, Spread) else value
-        for name, value in values.items()
-    }
-    return {**goal, **as_json}
+    reached, *spreads = compare_at(runs, reference, **goal).items()
+    return dict([*goal.items(), reached, *((name, asdict(spread)) for name, spread in spreads)])
 
 
 def _run_results(run: Run, training: Training) -> dict[str, Any]:

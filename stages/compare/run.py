@@ -20,7 +20,7 @@ from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
 from gaupipe.training.optimizer import select_device
 from stages import export_maps
-from stages.compare.cells import BASELINE, Cell, default_cells, select_cells, sweep_cells
+from stages.compare.cells import BASELINE, Cell, ancestors, default_cells, select_cells, sweep_cells
 from stages.compare.figures import draw
 from stages.compare.report import report
 from stages.compare.trainings import Comparison, as_run
@@ -28,9 +28,6 @@ from stages.compare.workers import Workers
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import locked
-
-SNAPSHOTS = 3
-"""Training images whose key selection is kept, unless the settings say another number."""
 
 
 def run(
@@ -61,8 +58,8 @@ def run(
     A run whose loss diverges is reported as failed. Raises UserError, before anything is written,
     for a cell that cannot be run and for a folder that holds something else.
     """
-    if not settings.key_snapshots:
-        settings = settings.model_copy(update={"key_snapshots": SNAPSHOTS})
+    if not settings.key_snapshots:  # training images whose key selection is drawn
+        settings = settings.model_copy(update={"key_snapshots": 3})
     name = Path(sweep).stem if sweep else "compare"
     cells = default_cells(settings, students, tune=tune)
     if sweep is not None:
@@ -138,7 +135,7 @@ def run_trials(comparison: Comparison, workers: Workers) -> None:
     waiting = [cell for cell in comparison.cells if cell.trials]
     while waiting:
         names = {cell.name for cell in waiting}
-        ready = [cell for cell in waiting if names.isdisjoint(comparison.ancestors(cell))]
+        ready = [cell for cell in waiting if names.isdisjoint(ancestors(cell, comparison.by_name))]
         trainings = {
             cell.name: [
                 comparison.training(cell, changes, seed, label=f"trial {number}")
@@ -154,14 +151,10 @@ def run_trials(comparison: Comparison, workers: Workers) -> None:
             ]
             trials = list(zip(cell.trials, scores, strict=True))
             comparison.trials[cell.name] = trials
-            comparison.best_trials[cell.name] = best_trial(trials)
+            # a trial that failed is worse than any
+            best, _ = max(trials, key=lambda trial: -1 if trial[1] is None else trial[1])
+            comparison.best_trials[cell.name] = best
         waiting = [cell for cell in waiting if cell not in ready]
-
-
-def best_trial(trials: Sequence[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
-    """The changes of the most accurate trial. A trial that failed (None) is worse than any."""
-    changes, _ = max(trials, key=lambda trial: -1 if trial[1] is None else trial[1])
-    return changes
 
 
 def run_cells(comparison: Comparison, workers: Workers) -> None:

@@ -22,7 +22,7 @@ from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
-from stages.compare.cells import Cell, ancestors, apply, of_baseline, resolve
+from stages.compare.cells import Cell, apply, of_baseline, resolve
 from stages.compare.passages import Run
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -165,10 +165,6 @@ class Comparison:
     @property
     def by_name(self) -> dict[str, Cell]:
         return {cell.name: cell for cell in self.cells}
-
-    def ancestors(self, cell: Cell) -> list[str]:
-        """As :func:`stages.compare.cells.ancestors`."""
-        return ancestors(cell, self.by_name)
 
     def failures_of(self, name: str) -> list[str]:
         """Why trainings of a cell failed, in the order of the seeds; empty if none did."""

@@ -41,10 +41,8 @@ each empty where there is nothing to say."""
 
 
 class Workers:
-    """Trains in this process, or in ``jobs`` processes at once.
-
-    Shows a bar over the trainings, and a line for each that ends.
-    """
+    """Trains in this process, or in ``jobs`` processes at once. Shows a bar over the trainings, and
+    a line for each that ends."""
 
     def __init__(self, jobs: int) -> None:
         self.console = Console(file=sys.stderr, highlight=False)
@@ -65,11 +63,8 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
     def train(self, trainings: Iterable[Training], failures: dict[Path, str]) -> dict[Path, Run]:
-        """The finished runs by folder.
-
-        What has finished before is read, not trained again. A training that failed is missing
-        from the runs; the reason goes into ``failures``.
-        """
+        """The finished runs by folder. Finished trainings are read, not trained again. A training
+        that failed is missing; the reason goes into ``failures``."""
         by_folder: dict[Path, Training] = {}
         for training in trainings:
             by_folder.setdefault(training.folder, training)
