@@ -161,45 +161,36 @@ def test_multiply_adds_are_those_of_the_matrices(attention):
     assert counter.get_total_flops() / 2 == 9 * products_of(vit, 16) - of_pixels + scores
 
 
-def cells_of(base, *students, tune=True):
-    return {cell.name: cell for cell in default_cells(base, list(students), tune=tune)}
+def phases_of(base, *students, best=None):
+    """By default cell its resolved settings of phase B, without trials."""
+    cells = {cell.name: cell for cell in default_cells(base, students, tune=False)}
+    settings = {name: resolve(cell, cells, best or {}, base) for name, cell in cells.items()}
+    runs = {
+        name: as_run(each, 0, baseline=cells[name].plain).phase_b for name, each in settings.items()
+    }
+    return settings, runs
 
 
 def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
     base = config.load("digits", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
-    cells = cells_of(base, "standard", "belief2")
-    assert list(cells) == [
-        BASELINE,
-        "plain ViT, belief2",
-        "distilled standard",
-        "distilled belief2",
-        "shuffled maps",
-        "prior alone",
-        "no soft labels",
-    ]
-    assert len(cells[BASELINE].trials) >= len(cells["distilled standard"].trials) > 1
-    chosen = {"distilled standard": {"phase_b.optim.lr": 0.5}}
-    settings = {name: resolve(cell, cells, chosen, base) for name, cell in cells.items()}
-    assert (
-        settings["prior alone"].phase_a.per_image == "none"
-        and settings["prior alone"].phase_b.optim.lr == 0.5
-    )
-    assert settings["no soft labels"].phase_b.alpha == 0 and settings[
-        "no soft labels"
-    ].phase_b.beta == pytest.approx(0.3)
-    assert (
-        settings["shuffled maps"].phase_b.shuffle_maps
-        and settings["distilled belief2"].phase_b.optim.lr == 0.5
-    )
-    assert (
-        settings["distilled standard"].phase_b.optim.lr == base.phase_b.optim.lr
-    )  # its own trial is added by the caller
+    best = {"distilled standard": {"phase_b.optim.lr": 0.5}}
+    settings, phases = phases_of(base, "standard", "belief2", best=best)
+    baselines, students = [BASELINE, "plain ViT, belief2"], ["distilled standard"]
+    others = ["distilled belief2", "shuffled maps", "prior alone", "no soft labels"]
+    assert list(phases) == [*baselines, *students, *others]
+    assert {phases[name].optim.lr for name in others} == {0.5}
+    assert phases["distilled standard"].optim == base.phase_b.optim  # the caller adds its own trial
+    assert settings["prior alone"].phase_a.per_image == "none"
+    assert phases["shuffled maps"].shuffle_maps and phases["no soft labels"].alpha == 0
+    assert phases["no soft labels"].beta == pytest.approx(0.3)
+    without_prior, _ = phases_of(config.load("cifar10_atto"), "standard")
+    assert without_prior["prior alone"].phase_a.prior
 
 
 def test_every_trial_of_the_default_cells_is_another_run():
     for name in ("digits", "fashion_mnist"):
         base = config.load(name)
-        cells = cells_of(base, "standard")
+        cells = {cell.name: cell for cell in default_cells(base, ["standard"])}
         for cell in cells.values():
             start = resolve(cell, cells, {}, base)
             trials = [apply(start, changes, "") for changes in cell.trials]
@@ -209,64 +200,33 @@ def test_every_trial_of_the_default_cells_is_another_run():
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
-    base = config.load(
-        "digits",
-        [
-            "phase_b.student=belief2",
-            "phase_b.attention_options={zz: false}",
-            "phase_b.rezero=true",
-            "phase_b.match_params=true",
-        ],
-    )
-    cells = cells_of(base, "belief2", "attentionx")
-    settings = {
-        name: as_run(resolve(cell, cells, {}, base), 0, baseline=cell.plain).phase_b
-        for name, cell in cells.items()
-    }
-    reference = settings[BASELINE]
-    assert not reference.rezero and not reference.match_params
-    assert not reference.attention_options
-    assert settings["plain ViT, belief2"].attention_options == {"zz": False}
-    assert (
-        settings["distilled belief2"].attention_options == {"zz": False}
-        and settings["distilled belief2"].rezero
-    )
-    assert (
-        settings["distilled attentionx"].attention_options
-        == {}
-        == settings["plain ViT, attentionx"].attention_options
-    )
-    assert settings[BASELINE].optim == base.baseline_optim != settings["distilled belief2"].optim
-
-
-def test_the_controls_fit_settings_without_a_prior():
-    base = config.load("cifar10_atto")
-    cells = cells_of(base, "standard")
-    assert resolve(cells["prior alone"], cells, {}, base).phase_a.prior
+    options = {"zz": False}
+    changes = ["student=belief2", f"attention_options={options}", "rezero=true"]
+    base = config.load("digits", [f"phase_b.{one}" for one in [*changes, "match_params=true"]])
+    _, phases = phases_of(base, "belief2", "attentionx")
+    reference, student = phases[BASELINE], phases["distilled belief2"]
+    assert not reference.rezero and not reference.match_params and not reference.attention_options
+    assert phases["plain ViT, belief2"].attention_options == student.attention_options == options
+    others = phases["distilled attentionx"], phases["plain ViT, attentionx"]
+    assert student.rezero and not any(other.attention_options for other in others)
+    assert reference.optim == base.baseline_optim != student.optim
 
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
-    base = config.load("digits")
-    other = config.load(
-        "digits",
-        [
-            "phase_b.gamma=0.5",
-            "phase_a.mode=stochastic",
-            "threads=1",
-            "device=cpu",
-        ],
-    )
-    assert digest(as_run(base, 0, baseline=True)) == digest(as_run(other, 0, baseline=True))
-    assert digest(as_run(base, 0, baseline=False)) != digest(as_run(other, 0, baseline=False))
-    assert digest(as_run(base, 0, baseline=True)) != digest(as_run(base, 1, baseline=True))
-    alone, shuffled = (
-        config.load("digits", ["phase_a.per_image=none", f"phase_b.shuffle_maps={on}"])
-        for on in ("no", "yes")
-    )
-    assert digest(as_run(alone, 0, baseline=False)) == digest(as_run(shuffled, 0, baseline=False))
-    epochs = config.load("digits", ["phase_b.epochs=3"])
-    assert digest(as_teacher(base)) == digest(as_teacher(epochs)) != digest(as_teacher(other))
-    assert as_run(base, 0, baseline=True).phase_b.optim == base.baseline_optim
+    def digests(*changes, seed=0):
+        settings = config.load("digits", changes)
+        runs = [digest(as_run(settings, seed, baseline=baseline)) for baseline in (True, False)]
+        return [*runs, digest(as_teacher(settings))]
+
+    plain, student, teacher = digests("threads=1", "device=cpu")
+    assert digests() == [plain, student, teacher]
+    other = digests("phase_b.gamma=0.5", "phase_a.mode=stochastic")
+    assert other[0] == plain and other[1] != student and other[2] != teacher
+    assert digests(seed=1)[0] != plain
+    longer = digests("phase_b.epochs=3", "baseline.epochs=20")
+    assert longer[0] == plain and longer[1] != student and longer[2] == teacher
+    alone = "phase_a.per_image=none"
+    assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
 
 
 def test_a_run_is_named_after_all_its_settings():
@@ -415,36 +375,31 @@ def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
 
 def test_a_plain_cell_changes_the_baselines_optimizer_and_epochs():
     """Which a configuration may name apart from phase B's."""
-    base = config.load(
-        "digits",
-        [
-            "phase_b.epochs=6",
-            "baseline.epochs=9",
-            "phase_b.optim.lr=3.0e-3",
-            "baseline.optim.lr=1e-3",
-        ],
-    )
-    cells = swept(
-        [
-            {"name": "longer", "plain": True, "phase_b.epochs": 24},
-            {"name": "longest", "plain": True, "baseline.epochs": 30},
-            {"name": "rate", "plain": True, "like": None, "phase_b.optim.lr": 0.1},
-            {"name": "as it is", "plain": True, "like": None},
-            {"name": "student", "phase_b.gamma": 0.5},
-        ],
-        base,
-    )
-    by_name = {cell.name: cell for cell in cells}
-    found = {}
-    for cell in cells:
-        phase = as_run(resolve(cell, by_name, {}, base), 0, baseline=cell.plain).phase_b
-        found[cell.name] = (phase.epochs, phase.optim.lr)
-    assert found[BASELINE] == found["as it is"] == (9, 1e-3)
-    assert (found["longer"], found["longest"]) == ((24, 1e-3), (30, 1e-3))
-    assert found["rate"] == (9, 0.1)
-    assert found["student"] == (6, 3e-3)
-    trial = apply(resolve(by_name["rate"], by_name, {}, base), {"phase_b.optim.lr": 0.2}, "x")
-    assert as_run(trial, 0, baseline=True).phase_b.optim.lr == 0.2
+    epochs, rates = ("phase_b.epochs=6", "baseline.epochs=9"), ("phase_b.optim.lr=3e-3",)
+    base = config.load("digits", [*epochs, *rates, "baseline.optim.lr=1e-3"])
+    entries = {
+        "longer": {"plain": True, "phase_b.epochs": 24},
+        "longest": {"plain": True, "baseline.epochs": 30},
+        "rate": {"plain": True, "like": None, "phase_b.optim.lr": 0.1},
+        "as it is": {"plain": True, "like": None},
+        "student": {"phase_b.gamma": 0.5},
+    }
+    cells = {c.name: c for c in swept([{"name": n, **e} for n, e in entries.items()], base)}
+
+    def phase(name, changes=()):
+        settings = apply(resolve(cells[name], cells, {}, base), dict(changes), "x")
+        return as_run(settings, 0, baseline=cells[name].plain).phase_b
+
+    found = {name: (phase(name).epochs, phase(name).optim.lr) for name in (BASELINE, *entries)}
+    assert found == {
+        BASELINE: (9, 1e-3),
+        "as it is": (9, 1e-3),
+        "rate": (9, 0.1),
+        "longer": (24, 1e-3),
+        "longest": (30, 1e-3),
+        "student": (6, 3e-3),
+    }
+    assert phase("rate", {"phase_b.optim.lr": 0.2}.items()).optim.lr == 0.2
 
 
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
@@ -490,64 +445,50 @@ def compare(folder, *arguments, seeds="0,1"):
 def test_a_tiny_comparison(compared):
     folder, _, printed = compared
     results = json.loads((folder / "mine.json").read_text())
-    names = [cell["cell"] for cell in results["cells"]]
-    assert names == [
-        BASELINE,
-        "distilled",
-        "shuffled maps",
-        "prior alone",
-        "plain longer",
-        "gamma 0.5, encoding uint8",
-        "tuned",
-    ]
-    assert all(name in printed for name in names)
-    assert max(map(len, printed.splitlines())) <= 80
     by_name = {cell["cell"]: cell for cell in results["cells"]}
-    assert [len(run["val_acc"]) for run in by_name["plain longer"]["runs"]] == [3, 3]
-    for cell in results["cells"]:
-        runs, last = cell["runs"], cell["at"][-1]
+    students = ["distilled", "shuffled maps", "prior alone"]
+    assert list(by_name) == [
+        *(BASELINE, *students, "plain longer", "gamma 0.5, encoding uint8", "tuned")
+    ]
+    assert all(name in printed for name in by_name) and "Trials of tuned" in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    goals = [run["val_acc"][-1] for run in by_name[BASELINE]["runs"]]
+    for name, cell in by_name.items():
+        runs, final, last = cell["runs"], cell["final"], cell["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
-        assert cell["final"]["val_acc"]["mean"] == pytest.approx(
-            sum(run["val_acc"][-1] for run in runs) / 2
-        )
-        goals = [run["val_acc"][-1] for run in by_name[BASELINE]["runs"]]
+        assert {len(run["val_acc"]) for run in runs} == {3 if name == "plain longer" else 2}
+        mean = np.mean([run["val_acc"][-1] for run in runs])
+        assert final["val_acc"]["mean"] == pytest.approx(mean)
         reached = [epochs_to(run["val_acc"], goal) for run, goal in zip(runs, goals, strict=True)]
         assert last["reached"] == sum(epochs is not None for epochs in reached)
         if None not in reached:
-            assert last["epochs"]["mean"] == pytest.approx(sum(reached) / 2)
-            assert last["epochs_with_phase_a"]["mean"] == pytest.approx(
-                sum(reached) / 2 + (not cell["plain"])
-            )
-    feature_losses = {
-        name: [
-            json.loads(line)["loss_feat"]
-            for run in by_name[name]["runs"]
-            for line in (folder / run["folder"] / "metrics.jsonl").open()
-        ]
-        for name in ("distilled", "shuffled maps", "prior alone")
-    }
-    assert len({*map(tuple, feature_losses.values())}) == 3
+            assert last["epochs"]["mean"] == np.mean(reached)
+            assert last["epochs_with_phase_a"]["mean"] == np.mean(reached) + (not cell["plain"])
+        assert final["parameters"]["mean"] == parameters(folder / runs[0]["folder"]), name
+        spent = [entry["processor_seconds"] for entry in metrics_of(folder, runs[0])]
+        assert runs[0]["costs"]["processor_seconds"] == pytest.approx(sum(spent))
+    losses = [
+        [entry["loss_feat"] for run in by_name[name]["runs"] for entry in metrics_of(folder, run)]
+        for name in students
+    ]
+    assert len({*map(tuple, losses)}) == 3
     trials = by_name["tuned"]["trials"]
     assert [trial["settings"]["phase_b.optim.lr"] for trial in trials] == [5e-4, 3e-3]
     (taken,) = (trial for trial in trials if trial["taken"])
     assert taken["val_acc"] == max(trial["val_acc"] for trial in trials)
     assert taken["val_acc"] == by_name["tuned"]["runs"][0]["val_acc"][-1]
-    assert "Trials of tuned" in printed
-    for cell in results["cells"]:
-        folder_of = folder / cell["runs"][0]["folder"]
-        assert cell["final"]["parameters"]["mean"] == parameters(folder_of), cell["cell"]
-        metrics = [json.loads(line) for line in (folder_of / "metrics.jsonl").open()]
-        spent = sum(entry["processor_seconds"] for entry in metrics)
-        assert cell["runs"][0]["costs"]["processor_seconds"] == pytest.approx(spent)
-    check_multiply_adds(by_name, folder)
-    check_differences(dict(by_name))
+    check_multiply_adds(by_name)
+    check_differences(by_name)
     for name in ("mine", "key_selection"):
-        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (
-            folder / f"{name}.svg"
-        ).read_text()
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+        assert "<svg" in (folder / f"{name}.svg").read_text()
 
 
-def check_multiply_adds(by_name: dict, folder: Path) -> None:
+def metrics_of(folder: Path, run: dict) -> list[dict]:
+    return [json.loads(line) for line in (folder / run["folder"] / "metrics.jsonl").open()]
+
+
+def check_multiply_adds(by_name: dict) -> None:
     """100 images, 2 or 3 epochs of the student, 1 of the teacher, which compares no queries."""
     settings = config.load("digits", TINY)
     vit = build_student(settings, load_data(settings.data))
@@ -571,10 +512,10 @@ def check_multiply_adds(by_name: dict, folder: Path) -> None:
 
 def check_differences(by_name: dict) -> None:
     """Those of the two seeds, and those above the front of the two plain ViTs."""
-    reference = by_name.pop(BASELINE)
+    reference = by_name[BASELINE]
     assert reference["difference"] is reference["above_front"] is None
     final = np.array([run["val_acc"][-1] for run in reference["runs"]])
-    for cell in by_name.values():
+    for cell in [*by_name.values()][1:]:
         own = [run["val_acc"][-1] for run in cell["runs"]]
         difference, expected = cell["difference"], Difference.of(list(own - final))
         assert difference["mean"] == pytest.approx(expected.mean)
