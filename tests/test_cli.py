@@ -45,7 +45,7 @@ def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
 def metrics(path: Path) -> list[dict]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
+        {name: value for name, value in row.items() if not name.endswith(("seconds", "_per_s"))}
         for row in rows
     ]
 

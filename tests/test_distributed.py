@@ -152,7 +152,7 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
     for path in sorted(run_dir.glob("**/metrics.jsonl")):
         entries = [json.loads(line) for line in path.read_text().splitlines()]
         for entry in entries:
-            del entry["seconds"], entry["images_per_s"]
+            del entry["seconds"], entry["processor_seconds"], entry["images_per_s"]
         found[str(path.relative_to(run_dir))] = entries
     return found
 

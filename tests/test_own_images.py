@@ -299,7 +299,7 @@ def run(in_process, *arguments, cwd):
 
 
 def metrics(path) -> list[dict]:
-    timed = ("seconds", "images_per_s", "data_share", "maps_share")
+    timed = ("seconds", "processor_seconds", "images_per_s", "data_share", "maps_share")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 

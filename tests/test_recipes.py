@@ -2,19 +2,21 @@
 its paper says."""
 
 import dataclasses
-from pathlib import Path
+from itertools import islice
 
 import pytest
 import torch
 
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.batches import ImageData
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches, ImageData
 from gaupipe.distillation.student import build_student
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings import load as config
+from gaupipe.training.state import Update
+from stages import phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells
-from stages.compare.costs import Contender
-from stages.compare.trainings import Training, as_run, digest
+from stages.compare.trainings import as_run, digest
 from stages.plan import random_data
 
 PLAIN = (
@@ -43,19 +45,17 @@ def data_of(name: str, settings: Settings) -> ImageData:
 def test_a_step_of_every_shipped_configuration(name):
     """Trained on the labels alone, on two images."""
     settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
-    training = Training(
-        label=name,
-        settings=as_run(settings, 0, baseline=True),
-        baseline=True,
-        export=ExportSettings(),
-        root=Path("."),
-        data_sha256="",
-    )
-    contender = Contender(training, data_of(name, settings))
-    student = contender.job.student
+    data = data_of(name, settings)
+    job = phase_b.build(as_run(settings, 0, baseline=True), data, None)
+    student, losses = job.student, phase_b.StudentLosses(job).train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    for _ in range(2):  # a warm-up may start at rate 0
-        contender.step()
+    update = Update(phase_b.training_state(job), 2)
+    batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
+    augment = Augment(settings.phase_b.augment, 0)
+    for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
+        with update.forward():
+            loss = losses(batch, 0.0)["loss"]
+        update(loss, batch.weight)
     after = student.state_dict()
     assert all(value.isfinite().all() for value in after.values())
     changed = [key for key in before if not torch.equal(before[key], after[key])]

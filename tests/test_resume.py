@@ -47,7 +47,7 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
     for path in sorted(run_dir.glob("**/metrics.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         found[str(path.relative_to(run_dir))] = [
-            {name: value for name, value in row.items() if name not in ("seconds", "images_per_s")}
+            {name: value for name, value in row.items() if not name.endswith(("seconds", "_per_s"))}
             for row in rows
         ]
     return found

@@ -12,13 +12,15 @@ PACKAGES = ("gaupipe", "stages", "store")
 COMMAND_LINE = "gaupipe.cli"
 INSIDE_COMPARE = {
     "cells": set(),
-    "speed": set(),
-    "trainings": {"cells", "speed"},
-    "workers": {"speed", "trainings"},
-    "costs": {"cells", "trainings"},
-    "report": {"cells", "speed", "trainings"},
+    "passages": set(),
+    "differences": set(),
+    "tables": set(),
+    "trainings": {"cells", "passages"},
+    "costs": {"trainings"},
+    "workers": {"costs", "passages", "trainings"},
+    "report": {"cells", "differences", "passages", "trainings"},
     "figures": {"cells", "trainings"},
-    "run": {"cells", "trainings", "workers", "costs", "report", "figures"},
+    "run": {"cells", "trainings", "workers", "report", "figures"},
 }
 """For each file of stages/compare the others that it may import."""
 

@@ -169,4 +169,10 @@ def test_means_weigh_batches_by_their_images(tmp_path):
             epoch.finish(**epoch.means())
             state.finished = True
     assert state.metrics[0]["loss"] == pytest.approx(2.0)
-    assert state.metrics[0].keys() == {"epoch", "loss", "seconds", "images_per_s"}
+    assert state.metrics[0].keys() == {
+        "epoch",
+        "loss",
+        "seconds",
+        "processor_seconds",
+        "images_per_s",
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.attention.functional import StudentAttention, choice
 from gaupipe.attention.kernels import perpendicular
@@ -20,15 +20,30 @@ class BeliefAttention(StudentAttention):
 
     ``signal``: "perpendicular" (D) or, as ablations, "projected" (MH - D) and "value" (V)
     (*Belief2, figure 3*).
+
+    ``gated``: (MH - g (MH - D)) W with a learned number g for each head, which starts at 0 as
+    standard attention; at 1 it is D W.
     """
 
-    def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
+    def __init__(self, *args, signal: str = "perpendicular", gated: bool = False, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.signal = choice("signal", signal, SIGNALS)
+        self.signal = choice("signal", signal, SIGNALS if not gated else ["perpendicular"])
+        start = self.proj.weight.detach().new_zeros(self.num_heads)
+        self.head_gate = nn.Parameter(start) if gated else None
+
+    def gates(self) -> Tensor:
+        """g of each channel [d], which is that of its head."""
+        assert self.head_gate is not None
+        return self.head_gate.repeat_interleave(self.head_dim)
 
     def matrices(self) -> dict[str, Tensor]:
+        if self.head_gate is not None:
+            weight = self.proj.weight
+            return {"D": weight, "MH - D": weight * (1 - self.gates())}
         signal = {"perpendicular": "D", "projected": "MH - D", "value": "V"}[self.signal]
         return {signal: self.proj.weight}
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
+        if self.head_gate is not None:
+            return self.proj(mh - self.gates() * (mh - perpendicular(mh, v)))
         return self.proj(SIGNALS[self.signal](mh, v))

@@ -392,43 +392,45 @@ class PhaseBSettings(Section):
     patience: Positive | None = None
     """Early stopping: training ends when this many epochs in a row had no better accuracy on the
     validation images than the best before them. Null trains all epochs."""
-    alpha: Weight = 0.2
+    alpha: Annotated[Weight, Scope.TEACHER] = 0.2
     """Weight of L_soft, the cross-entropy with the teacher's predictions."""
-    beta: Weight = 0.1
+    beta: Annotated[Weight, Scope.TEACHER] = 0.1
     """Weight of L_hard, the cross-entropy with the labels."""
-    gamma: Weight = 0.7
+    gamma: Annotated[Weight, Scope.TEACHER] = 0.7
     """Weight of L_feat, the divergence from the stored attention maps, at the start of the
     schedule."""
-    gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "constant"
+    gamma_schedule: Annotated[
+        Literal["constant", "linear", "cosine", "stop_after"], Scope.TEACHER
+    ] = "constant"
     """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
     gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
     paper."""
-    gamma_epochs: Positive | None = None
+    gamma_epochs: Annotated[Positive | None, Scope.TEACHER] = None
     """Epochs until gamma is 0; null means all epochs."""
-    feature_queries: Annotated[float, Field(gt=0, le=1)] = 1.0
+    feature_queries: Annotated[float, Field(gt=0, le=1), Scope.TEACHER] = 1.0
     """Share of the queries that L_feat compares. Below 1 every image has its own random part in
     every epoch, the same in all blocks and heads. The expectation of L_feat stays the mean over all
     queries, and a step takes less time and memory."""
     model_args: ModelArgs = {}
     """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
-    layer_map: list[Count | None] | None = None
+    layer_map: Annotated[list[Count | None] | None, Scope.TEACHER] = None
     """For each block of the student the number of the stored block that it is compared with,
     counted from 0, or null for no comparison. Without a list each block is compared with the stored
     block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
     taken."""
-    head_map: list[Count] | Literal["mean"] | None = None
+    head_map: Annotated[list[Count] | Literal["mean"] | None, Scope.TEACHER] = None
     """For each head of the student the number of the stored head that it is compared with, counted
     from 0. ``mean`` compares each head with the mean over the stored heads, of which there may then
     be another number. Null compares each head with the stored head of the same number."""
-    shuffle_maps: bool = False
+    shuffle_maps: Annotated[bool, Scope.TEACHER] = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    match_grid: bool = False
+    match_grid: Annotated[bool, Scope.TEACHER] = False
     """Allow a student with another token grid than the teacher's: the stored maps are then
     converted to the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Literal["none", "teacher", "prior", "exact"] = "none"
+    warm_start: Annotated[Literal["none", "teacher", "prior", "exact"], Scope.TEACHER] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
     has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
@@ -436,10 +438,12 @@ class PhaseBSettings(Section):
     or to the maps that the teacher predicts. ``exact`` is for ``phase_a.per_image: none`` and
     students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
     so that the student computes what the teacher does before its first step."""
-    temperature: Rate = 1.0
+    temperature: Annotated[Rate, Scope.TEACHER] = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
-    direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
+    direction: Annotated[Literal["teacher_student", "student_teacher"], Scope.TEACHER] = (
+        "teacher_student"
+    )
     """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""

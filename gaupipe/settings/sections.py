@@ -41,6 +41,8 @@ class Scope(Flag):
     """The student that a command trains: commands of one run may name another."""
     RESUME = auto()
     """May change when the training of a student is continued."""
+    TEACHER = auto()
+    """Says how a student learns from a teacher: means nothing to a baseline."""
 
 
 class Section(BaseModel):

@@ -102,7 +102,8 @@ class Epoch:
         self.loop, self.number, self.first = loop, len(state.metrics), state.batches
         """``first`` is the number of the batch to begin with: 0, or where a checkpoint was
         written."""
-        self.batches, self.images, self.started = self.first, 0, time.monotonic()
+        self.batches, self.images = self.first, 0
+        self.started, self.processor_started = time.monotonic(), time.process_time()
         self.sums: dict[str, Tensor] = {}
         self.lists: dict[str, list[Any]] = {}
         """What is measured now and then in the course of the epoch, for its metrics: JSON, the same
@@ -151,6 +152,7 @@ class Epoch:
             sums = torch.stack([*self.sums.values()])
             self.sums = dict(zip(self.sums, distributed.all_reduce_sum(sums), strict=True))
         self.seconds = time.monotonic() - self.started
+        self.processor_seconds = time.process_time() - self.processor_started
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
     def finish(self, **metrics: Any) -> None:
@@ -161,6 +163,7 @@ class Epoch:
             **metrics,
             **self.lists,
             "seconds": round(self.seconds, 3),
+            "processor_seconds": round(self.processor_seconds, 3),
             "images_per_s": round(self.images / self.seconds, 1),
         }
 
@@ -173,12 +176,14 @@ class Epoch:
 
     def _save(self) -> None:
         """Writes a checkpoint. The time that this takes does not count."""
-        began, update = time.monotonic(), self.loop.update
+        began, processor_began = time.monotonic(), time.process_time()
+        update = self.loop.update
         generators = {name: one.get_state() for name, one in self._generators.items()}
         sums = {name: total.cpu() for name, total in self.sums.items()}
         update.state.epoch = {
             "batches": self.batches,
             "seconds": began - self.started,
+            "processor_seconds": processor_began - self.processor_started,
             "lists": self.lists,
             "line": self.loop.steps.state(),
             "generators": distributed.all_gather_dict(generators),
@@ -187,6 +192,7 @@ class Epoch:
         update.state.save(self.loop.folder / "checkpoint")
         duration = time.monotonic() - began
         self.started += duration
+        self.processor_started += time.process_time() - processor_began
         self.loop.steps.pause(duration)
         update.pauses.saved()
         if update.pauses.signal:
@@ -199,6 +205,7 @@ class Epoch:
         self.loop.progress.skip(sum(rank["images"] for rank in ranks))
         mine = ranks[distributed.rank() :: distributed.world_size()]
         self.started -= saved["seconds"]
+        self.processor_started -= saved["processor_seconds"]
         self.lists.update(saved["lists"])
         self.images = sum(rank["images"] for rank in mine)
         for name, total in ranks[0]["sums"].items():

@@ -1,9 +1,9 @@
 """Compare: a plain ViT, distilled students and controls over several seeds, side by side.
 
-run -> {workers, costs, report, figures} -> trainings -> {cells, speed}
+run -> {workers -> costs, report -> differences, tables, figures} -> trainings -> {cells, passages}
 """
 
-from stages.compare.report import tables
 from stages.compare.run import run
+from stages.compare.tables import tables
 
 __all__ = ["run", "tables"]

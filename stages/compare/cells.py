@@ -1,4 +1,4 @@
-"""What a comparison consists of: its cells, and the settings of each.
+"""The cells of a comparison, and the settings of each.
 
 A cell is one way to train. It is run with every seed and is one line of every table.
 """
@@ -6,18 +6,17 @@ A cell is one way to train. It is run with every seed and is one line of every t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import ValidationError
 
-from gaupipe.settings import Settings, StoreKind
+from gaupipe.settings import Settings
 from gaupipe.settings import load as config
-from gaupipe.settings.sections import Section
+from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
-REZERO = "plain ViT, ReZero"
 DISTILLED = "distilled"
 
 
@@ -33,15 +32,9 @@ class Cell(Section):
     with the configuration."""
     plain: bool = False
     """Train on the labels alone: a baseline."""
-    trials: tuple[dict[str, Any], ...] = Field(
-        default=(), validation_alias=AliasChoices("trials", "tries")
-    )
+    trials: tuple[dict[str, Any], ...] = ()
     """Further changes to choose from. The trial with the best validation accuracy on the first
-    seed is taken. ``tries`` is an older name of this key."""
-    kind: StoreKind | None = None
-    """Kind of the store that the student reads: ``export.kind``."""
-    encoding: Literal["float16", "uint8"] | None = None
-    """Encoding of that store: ``export.encoding``."""
+    seed is taken."""
 
 
 def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True) -> list[Cell]:
@@ -50,54 +43,43 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     ``students`` are attentions. The controls belong to the first of them.
 
     The plain ViT is tuned over four starts (timm's, timm's with a position embedding from std
-    0.5, the configuration's, mimetic) and two rates. The distilled student has as many trials,
-    ReZero half as many. Further students and controls take what was best for the first student.
-    Without ``tune`` no cell has trials.
+    0.5, the configuration's, mimetic) and two rates. The distilled student has as many trials.
+    Further students and controls take what was best for the first student. Without ``tune`` no
+    cell has trials.
     """
-    standard = {
-        **_student(base, "standard"),
-        "phase_b.match_params": False,
-        "phase_b.rezero": False,
-    }
-    starts = _starts(base)
-    rates = _rates(base.baseline_optim.lr)
-    weights = [base.phase_b.gamma, round(3 * base.phase_b.gamma, 6)]
-    distilled_starts = [
-        {**start, "phase_b.gamma": weight} for start in starts[2:] for weight in weights
+    reference = {"phase_b.match_params": False, "phase_b.rezero": False}
+    standard = _student(base, "standard") | reference
+    starts, gamma = _starts(base), base.phase_b.gamma
+    trials = _grid(starts, base.baseline_optim.lr)
+    weighted = [
+        {**start, "phase_b.gamma": weight}
+        for start in starts[2:]
+        for weight in (gamma, round(3 * gamma, 6))
     ]
     first, *further = students
     distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
-    cells = [
-        Cell(name=BASELINE, settings=standard, plain=True, trials=_grid(starts, rates)),
-        Cell(
-            name=REZERO,
-            settings={**standard, "phase_b.rezero": True},
-            plain=True,
-            trials=_grid([starts[0], starts[2]], rates),
-        ),
-        *(_other_baseline(base, attention) for attention in students if attention != "standard"),
-        Cell(
-            name=distilled,
-            settings=_student(base, first),
-            trials=_grid(distilled_starts, _rates(base.phase_b.optim.lr)),
-        ),
-        *(
-            Cell(
-                name=f"{DISTILLED} {attention}",
-                settings=_student(base, attention),
-                like=distilled,
-            )
-            for attention in further
-        ),
-        *_controls(base, distilled),
-    ]
+    cells = [Cell(name=BASELINE, settings=standard, plain=True, trials=trials)]
+    for attention in students:
+        if attention != "standard":
+            name, settings = f"{BASELINE}, {attention}", _student(base, attention)
+            cells.append(Cell(name=name, settings=settings, like=BASELINE, plain=True))
+    trials = _grid(weighted, base.phase_b.optim.lr)
+    cells.append(Cell(name=distilled, settings=_student(base, first), trials=trials))
+    for attention in further:
+        name, settings = f"{DISTILLED} {attention}", _student(base, attention)
+        cells.append(Cell(name=name, settings=settings, like=distilled))
+    cells += _controls(base, distilled)
     return cells if tune else [cell.model_copy(update={"trials": ()}) for cell in cells]
 
 
 def _student(base: Settings, attention: str) -> dict[str, Any]:
     """An attention, with the options of the settings if they are meant for it."""
-    options = base.phase_b.attention_options if attention == base.phase_b.student else {}
-    return {"phase_b.student": attention, "phase_b.attention_options": options}
+    phase = base.phase_b
+    return {
+        "phase_b.student": attention,
+        "phase_b.attention_options": phase.attention_options if attention == phase.student else {},
+        "phase_b.match_params": phase.match_params,
+    }
 
 
 def _starts(base: Settings) -> list[dict[str, Any]]:
@@ -113,98 +95,68 @@ def _starts(base: Settings) -> list[dict[str, Any]]:
     ]
 
 
-def _rates(rate: float) -> list[float]:
-    return [rate, rate / 2]
-
-
-def _grid(starts: Sequence[dict], rates: Sequence[float]) -> tuple[dict[str, Any], ...]:
-    """Every start with every rate. Trials that come out the same count once."""
-    trials = [{**start, "phase_b.optim.lr": rate} for start in starts for rate in rates]
+def _grid(starts: Sequence[dict], rate: float) -> tuple[dict[str, Any], ...]:
+    """Every start with the rate and with half of it. Trials that come out the same count once."""
+    trials = [{**start, "phase_b.optim.lr": lr} for start in starts for lr in (rate, rate / 2)]
     return tuple(trial for number, trial in enumerate(trials) if trial not in trials[:number])
 
 
-def _other_baseline(base: Settings, attention: str) -> Cell:
-    """A student's attention without distillation."""
-    settings = {**_student(base, attention), "phase_b.match_params": base.phase_b.match_params}
-    return Cell(name=f"{BASELINE}, {attention}", settings=settings, like=BASELINE, plain=True)
-
-
 def _controls(base: Settings, distilled: str) -> list[Cell]:
-    """What a distilled student is worth without one of the things that may help it."""
-    labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
-    no_soft_labels = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
-    changes: dict[str, dict[str, Any]] = {
-        "prior alone": {
-            "phase_a.prior": True,
-            "phase_a.per_image": "none",
-        },
-        "no soft labels": no_soft_labels,
-        "shuffled maps": {"phase_b.shuffle_maps": True},
-    }
-    if not base.phase_a.learns_gaussians:
-        changes = {"shuffled maps": {"phase_b.shuffle_maps": True}}
-        if base.phase_b.alpha:
-            changes["no soft labels"] = no_soft_labels
+    """Distilled students without one of the things that may help them."""
+    changes: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    if base.phase_a.learns_gaussians:
+        changes["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
+    if base.phase_b.alpha:
+        labels = round(base.phase_b.beta + base.phase_b.alpha, 6)
+        changes["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     return [
         Cell(name=name, settings=settings, like=distilled) for name, settings in changes.items()
     ]
 
 
-def sweep_cells(content: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
-    """``cells`` and those of a sweep file with this ``content``, a list of entries.
+def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
+    """``cells`` and those of a sweep file with these ``entries``.
 
     An entry holds settings by dotted name and the other keys of :class:`Cell`. Without ``like``
     it starts with the settings of the first distilled cell, or with those of the plain ViT if it
     is ``plain``. With ``like: null`` it starts with the configuration. An entry that says nothing
     else inherits ``plain`` from the cell named in ``like``.
 
-    A file that holds ``plain: true`` and the list under ``cells`` is a sweep without teachers: its
-    entries are plain, and of ``cells`` only the plain ones stay, without ReZero.
+    A sweep of plain entries alone trains no teacher: of ``cells`` only the plain ones stay.
 
     Raises UserError, naming ``where``, for an entry that is no cell. Whether its settings exist
     shows when they are resolved.
     """
-    entries, alone = content, False
-    if isinstance(content, dict) and content.keys() == {"plain", "cells"}:
-        entries, alone = content["cells"], content["plain"]
     is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
-    if not is_list or not entries or not isinstance(alone, bool):
+    if not is_list or not entries:
         raise UserError(
             f"{where}: a sweep is a list of settings, such as "
-            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}', or has 'plain: true' and such a list "
-            "under 'cells'"
+            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}'"
         )
-    if alone:
-        cells = [cell for cell in cells if cell.plain and cell.name != REZERO]
     by_name = {cell.name: cell for cell in cells}
     distilled = next((cell.name for cell in cells if not cell.plain), BASELINE)
     for entry in entries:
-        plain = {"plain": True} if alone else {}
-        cell = _parse_cell({**plain, **entry}, where, by_name, distilled)
-        if alone and not cell.plain:
-            raise UserError(
-                f"{where}: {cell.name}: plain: the sweep has 'plain: true': no cell has a teacher"
-            )
+        cell = _parse_cell(entry, where, by_name, distilled)
         by_name[cell.name] = cell
-    return list(by_name.values())
+    swept = list(by_name.values())
+    alone = all(cell.plain for cell in swept[len(cells) :])
+    return [cell for cell in swept if cell.plain or not alone]
 
 
 def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: str) -> Cell:
     """The cell of one entry of a sweep. ``by_name`` holds the cells before it."""
-    keys = (Cell.model_fields.keys() | {"tries"}) - {"settings"}
+    keys = Cell.model_fields.keys() - {"settings"}
     fields = {key: value for key, value in entry.items() if key in keys}
     settings = {key: value for key, value in entry.items() if key not in keys}
     fields.setdefault("like", BASELINE if fields.get("plain") is True else distilled)
     like = by_name.get(fields["like"]) if isinstance(fields["like"], str) else None
     fields.setdefault("plain", like is not None and like.plain)
-    fields.setdefault("name", _default_name(entry, settings))
+    changes = (f"{str(name).split('.')[-1]} {value}" for name, value in settings.items())
+    fields.setdefault("name", ", ".join(changes))
     try:
         cell = Cell(settings=settings, **fields)
     except ValidationError as error:
-        problem = error.errors()[0]
-        place = ".".join(map(str, problem["loc"]))
-        message = f"{place}: {problem['msg'].lower()}, got {problem['input']!r}"
-        raise UserError(f"{where}: {fields['name']}: {message}") from None
+        raise UserError(f"{where}: {fields['name']}: {problem(error, Cell)}") from None
     here = f"{where}: {cell.name}"
     if cell.like is not None and like is None:
         known = ", ".join(map(repr, by_name))
@@ -214,13 +166,6 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     if cell.name in by_name:
         raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
     return cell
-
-
-def _default_name(entry: dict, settings: dict) -> str:
-    """A name made of what an entry changes, such as ``gamma 0.5, encoding uint8``."""
-    store = {key: entry[key] for key in ("kind", "encoding") if key in entry}
-    changes = {**settings, **store}
-    return ", ".join(f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
 
 
 def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:

@@ -44,36 +44,34 @@ def new_figure(height: float) -> Figure:
 
 
 def curves(results: dict[str, Any]) -> Figure:
-    """Validation loss, validation accuracy and training loss per epoch, and validation accuracy
-    over the seconds of training.
+    """Validation loss, validation accuracy and training loss per epoch, and the final validation
+    accuracy over the multiply-adds of the whole training, phase A and export counted.
 
     The training loss is that of the labels (L_hard), which all cells have. A line is the mean over
     seeds, its band goes from the lowest seed to the highest. Beside distilled students
     baselines are dashed. The reference is black.
     """
-    cells = distinct(results["cells"])
+    cells = [cell for cell in results["cells"] if cell["runs"]]
     figure = new_figure(max(7, 1.6 + 0.22 * len(cells)))
-    (loss, accuracy), (training, over_time) = figure.subplots(2, 2)
+    (loss, accuracy), (training, costs) = figure.subplots(2, 2)
     for panel, name, label in (
         (loss, "val_loss", "validation loss"),
         (accuracy, "val_acc", "validation accuracy"),
         (training, "loss_hard", "training loss (labels)"),
-        (over_time, "val_acc", "validation accuracy"),
+        (costs, "val_acc", "final validation accuracy"),
     ):
-        draw_curves(
-            panel, cells, name, reference=results["reference"], over_time=panel is over_time
-        )
         panel.set_ylabel(label)
+        panel.grid(alpha=0.3)
+        if panel is costs:
+            draw_costs(panel, cells, results["reference"])
+            continue
+        draw_curves(panel, cells, name, results["reference"])
         values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
         values = values[np.isfinite(values)]  # the loss of a training that diverged is not
-        if not len(values):
-            continue
-        if name == "val_acc":
-            low = max(np.quantile(values, 0.03), 0)
-            high = max(run["val_acc"][-1] for cell in cells for run in cell["runs"])
-            panel.set_ylim(low, min(high + 0.1 * (high - low), 1.0) if high > low else None)
-        else:
-            panel.set_ylim(0.95 * values.min(), np.quantile(values, 0.97))
+        if len(values):  # the first epochs' extremes are left out
+            low, high = np.quantile(values, [0.03, 1.0] if name == "val_acc" else [0.0, 0.97])
+            if high > low:
+                panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
 
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
@@ -83,62 +81,38 @@ def curves(results: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_curves(
-    panel: Axes,
-    cells: list[dict[str, Any]],
-    name: str,
-    *,
-    reference: str,
-    over_time: bool = False,
-) -> None:
-    """The metric ``name`` of every cell after each epoch, over the number of epochs or over the
-    seconds of training, those of phase A counted too."""
-    from matplotlib import color_sequences
-
-    colours = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
+def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, reference: str) -> None:
+    """The metric ``name`` of every cell after each epoch."""
     distilled = not all(cell["plain"] for cell in cells)
-    for number, cell in enumerate(cells):
+    for cell, colour in zip(cells, colours(cells, reference), strict=True):
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
-        places = np.arange(1, length + 1)  # [epochs]
-        if over_time:
-            seconds = [
-                run["phase_a_seconds"] + np.cumsum(run["seconds"][:length]) for run in cell["runs"]
-            ]
-            places = np.mean(seconds, axis=0)
-        is_reference = reference in cell["cell"].split(" = ")
-        colour = "black" if is_reference else colours[number % len(colours)]
-        panel.plot(
-            places,
-            values.mean(0),
-            color=colour,
-            linestyle="--" if cell["plain"] and distilled else "-",
-            linewidth=1.4,
-            label=cell["cell"],
-        )
-        panel.fill_between(
-            places,
-            values.min(0),
-            values.max(0),
-            color=colour,
-            alpha=0.12,
-            linewidth=0,
-        )
-    phase_a = f" (phase A {'' if over_time else 'not '}counted)" if distilled else ""
-    panel.set_xlabel(("seconds of training" if over_time else "epoch") + phase_a)
-    panel.grid(alpha=0.3)
+        epochs, style = np.arange(1, length + 1), "--" if cell["plain"] and distilled else "-"
+        panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["cell"])
+        panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12)
+    panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
 
 
-def distinct(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells that have runs. Cells with the very same runs become one."""
-    by_runs: dict[tuple[str, ...], dict[str, Any]] = {}
-    for cell in cells:
-        if cell["runs"]:
-            folders = tuple(run["folder"] for run in cell["runs"])
-            known = by_runs.get(folders)
-            name = f"{known['cell']} = {cell['cell']}" if known else cell["cell"]
-            by_runs[folders] = {**(known or cell), "cell": name}
-    return list(by_runs.values())
+def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None:
+    """A point for every cell, from the lowest seed to the highest."""
+    for cell, colour in zip(cells, colours(cells, reference), strict=True):
+        final = [run["val_acc"][-1] for run in cell["runs"]]
+        cost, mean = cell["final"]["multiply_adds"]["mean"], np.mean(final)
+        spread = [[mean - min(final)], [max(final) - mean]]
+        panel.errorbar([cost], [mean], spread, fmt="o" if cell["plain"] else "D", color=colour)
+    panel.set_xscale("log")
+    panel.set_xlabel("multiply-adds of the training, all counted")
+
+
+def colours(cells: list[dict[str, Any]], reference: str) -> list[Any]:
+    """One for each cell. The reference is black."""
+    from matplotlib import color_sequences
+
+    drawn = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
+    return [
+        "black" if cell["cell"] == reference else drawn[number % len(drawn)]
+        for number, cell in enumerate(cells)
+    ]
 
 
 def key_selection(comparison: Comparison) -> Figure | None:
@@ -163,13 +137,7 @@ def key_selection(comparison: Comparison) -> Figure | None:
             draw_keys(panel, attention[:, image, 0].T, highest)
             for image, panel in enumerate(panels[:, column])
         ]
-        figure.colorbar(
-            drawn[-1],
-            ax=panels[:, column],
-            location="bottom",
-            fraction=0.03,
-            label="attention",
-        )
+        figure.colorbar(drawn[-1], ax=panels[:, column], location="bottom", label="attention")
     for image, panel in enumerate(panels[:, 0], 1):
         panel.set_ylabel(f"image {image}: key")
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,37 +13,22 @@ import torch
 import store
 from gaupipe.data.batches import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
-from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
 from stages import export_maps
-from stages.compare.cells import (
-    BASELINE,
-    Cell,
-    ancestors,
-    default_cells,
-    select_cells,
-    sweep_cells,
-)
-from stages.compare.costs import FILE as COSTS
-from stages.compare.costs import measure
+from stages.compare.cells import BASELINE, Cell, ancestors, default_cells, select_cells, sweep_cells
 from stages.compare.figures import draw
-from stages.compare.report import report, write
-from stages.compare.trainings import Comparison, as_run, export_of
+from stages.compare.report import report
+from stages.compare.trainings import Comparison, as_run
 from stages.compare.workers import Workers
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs.directory import locked
-
-SNAPSHOTS = 3
-"""Training images whose key selection is kept, unless the settings say another number."""
-
-LOCK = "lock"
-OLDER_LOCK = "comparison.lock"
-"""The lock's name in earlier versions."""
 
 
 def run(
@@ -73,31 +59,23 @@ def run(
     A run whose loss diverges is reported as failed. Raises UserError, before anything is written,
     for a cell that cannot be run and for a folder that holds something else.
     """
-    if not settings.key_snapshots:
-        settings = settings.model_copy(update={"key_snapshots": SNAPSHOTS})
+    if not settings.key_snapshots:  # training images whose key selection is drawn
+        settings = settings.model_copy(update={"key_snapshots": 3})
     name = Path(sweep).stem if sweep else "compare"
-    if f"{name}.json" == COSTS:
-        raise UserError(f"--sweep {sweep}: {COSTS} has the times of the models: rename the sweep")
     cells = default_cells(settings, students, tune=tune)
     if sweep is not None:
         cells = sweep_cells(read_yaml(sweep, "sweeps"), sweep, cells)
     if only:
         cells = select_cells(cells, only)
-    comparison = Comparison(
-        settings=settings,
-        cells=cells,
-        seeds=list(seeds),
-        run_dir=run_dir,
-        test=test,
-    )
+    comparison = Comparison(settings, cells, list(seeds), run_dir, test)
     check_all(comparison)
     check_folder(run_dir)
     with locked(run_dir, "comparison"):
         with Workers(jobs) as workers:
             run_trials(comparison, workers)
             run_cells(comparison, workers)
-        results = report(comparison, measure(comparison), targets)
-        write(results, run_dir, name)
+        results = report(comparison, targets)
+        write_whole(run_dir / f"{name}.json", json.dumps(results, indent=1) + "\n")
         draw(comparison, results, name)
     return results
 
@@ -117,35 +95,34 @@ def check_all(comparison: Comparison) -> None:
 def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     """Raises UserError, naming the cell, for what its training could not do."""
     try:
-        export = export_of(cell, settings)
         settings = as_run(settings, settings.seed, baseline=cell.plain)
         select_device(settings.device, settings.threads)
         if cell.plain:
             check_baseline(settings, data)
         else:
-            check_distilled(settings, data, export)
+            check_distilled(settings, data)
     except (UserError, store.StoreError) as error:
         raise UserError(f"{cell.name}: {error}") from None
 
 
-def check_distilled(settings: Settings, data: ImageData, export: ExportSettings) -> None:
+def check_distilled(settings: Settings, data: ImageData) -> None:
     """Raises UserError for what neither phase could do, StoreError for a kind and an encoding of
     stores that do not go together."""
     if settings.phase_a.learns_gaussians:
         teacher = phase_a.build_teacher(settings, data)
         job = TeacherJob(settings, data, torch.device("cpu"), teacher)
         phase_a.training_state(job)
-        export_maps.make_schema(job, export, sha256="0" * 64)
+        export_maps.make_schema(job, settings.export, sha256="0" * 64)
         check_student(settings, data, MapShape.of(teacher), teacher.weights())
     else:
-        trained_teacher.check(settings.model_copy(update={"export": export}), data)
+        trained_teacher.check(settings, data)
 
 
 def check_folder(run_dir: Path) -> None:
     """Raises UserError for a folder that holds something else than a comparison."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
-    has_runs = not names.isdisjoint({"students", "teachers", COSTS})
-    is_comparison = OLDER_LOCK in names or names == {LOCK} or (LOCK in names and has_runs)
+    has_runs = not names.isdisjoint({"students", "teachers"})
+    is_comparison = names == {"lock"} or ("lock" in names and has_runs)
     if run_dir.is_file() or (names and not is_comparison):
         raise UserError(f"{run_dir} exists and holds no comparison: choose another --run-dir")
 
@@ -175,14 +152,10 @@ def run_trials(comparison: Comparison, workers: Workers) -> None:
             ]
             trials = list(zip(cell.trials, scores, strict=True))
             comparison.trials[cell.name] = trials
-            comparison.best_trials[cell.name] = best_trial(trials)
+            # a trial that failed is worse than any
+            best, _ = max(trials, key=lambda trial: -1 if trial[1] is None else trial[1])
+            comparison.best_trials[cell.name] = best
         waiting = [cell for cell in waiting if cell not in ready]
-
-
-def best_trial(trials: Sequence[tuple[dict[str, Any], float | None]]) -> dict[str, Any]:
-    """The changes of the most accurate trial. A trial that failed (None) is worse than any."""
-    changes, _ = max(trials, key=lambda trial: -1 if trial[1] is None else trial[1])
-    return changes
 
 
 def run_cells(comparison: Comparison, workers: Workers) -> None:

@@ -16,32 +16,19 @@ from gaupipe.settings import (
     PhaseASettings,
     PhaseBSettings,
     Settings,
+    scope,
 )
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
-from stages.compare.speed import Run
+from stages.compare.passages import Run
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
-DISTILLATION = (
-    "alpha",
-    "beta",
-    "gamma",
-    "gamma_schedule",
-    "gamma_epochs",
-    "layer_map",
-    "shuffle_maps",
-    "match_grid",
-    "warm_start",
-    "temperature",
-    "direction",
-    "head_map",
-    "feature_queries",
-)
-"""Settings of phase B that mean nothing without a teacher."""
+COSTS_FILE, TEST_FILE = "costs.json", "test.json"
+"""Files beside a student: the costs of its training, and its score on the test split."""
 
 
 def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
@@ -53,14 +40,14 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         phase_b = phase_b.model_copy(update={"shuffle_maps": False})
     if baseline:
-        defaults = PhaseBSettings()
-        unused = {name: getattr(defaults, name) for name in DISTILLATION}
-        phase_b = phase_b.model_copy(update=unused)
+        defaults = dict(PhaseBSettings())
+        unused = [name for name in defaults if scope(f"phase_b.{name}") & Scope.TEACHER]
+        phase_b = phase_b.model_copy(update={name: defaults[name] for name in unused})
         phase_a = PhaseASettings()
     return settings.model_copy(
         update={
             "seed": seed,
-            "export": ExportSettings(),
+            "export": ExportSettings() if baseline else export_maps.chosen(settings),
             "phase_a": phase_a,
             "phase_b": phase_b,
             "baseline": BaselineSettings(),
@@ -70,26 +57,18 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
-    others = {
-        "export": ExportSettings(),
-        "phase_b": PhaseBSettings(),
-        "baseline": BaselineSettings(),
-    }
-    return settings.model_copy(update=others)
+    others = {"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
+    return settings.model_copy(update={"export": ExportSettings(), **others})
 
 
 def digest(settings: Settings, *more: Any) -> str:
-    """A run's name: the same for the same settings, whatever settings a later version adds.
+    """A run's name, made of all settings that change its result, also of those that have their
+    default: another default in a later version makes another run.
 
     ``more`` is what counts besides: the sha256 of the data set first of all.
     """
-    defaults = config.flatten(Settings())
-    changed = {
-        name: value
-        for name, value in config.flatten(settings, Scope.ANYTIME).items()
-        if name not in defaults or value != defaults[name]
-    }
-    text = json.dumps([changed, *more], sort_keys=True)
+    described = config.flatten(settings, without=Scope.ANYTIME)
+    text = json.dumps([described, *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -97,14 +76,13 @@ def digest(settings: Settings, *more: Any) -> str:
 class Training:
     """One training of a cell: all that a worker process needs to know.
 
-    The names of its folders are made from the settings that matter to it, so that the same
-    training is found again, whichever comparison in the folder ``root`` asks for it.
+    The names of its folders are made of its settings, so that the same training is found again,
+    whichever comparison in the folder ``root`` asks for it.
     """
 
     label: str
     settings: Settings
     baseline: bool
-    export: ExportSettings
     root: Path
     data_sha256: str
     test: bool = False
@@ -116,57 +94,51 @@ class Training:
 
     @property
     def maps(self) -> Path:
-        """The teacher's store. Another kind or encoding than the default lies beside it."""
-        usual = export_maps.chosen(as_teacher(self.settings))
-        if self.export == usual:
-            return self.teacher.maps
-        return self.teacher.path / f"maps-{'-'.join(map(str, self.store))}.zarr"
+        """The teacher's store for this training; stores of other kinds lie beside it."""
+        export = self.settings.export
+        held: list[Any] = [export.model_dump()]
+        if export.views is not None:  # other students draw other views
+            held.append(export_maps.drawing(self.settings))
+        name = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()[:12]
+        return self.teacher.path / f"{export.kind}-{name}.zarr"
 
     @property
-    def store(self) -> list[Any]:
-        """What the store holds: kind and encoding, and what goes beyond version 0.1."""
-        export = self.export
-        more = {"k": export.k, "views": export.views}
-        named = [f"{name}{value}" for name, value in more.items() if value is not None]
-        if export.views is not None:  # other students draw other views
-            drawn = json.dumps(export_maps.drawing(self.settings), sort_keys=True)
-            named.append(hashlib.sha256(drawn.encode()).hexdigest()[:12])
-        return [export.kind, export.encoding, *named]
+    def exported(self) -> bool:
+        """Whether the store and the costs beside it are there."""
+        return self.phase_a_costs.is_file() and export_maps.is_complete(str(self.maps))
+
+    @property
+    def phase_a_costs(self) -> Path:
+        return self.maps.with_suffix(".json")
 
     @property
     def folder(self) -> Path:
-        store = [] if self.baseline else self.store
-        name = digest(self.settings, self.data_sha256, self.baseline, *store)
+        name = digest(self.settings, self.data_sha256, self.baseline)
         return self.root / "students" / name
 
     @property
     def finished(self) -> bool:
-        tested = not self.test or (self.folder / "test.json").is_file()
-        return tested and kept_epochs.finished(self.folder)
+        files = [COSTS_FILE, *([TEST_FILE] if self.test else [])]
+        written = all((self.folder / name).is_file() for name in files)
+        return written and kept_epochs.finished(self.folder)
 
     def read(self) -> Run:
         """The finished run from its files. Raises UserError where they are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.check(self.folder, len(metrics))
-        phase_a = [] if self.baseline else read_metrics(self.folder / "phase_a.jsonl")
-        scores = json.loads((self.folder / "test.json").read_text()) if self.test else {}
+        costs = json.loads((self.folder / COSTS_FILE).read_text())
+        scores = json.loads((self.folder / TEST_FILE).read_text()) if self.test else {}
         return Run(
             seed=self.settings.seed,
             metrics=metrics,
-            phase_a=phase_a,
+            costs=costs["student"],
+            phase_a=[] if self.baseline else read_metrics(self.folder / "phase_a.jsonl"),
+            phase_a_costs=costs["phase_a"],
             test_acc=scores.get("top1"),
         )
 
 
-def export_of(cell: Cell, settings: Settings) -> ExportSettings:
-    """What the store of a cell with these settings holds."""
-    names_k = any("export.k" in changes for changes in (cell.settings, *cell.trials))
-    k = settings.export.k if names_k else None
-    given = {"kind": cell.kind, "encoding": cell.encoding, "k": k}
-    return export_maps.chosen(settings, given=given)
-
-
-@dataclass(kw_only=True)
+@dataclass
 class Comparison:
     """What is compared, and what is known of it so far.
 
@@ -211,13 +183,7 @@ class Comparison:
         return apply(settings, changes, cell.name)
 
     def training(
-        self,
-        cell: Cell,
-        changes: dict[str, Any],
-        seed: int,
-        *,
-        label: str,
-        test: bool = False,
+        self, cell: Cell, changes: dict[str, Any], seed: int, label: str, test: bool = False
     ) -> Training:
         """The training of a cell with a seed and the ``changes`` of one of its trials."""
         settings = self.resolve(cell, changes)
@@ -225,7 +191,6 @@ class Comparison:
             label=f"{cell.name}, {label}",
             settings=as_run(settings, seed, baseline=cell.plain),
             baseline=cell.plain,
-            export=export_of(cell, settings),
             root=self.run_dir,
             data_sha256=self.load(settings.data).both_sha256,
             test=test,

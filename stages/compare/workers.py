@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing.connection import Connection
@@ -18,13 +19,7 @@ from typing import Any
 import timm
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import store
 from gaupipe.data.batches import load_data
@@ -35,8 +30,9 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
 from stages import evaluate, export_maps, phase_b
-from stages.compare.speed import Run
-from stages.compare.trainings import Training, as_teacher
+from stages.compare import costs
+from stages.compare.passages import Run
+from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
 from stages.phase_a import gaussian as phase_a
 
 Job = Callable[[list[Training]], tuple[str, str]]
@@ -45,10 +41,8 @@ each empty where there is nothing to say."""
 
 
 class Workers:
-    """Trains in this process, or in ``jobs`` processes at once.
-
-    Shows a bar over the trainings, and a line for each that ends.
-    """
+    """Trains in this process, or in ``jobs`` processes at once. Shows a bar over the trainings, and
+    a line for each that ends."""
 
     def __init__(self, jobs: int) -> None:
         self.console = Console(file=sys.stderr, highlight=False)
@@ -69,11 +63,8 @@ class Workers:
             self.pool.shutdown(cancel_futures=True)
 
     def train(self, trainings: Iterable[Training], failures: dict[Path, str]) -> dict[Path, Run]:
-        """The finished runs by folder.
-
-        What has finished before is read, not trained again. A training that failed is missing
-        from the runs; the reason goes into ``failures``.
-        """
+        """The finished runs by folder. Finished trainings are read, not trained again. A training
+        that failed is missing; the reason goes into ``failures``."""
         by_folder: dict[Path, Training] = {}
         for training in trainings:
             by_folder.setdefault(training.folder, training)
@@ -88,14 +79,10 @@ class Workers:
         return runs | {one.folder: one.read() for one in unfinished if one.finished}
 
     def _progress(self) -> Progress:
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        hidden = not self.console.is_terminal
         return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
+            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=hidden
         )
 
     def _work(
@@ -161,53 +148,56 @@ def _start_worker(jobs: int, threads: int, end: Connection) -> None:
 def _teach(group: list[Training]) -> tuple[str, str]:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
     settings, teacher, line = as_teacher(group[0].settings), group[0].teacher, ""
-    stores = {
-        training.maps: training
-        for training in group
-        if not export_maps.is_complete(str(training.maps))
-    }
+    stores = {training.maps: training for training in group if not training.exported}
     with _quietly(teacher.path.with_suffix(".log")) as failures:
         if stores:
-            metrics = phase_a.run(
-                settings, teacher.path, resume=teacher.phase_a.exists(), students=False
-            )
-            for maps, training in stores.items():
-                export_maps.ensure(
-                    teacher.path,
-                    out=str(maps),
-                    export=training.export,
-                    augment=training.settings.phase_b.augment,
-                )
+            resume = teacher.phase_a.exists()
+            metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
+            for training in stores.values():
+                _export(training, metrics)
             line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
             if (accuracy := metrics[-1]["train_acc"]) is not None:  # it predicts classes
                 line += f", training accuracy {accuracy:.4f}"
     return line, "".join(failures)
 
 
+def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
+    """Writes the store of a training, and beside it the costs of phase A with this export."""
+    began = time.process_time()
+    settings = training.settings
+    export_maps.ensure(
+        training.teacher.path,
+        out=str(training.maps),
+        export=settings.export,
+        augment=settings.phase_b.augment,
+    )
+    spent = costs.of_phase_a(training, metrics, time.process_time() - began)
+    write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
+
+
 def _train(group: list[Training]) -> tuple[str, str]:
-    """One training."""
+    """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
-    folder, line = training.folder, ""
+    folder, settings, line = training.folder, training.settings, ""
     with _quietly(folder / "log.txt") as failures:
-        metrics = _train_student(training)
+        write_whole(folder / "config.yaml", config.dump(settings))
+        teacher = maps = None
+        phase_a_costs = {}
+        if not training.baseline:
+            teacher, maps = training.teacher, str(training.maps)
+            phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
+            write_whole(folder / "phase_a.jsonl", phase_a_metrics)
+            phase_a_costs = json.loads(training.phase_a_costs.read_text())
+        metrics = phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
         if training.test:
-            write_whole(folder / "test.json", json.dumps(score_test_split(training)) + "\n")
+            write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
+        spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
+        write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
         line = (
             f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "
             f"{total_seconds(metrics):.0f} s"
         )
     return line, "".join(failures)
-
-
-def _train_student(training: Training) -> list[dict[str, Any]]:
-    """Trains the student into its folder, beside a copy of its teacher's metrics."""
-    folder, settings, teacher = training.folder, training.settings, training.teacher
-    write_whole(folder / "config.yaml", config.dump(settings))
-    if training.baseline:
-        return phase_b.train_student(settings, folder, teacher=None)
-    write_whole(folder / "phase_a.jsonl", (teacher.phase_a / "metrics.jsonl").read_text())
-    maps = None if training.maps == teacher.maps else str(training.maps)
-    return phase_b.train_student(settings, folder, teacher=teacher, maps_url=maps)
 
 
 @contextlib.contextmanager
