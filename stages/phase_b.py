@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import store
 from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
-from gaupipe.data.augment import Augment, draw_queries, mixed_targets
+from gaupipe.data.augment import Augment, mixed_targets
 from gaupipe.data.batches import Batch, Batches, ImageData, load_data, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
-from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, Reader, StoredRows, of_block
 from gaupipe.distillation.losses import gamma_at, hard_loss, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
@@ -80,24 +80,17 @@ class PhaseB:
         assert self.maps is not None
         return self.maps
 
-    def teacher_maps(self, batch: Batch, epoch: int | None = None) -> TeacherMaps:
-        """The stored attention of a batch, on the device, moved and mixed as its images were; of
-        the queries that an epoch, counted from 0, compares, or of all."""
-        phase, depth, queries = self.settings.phase_b, len(self.student.blocks), None
+    def teacher_maps(self, batch: Batch) -> TeacherMaps:
+        """The stored attention of a batch, on the device, moved and mixed as its images were."""
+        phase, depth = self.settings.phase_b, len(self.student.blocks)
         assert batch.stored is not None  # read with the images, from the same store
-        if epoch is not None and phase.feature_queries < 1:
-            tokens, seed = self.student.patch_embed.num_patches, self.settings.seed
-            queries = draw_queries(seed, epoch, batch.ids, tokens, phase.feature_queries)
-            queries = queries.to(self.device, non_blocking=True)
         return TeacherMaps(
             self.read(batch.stored),
             layer_map(self.settings, depth, self.teacher_store.schema.layers),
             tuple(self.student.patch_embed.grid_size),
-            phase.head_map,
-            phase.mean_heads,
+            "mean" if phase.mean_heads else phase.head_map,
             batch.geometry,
             batch.mixed,
-            queries,
         )
 
     @cached_property
@@ -125,29 +118,23 @@ class StudentLosses(nn.Module):
         self.student, self.job = job.student, job
         compiled = torch.compile if job.settings.compile else (lambda function: function)
         self.forward_student = compiled(job.student)
-        self.forward_with_loss = compiled(forward_with_feature_loss)
+        phase, compile = job.settings.phase_b, job.settings.compile
+        if job.maps is not None and phase.gamma:
+            self.forward_with_loss = compiled(
+                FeatureLoss(job.student, phase.temperature, phase.direction, compile)
+            )
         self.zero = torch.zeros((), device=job.device)  # L_feat where no maps are compared
 
-    def forward(
-        self, batch: Batch, gamma: float, copy: bool = False, epoch: int = 0
-    ) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, gamma: float) -> dict[str, Tensor]:
         """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
         means over the batch.
 
-        L_feat is there unless ``gamma``, its weight, is 0. ``copy``: attention copy. The ``epoch``,
-        counted from 0, and the image ids say which queries are compared.
+        L_feat is there unless ``gamma``, its weight, is 0.
         """
         phase, loss_feat = self.job.settings.phase_b, self.zero
-        if gamma or copy:
-            logits, loss_feat = self.forward_with_loss(
-                self.student,
-                batch.images,
-                self.job.teacher_maps(batch, epoch),
-                phase.layer_weights,
-                phase.temperature,
-                phase.direction,
-                copy,
-            )  # [B, C], scalar
+        if gamma:
+            maps = self.job.teacher_maps(batch)
+            logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()
@@ -333,15 +320,14 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
         for epoch in running.epochs():
             losses_of = update.replicated(loss_module)
             gamma = job.gamma(epoch.number)
-            copy = maps is not None and epoch.number < phase.copy_epochs
             stored, view = None, None
             # once a store of views has nothing to say, there is no need to see its views again
-            if maps is not None and (views == 1 or gamma or copy or phase.alpha):
+            if maps is not None and (views == 1 or gamma or phase.alpha):
                 view = epoch.number % views if views > 1 else None
                 stored = MapsOfEpoch(maps, view or 0, shuffled)
             for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
                 with update.forward():
-                    losses = losses_of(batch, gamma, copy, epoch.number)
+                    losses = losses_of(batch, gamma)
                 update(losses["loss"], batch.weight)
                 projection.measure(student, update.batch, epoch)
                 epoch.add(len(batch), **losses)

@@ -726,8 +726,6 @@ SETTINGS = [
         ("phase_b.mean_heads=true & phase_b.head_map=[0]", "choose one"),
         ("phase_b.shuffle_maps=true & phase_b.average_maps=true", "choose one"),
         ("phase_b.copy_epochs=-1", "copy_epochs"),
-        ("phase_b.feature_queries=0", "feature_queries"),
-        ("phase_b.feature_queries=1.1", "feature_queries"),
         ("baseline.epochs=0", "baseline.epochs"),
         ("phase_a.compression={embedding: 0}", "phase_a.compression"),
         ("phase_a.compression.hidden=-1", "phase_a.compression.hidden"),

@@ -192,7 +192,6 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
         "digits",
         [
             "phase_b.gamma=0.5",
-            "phase_b.feature_queries=0.5",
             "phase_a.mode=stochastic",
             "threads=1",
             "device=cpu",

@@ -44,7 +44,6 @@ CASES = {
         "phase_a.optim.accumulate=2",
         "phase_b.optim.ema=0.9",
         "phase_b.augment.mixup=0.5",
-        "phase_b.feature_queries=0.25",
         "geometry_every=3",
         "baseline.enabled=false",
     ],

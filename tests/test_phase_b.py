@@ -19,11 +19,11 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
-from gaupipe.vit.models import convert, forward_with_maps
 from stages import evaluate, export_maps, phase_b
 from stages.figures import key_attention
 from stages.phase_a import gaussian as phase_a
@@ -179,7 +179,6 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
                 "phase_b.model_args={patch_size: 1}",
                 "phase_b.match_grid=true",
                 "phase_b.rezero=true",
-                "phase_b.feature_queries=0.1",
             ],
         ),
     ],
@@ -204,8 +203,7 @@ def test_the_ways_to_distil(tmp_path, kind, overrides):
     ).all()
 
 
-@pytest.mark.parametrize("share", [1, 0.25])
-def test_compiled_passes_learn_the_same(tmp_path, monkeypatch, share):
+def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     """Traced by torch.compile, run without its code generator, which takes a minute a model."""
     traced = []
 
@@ -222,7 +220,6 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch, share):
         "phase_b.gamma_schedule=stop_after",
         "phase_b.gamma_epochs=1",
         "phase_b.augment={flip: true, mixup: 0.5}",
-        f"phase_b.feature_queries={share}",
     ]
     losses = []
     for compiled in ("false", "true"):

@@ -19,7 +19,6 @@ from gaupipe.attention.gaussian import predicted_gaussians
 from gaupipe.data.batches import load_data
 from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
-from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from stages import evaluate, export_maps, phase_b, verify
 from stages.phase_a import gaussian as phase_a
@@ -254,38 +253,6 @@ def test_what_cannot_be_predicted_is_refused(change, message, in_process, tmp_pa
     code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *changes)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "older, change",
-    [
-        ({"phase_a.residual": False, "phase_a.compression": None}, "per_image=none"),
-        ({"phase_a.residual": True, "phase_a.compression": None}, "per_image=table"),
-        (
-            {
-                "phase_a.residual": True,
-                "phase_a.compression.embedding": 3,
-                "phase_a.compression.hidden": 5,
-            },
-            "compression={embedding: 3, hidden: 5}",
-        ),
-    ],
-)
-def test_a_checkpoint_that_records_older_names_is_continued(older, change, tmp_path):
-    def state_of(*changes: str):
-        settings = config.load("digits", [*TINY[1:], *changes])
-        data = load_data(settings.data)
-        return phase_a.training_state(phase_a.build(settings, tmp_path, data))
-
-    saved = state_of(f"phase_a.{change}")
-    names = [name for name in saved.identity if name.startswith("phase_a.compression")]
-    for name in ["phase_a.per_image", *names]:
-        saved.identity.pop(name)
-    saved.identity |= older
-    saved.save(tmp_path)
-    assert state_of(f"phase_a.{change}").load(tmp_path)
-    with pytest.raises(UserError, match=r"was started with phase_a\.(per_image|compression)"):
-        state_of("phase_a.per_image=predicted").load(tmp_path)
 
 
 def test_gaussians_of_views_move_only_where_they_are_stored():

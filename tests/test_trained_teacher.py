@@ -20,10 +20,10 @@ from gaupipe import settings as config
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.kinds import KINDS, chosen
+from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import ExportSettings
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.models import forward_with_maps, save_student
 from processes import exit_code, kill_in_write
 from stages import evaluate, export_maps, inspect_maps, phase_b
 from stages.phase_a import gaussian as phase_a

@@ -13,9 +13,9 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
+from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import VitTeacher, check_fit, load_vit
-from gaupipe.vit.models import forward_with_maps, save_student
 
 
 def data(size=32, channels=3, classes=5, mean=0.5, std=0.25) -> SimpleNamespace:

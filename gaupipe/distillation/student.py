@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
+from gaupipe.attention.standard import in_steps
 from gaupipe.data.batches import ImageData
+from gaupipe.distillation.feature_loss import check_maps
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
@@ -67,6 +69,8 @@ def check_fit(student: VisionTransformer, schema: Any, settings: Settings, where
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     phase = settings.phase_b
+    if phase.gamma:
+        check_maps([in_steps(block.attn) for block in student.blocks])
     own = MapShape.of(student)
     depth, heads, grid = own.layers, own.heads, own.grid
     layers = layer_map(settings, depth, schema.layers)

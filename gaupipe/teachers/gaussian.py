@@ -19,7 +19,7 @@ from gaupipe.maps.gaussians import (
     raw_at_tokens,
     sample,
 )
-from gaupipe.vit.models import run_blocks
+from gaupipe.vit.forward import run_blocks
 
 
 class Decoder(nn.Module):

@@ -45,7 +45,6 @@ DISTILLATION = (
     "preload_gb",
     "head_map",
     "copy_epochs",
-    "feature_queries",
 )
 """Settings of phase B that mean nothing without a teacher."""
 

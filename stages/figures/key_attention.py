@@ -18,7 +18,7 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
-from gaupipe.vit.models import forward_with_maps
+from gaupipe.vit.forward import forward_with_maps
 
 Attention = Callable[[Tensor, Tensor], list[Tensor]]
 """(images [B, C, height, width], image ids [B]) -> attention maps [B, H, T, T] of every block."""

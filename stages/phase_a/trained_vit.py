@@ -37,7 +37,7 @@ from gaupipe.training.state import (
     score,
     score_model,
 )
-from gaupipe.vit.models import save_student
+from gaupipe.vit.saving import save_student
 from stages.figures import attention_images
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.phase_a.job import TeacherJob

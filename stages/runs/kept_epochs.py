@@ -16,7 +16,7 @@ from gaupipe.settings import PhaseBSettings
 from gaupipe.data.batches import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.vit.models import save_student
+from gaupipe.vit.saving import save_student
 from gaupipe.training.state import TrainingState
 
 FILE = "student.json"
