@@ -30,13 +30,15 @@ import torch
 from timing import spread
 from torch.multiprocessing import spawn
 
-from gaupipe import settings as config
 from gaupipe.data.batches import Batch
 from gaupipe.distillation.student import build_student
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
-from stages import export_maps, phase_b
+from stages import export_maps
 from stages.phase_a import gaussian as phase_a
+from stages.phase_a.job import TeacherJob
 from stages.plan import random_data
+from stages.train import Training
 
 STEPS = 2
 """Steps that are timed together."""
@@ -65,7 +67,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with distributed.world(), tempfile.TemporaryDirectory() as folder:
+    with distributed.process_group(), tempfile.TemporaryDirectory() as folder:
         job = teacher(batch, Path(folder))
         of_stage: dict[str, Callable[[], Ways]] = {
             "phase A": lambda: training(*of_phase_a(job), batch),
@@ -87,7 +89,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
                 print(f"{name:<8} x {spread(ratios)}, exchange {exchange}", flush=True)
 
 
-def teacher(batch: int, folder: Path) -> phase_a.PhaseA:
+def teacher(batch: int, folder: Path) -> TeacherJob:
     """A fresh teacher on random images."""
     settings = config.load(
         "cifar10_atto",
@@ -97,7 +99,7 @@ def teacher(batch: int, folder: Path) -> phase_a.PhaseA:
     return phase_a.build(settings, folder, data, to_read=True)
 
 
-def of_phase_a(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of phase A, and what it takes beside a batch."""
 
     def more(batch: Batch) -> tuple:
@@ -107,19 +109,19 @@ def of_phase_a(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], 
     return phase_a.TeacherLoss(job), more
 
 
-def of_phase_b(job: phase_a.PhaseA) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
+def of_phase_b(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of a plain student, and what it takes beside a batch."""
     student = build_student(job.settings, job.data).to(job.device)
     optim = job.settings.phase_b.optim
-    learns = phase_b.PhaseB(job.settings, job.data, job.device, student, optim, None)
-    return phase_b.StudentLosses(learns), lambda _batch: (0.0, False)
+    training = Training(job.settings, job.data, job.device, student, optim)
+    return training.losses(), lambda _batch: (0.0,)
 
 
 def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int) -> Ways:
     """Steps in one process, in both, and in both without an exchange of gradients."""
     device = next(losses.parameters()).device
     optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-4)
-    replica = distributed.replicated(losses)
+    replica = distributed.data_parallel(losses)
 
     def steps(forward: torch.nn.Module, count: int) -> None:
         for _ in range(STEPS):
@@ -142,7 +144,7 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
     return lambda: steps(losses, size), lambda: steps(replica, size // 2), unsynchronised
 
 
-def exporting(job: phase_a.PhaseA, size: int) -> Ways:
+def exporting(job: TeacherJob, size: int) -> Ways:
     """The export of a batch in one process, and of half of it in each of two."""
     job.teacher.eval()
     schema = export_maps.make_schema(job, export_maps.chosen(job.settings), "0" * 64)
@@ -165,14 +167,14 @@ def clock(work: Callable[[], None]) -> float:
         work()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        distributed.gathered(None)
+        distributed.all_gather_object(None)
         return time.perf_counter() - started
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Begins on all ranks at once."""
-    distributed.gathered(None)
+    distributed.all_gather_object(None)
     yield
 
 

@@ -22,7 +22,6 @@ from timing import spread
 import store
 from gaupipe import settings as config
 from gaupipe.data.batches import load_data
-from gaupipe.teachers.gaussian import predict
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
@@ -77,8 +76,9 @@ def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
     """A teacher that has learned nothing, in eval mode."""
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":
-        vit = trained_teacher.build_model(settings, data)
-        return trained_teacher.keep(settings, data, vit, folder / "teacher")
+        training = trained_teacher.training(settings, data)
+        trained_teacher.keep(training, training.student, folder / "teacher")
+        return trained_teacher.build(settings, data, folder / "teacher")
     job = phase_a.build(settings, folder, data)
     with torch.no_grad():
         job.teacher.prior += 0.3 * torch.randn_like(job.teacher.prior)
@@ -92,10 +92,9 @@ def bare_forward(job: TeacherJob) -> float:
     generator = torch.Generator(job.device).manual_seed(0)
     started = time.perf_counter()
     for batch in job.batches(job.data.train).in_order():
-        if isinstance(job, phase_a.PhaseA):
-            gaussians = job.gaussians(batch.ids, len(batch))
-            mode, passes = job.settings.phase_a.mode, job.label_passes
-            predict(job.teacher, batch.images, gaussians, mode, passes, generator)
+        if job.settings.phase_a.learns_gaussians:
+            gaussians = phase_a.gaussians_of(job, batch.ids, len(batch))
+            job.teacher.predict(batch.images, gaussians, job.teacher.passes, generator)
         else:
             job.teacher.predict(batch.images)
     if job.device.type == "cuda":

@@ -26,7 +26,7 @@ from gaupipe.system.errors import Stopped, UserError, mistake_of
 UsageError: Any = typer.BadParameter.__base__
 
 IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
-"""Commands that several processes, started by torchrun or srun, share."""
+"""Commands that several processes, started by torchrun, share."""
 
 WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
@@ -65,7 +65,7 @@ class Encoding(StrEnum):
 
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
-    from gaupipe.settings import shipped
+    from gaupipe.settings.load import shipped
 
     return shipped()
 
@@ -176,10 +176,10 @@ def root(
         print(f"gaupipe {__version__}")
     elif context.invoked_subcommand is None:
         context.get_help()
-    elif distributed.size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
-        raise distributed.Agreed(
-            f"{context.invoked_subcommand} is a job for one process: start it without torchrun "
-            f"or srun, which are for {', '.join(IN_A_WORLD)}"
+    elif distributed.world_size() > 1 and context.invoked_subcommand not in IN_A_WORLD:
+        raise distributed.ErrorOnAllRanks(
+            f"{context.invoked_subcommand} is a job for one process: start it without "
+            f"torchrun, which is for {', '.join(IN_A_WORLD)}"
         )
 
 
@@ -400,7 +400,7 @@ def train(
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
-    from gaupipe.settings import check_used
+    from gaupipe.settings.load import check_used
     from stages import train as stage
     from stages.runs.directory import RunDirectory
 
@@ -818,7 +818,7 @@ def plan(
         typer.Option(
             min=2,
             max=100_000,
-            help="Also plan for this many processes (torchrun, srun).",
+            help="Also plan for this many processes (torchrun).",
             show_default="one process",
         ),
     ] = None,
@@ -874,11 +874,11 @@ def main() -> None:
     ):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    here = distributed.place()
+    here = distributed.launch()
     if here.rank:  # results are rank 0's
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
-        with distributed.world():
+        with distributed.process_group():
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
             print(
@@ -895,12 +895,12 @@ def main() -> None:
         )
     except Stopped as stopped:
         if here.rank == 0:
-            print(_how_to_go_on(stopped, here.size > 1), file=sys.stderr)
+            print(_how_to_go_on(stopped, here.world_size > 1), file=sys.stderr)
         _end(128 + stopped.number)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(1)
-    except distributed.Agreed as error:
+    except distributed.ErrorOnAllRanks as error:
         _fail(str(error), all_ranks=True)
     except Exception as error:
         if distributed.is_lost(error):
@@ -910,7 +910,7 @@ def main() -> None:
             os._exit(1)  # threads of torch may still wait for that rank
         if (mistake := mistake_of(error)) is None:
             raise
-        _fail(f"rank {here.rank}: {mistake}" if here.size > 1 else mistake)
+        _fail(f"rank {here.rank}: {mistake}" if here.world_size > 1 else mistake)
 
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
@@ -920,7 +920,7 @@ def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
         return "gaupipe: interrupted"
     if arguments[0] in WITH_RESUME and "--resume" not in arguments:
         arguments = [*arguments, "--resume"]
-    launched = " (with torchrun or srun, as before)" if in_a_world else ""
+    launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
         f"to go on{launched}: {shlex.join(['gaupipe', *arguments])}"
@@ -929,7 +929,7 @@ def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
 
 def _fail(mistake: str, all_ranks: bool = False) -> None:
     """Ends with exit code 2. What ``all_ranks`` have met is said by the first alone."""
-    if not all_ranks or distributed.place().rank == 0:
+    if not all_ranks or distributed.launch().rank == 0:
         print(f"gaupipe: {' '.join(mistake.split())}", file=sys.stderr)
     _end(2)
 
@@ -940,7 +940,7 @@ def _end(code: int | None) -> NoReturn:
     In a world it ends at once: while Python takes its objects apart, torch may wait for ever for a
     thread of a group of processes, or abort because of one.
     """
-    if distributed.place().size > 1:
+    if distributed.launch().world_size > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
@@ -953,7 +953,7 @@ def _run(run_dir: Path | None) -> Path:
     if run_dir is None:
         from stages.runs.directory import last_used
 
-        run_dir = distributed.agree(distributed.on_main(lambda: last_used().path))
+        run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
         if distributed.is_main():
             print(
                 f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr
@@ -973,7 +973,7 @@ def _draws_blocks() -> bool:
 def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
     """The options --teacher and --download as settings."""
     named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
-    return [*(overrides or []), *named, *(["phase_a.download=true"] if download else [])]
+    return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 
 def _settings(
@@ -995,7 +995,7 @@ def _settings(
                 f"it and name the folder with --set data.name=folder --set data.root={data}"
             )
         return _chosen_settings(data, overrides or [], run_dir, student, plain)
-    from gaupipe.settings import load
+    from gaupipe.settings.load import load
 
     config = "digits" if config is None else config
     settings = distributed.main_first(lambda: load(config, overrides or []))
@@ -1008,7 +1008,7 @@ def _chosen_settings(
     from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
-    settings, lines = distributed.agree(
+    settings, lines = distributed.broadcast(
         distributed.on_main(
             lambda: settings_for(data, overrides, folder, student and student.value, plain=plain)
         )

@@ -24,10 +24,10 @@ from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.student import check_fit, layer_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.optimizer import select_device
 from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import load_folder
 from stages import phase_b
@@ -93,7 +93,13 @@ def run(
         check_data(student, data, run_dir)
         folder = run.student(named, learned)
         maps = open_maps(run, data, student, settings, folder)
-        return settings, student.to(select_device(settings)), folder, data, maps
+        return (
+            settings,
+            student.to(select_device(settings.device, settings.threads)),
+            folder,
+            data,
+            maps,
+        )
 
     settings, student, folder, data, maps = distributed.main_first(load)
     ranks.check_same(settings, data)
@@ -124,15 +130,17 @@ def beside_teacher(
     phase = run.settings().phase_a
     if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
-    learned = distributed.agree(read_json(folder / "maps.json"))
-    if learned is not None and learned["teacher_sha256"] != distributed.agree(run.teacher_digest()):
+    learned = distributed.broadcast(read_json(folder / "maps.json"))
+    if learned is not None and learned["teacher_sha256"] != distributed.broadcast(
+        run.teacher_digest()
+    ):
         return {"no_teacher": "the student learned from another teacher than the run's"}
     job, missing = None, None
     try:
         job = phase_a.load(run, data)
     except UserError as error:  # a folder that has moved, or weights that are no longer there
         missing = str(error)
-    reasons = [reason for reason in distributed.gathered(missing) if reason]
+    reasons = [reason for reason in distributed.all_gather_object(missing) if reason]
     if job is None or reasons:
         return {"no_teacher": reasons[0]}
     teacher = job.teacher
@@ -172,7 +180,7 @@ def open_maps(
     for url, teacher_sha256 in stores_of(run, folder):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student, maps.schema, settings, url)
+            check_fit(student, maps.schema, settings.phase_b, url)
             phase_b.check_targets(maps.schema, settings, url)
             return maps
     return None
@@ -216,13 +224,13 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. Ranks share
     the work, and every one gets all of it."""
-    sizes, world = settings.data, distributed.size()
+    sizes, world = settings.data, distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
         for batch in batches.of_rank()
     ]
-    parts = [part for of_rank in distributed.gathered(mine) for part in of_rank]
+    parts = [part for of_rank in distributed.all_gather_object(mine) for part in of_rank]
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     order = ids.argsort()
     return logits[order], labels[order]
@@ -264,10 +272,10 @@ def teacher_agreement(
     queries; null for a block without one)."""
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
-    image_ids = np.array_split(image_ids, distributed.size())[distributed.rank()]
+    image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    layers = layer_map(settings, len(student.blocks), maps.schema.layers)
+    layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(layers), dtype=torch.float64)
     if maps.schema.extra.get("views") is None:
@@ -286,9 +294,9 @@ def teacher_agreement(
                 hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
                 kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
                 divergence[layer] += kl * len(batch) / count
-    kls = distributed.total(divergence).tolist()
+    kls = distributed.all_reduce_sum(divergence).tolist()
     return {
         "teacher_images": count,
-        "teacher_agreement": int(distributed.total(same)) / count,
+        "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
         "map_kl": [None if of is None else kl for of, kl in zip(layers, kls, strict=True)],
     }

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
@@ -158,7 +158,7 @@ def ensure(
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
     asked = {} if export is None else export.model_dump(exclude_none=True)
-    if not distributed.agree(is_complete(url, directory.teacher_digest())):
+    if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
         run(run_dir, out=out, data=data, augment=augment, **asked)
         return url
 
@@ -205,9 +205,8 @@ def other_teacher(
     changes = config.parse({"phase_a": named}, f"--teacher {teacher}").phase_a.model_dump(
         include={"teacher", "teacher_args"}
     )
-    changes |= {"per_image": "table", "compression": None, "download": download}
-    phase = settings.phase_a.model_copy(update=changes)
-    settings = settings.model_copy(update={"phase_a": phase})
+    phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
+    settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data))
 
 
@@ -296,9 +295,11 @@ def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
 def write(job: TeacherJob, writer: store.Writer) -> None:
     """Runs the teacher over the images of every pending shard; shards are encoded and stored
     while the next are made. Of W ranks, rank r writes the shards r, r + W, and so on."""
-    schema, pending = writer.schema, distributed.agree(writer.pending())
+    schema, pending = writer.schema, distributed.broadcast(writer.pending())
     images = sum(shard.stop - shard.start for shard in pending)
-    mine = [shard for shard in pending if shard.index % distributed.size() == distributed.rank()]
+    mine = [
+        shard for shard in pending if shard.index % distributed.world_size() == distributed.rank()
+    ]
     remarks = Remarks()
     started = time.monotonic()
     with (
@@ -313,7 +314,7 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
             parts = []
             for ids, arrays in outputs(job, schema, batches, entries, remarks=remarks):
                 parts.append(arrays)
-                progress.advance(len(ids) * distributed.size())
+                progress.advance(len(ids) * distributed.world_size())
             if len(stored) == WRITERS:
                 stored.popleft().result()
             whole = parts[0]
@@ -322,7 +323,9 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
             stored.append(pool.submit(writer.write, shard, whole))
         for write in stored:
             write.result()
-        all_remarks = distributed.gathered(remarks)  # once the shards of all ranks are stored
+        all_remarks = distributed.all_gather_object(
+            remarks
+        )  # once the shards of all ranks are stored
         distributed.on_main(writer.finish)
         seconds, entry = time.monotonic() - started, entry_of(schema)
         progress.line(
@@ -414,7 +417,7 @@ def outputs(
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        attention, logits = job.show(batch, generator, KINDS[schema.kind].needs_maps)
+        logits, attention = job.forward_with_maps(batch, generator)
         with torch.no_grad():
             dtype = torch.float32 if schema.has_codes("maps") else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}

@@ -1,13 +1,11 @@
 """Phase B: an ordinary ViT learns from the labels, the teacher's predictions and the stored
-attention maps.
+attention maps, in the loop of :mod:`stages.train`.
 
 Axis letters: B images, L blocks, H heads, T tokens, C classes.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,44 +14,41 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 import store
-from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
-from gaupipe.data.augment import Augment, mixed_targets
-from gaupipe.data.batches import Batch, Batches, ImageData, load_data, train_and_val
-from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.augment import mixed_targets
+from gaupipe.data.batches import Batch, Batches, ImageData, load_data
 from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
-from gaupipe.distillation.kinds import KINDS, Reader, StoredRows, of_block
-from gaupipe.distillation.losses import gamma_at, hard_loss, soft_loss
+from gaupipe.distillation.kinds import KINDS, Reader, of_block
+from gaupipe.distillation.losses import gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.maps.views import take_queries
-from gaupipe.settings import IRRELEVANT, OptimSettings, PhaseBSettings, Settings, check_used
+from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings.load import check_used
 from gaupipe.system import distributed
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training import loggers
-from gaupipe.training.epochs import loop
-from gaupipe.training.optimizer import build_optimizer, select_device
-from gaupipe.training.state import (
-    TrainingState,
-    accuracy,
-    has_checkpoint,
-    label_targets,
-    score_model,
-)
+from gaupipe.training.state import has_checkpoint
 from stages import export_maps
-from stages.figures import geometry
-from stages.figures.key_attention import save_snapshot, student_attention
 from stages.phase_a import gaussian as phase_a
-from stages.runs import kept_epochs, ranks
-from stages.runs.directory import RunDirectory, check_name, locked, without
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory, check_name
+from stages.train import (
+    LabelLosses,
+    Training,
+    check_training,
+    train_into,
+    train_plain,
+)
+from stages.train import build as build_plain
+
+PRELOAD_BYTES = 2 * 10**9
+"""The size of the largest store that is read into memory whole."""
 
 WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
@@ -63,16 +58,8 @@ WARM_START_BATCH = 64
 
 
 @dataclass
-class PhaseB:
-    """A student on its data; ``maps`` is None for the baseline, which learns from the labels
-    alone."""
-
-    settings: Settings
-    data: ImageData
-    device: torch.device
-    student: VisionTransformer
-    optim: OptimSettings
-    maps: store.Store | None
+class PhaseB(Training):
+    """A student that learns from a store of maps, too."""
 
     @property
     def teacher_store(self) -> store.Store:
@@ -80,81 +67,99 @@ class PhaseB:
         assert self.maps is not None
         return self.maps
 
+    def label(self, folder: Path) -> str:
+        return folder.name
+
+    def identity(self) -> dict[str, Any]:
+        schema = self.teacher_store.schema
+        return super().identity() | {
+            "the teacher of the maps": schema.teacher_sha256,
+            "the kind of store": kind_of(schema),
+            "the encoding of the store": schema.encoding,
+        }
+
+    def losses(self) -> StudentLosses:
+        return StudentLosses(self)
+
+    def gamma(self, epoch: int) -> float:
+        phase = self.settings.phase_b
+        epochs = phase.gamma_epochs or phase.epochs
+        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, epochs)
+
+    def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
+        settings, maps = self.settings, self.teacher_store
+        views = maps.schema.views
+        # once a store of views has nothing to say, there is no need to see its views again
+        if views > 1 and not (self.gamma(epoch) or settings.phase_b.alpha):
+            return None, None
+        view = epoch % views if views > 1 else None
+        shuffled = settings.seed if settings.phase_b.shuffle_maps else None
+        return MapsOfEpoch(maps, view or 0, shuffled), view
+
+    def remarks(self) -> list[str]:
+        schema, depth = self.teacher_store.schema, len(self.student.blocks)
+        remarks = []
+        if depth != schema.layers:
+            layers = layer_map(self.settings.phase_b, depth, schema.layers)
+            remarks.append(f"its blocks are compared with the stored blocks {layers}")
+        if moves_roughly(schema, self.settings.phase_b):
+            remarks.append(
+                "shifts and crops move the stored maps; a trained ViT would not show them so: "
+                "'gaupipe export-maps --views' stores the maps of the views"
+            )
+        return remarks
+
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
         phase, depth = self.settings.phase_b, len(self.student.blocks)
         assert batch.stored is not None  # read with the images, from the same store
         return TeacherMaps(
             self.read(batch.stored),
-            layer_map(self.settings, depth, self.teacher_store.schema.layers),
+            layer_map(phase, depth, self.teacher_store.schema.layers),
             tuple(self.student.patch_embed.grid_size),
-            "mean" if phase.mean_heads else phase.head_map,
-            batch.geometry,
-            batch.mixed,
+            heads=phase.head_map,
+            geometry=batch.geometry,
+            mixed=batch.mixed,
         )
 
     @cached_property
     def read(self) -> Reader:
-        """What makes the attention of a batch of arrays read from the store."""
+        """A function that makes the attention of a batch of arrays read from the store."""
         maps = self.teacher_store
-        read = KINDS[maps.schema.kind].reader(maps, self.device)
-        return average(maps, read) if self.settings.phase_b.average_maps else read
-
-    def gamma(self, epoch: int) -> float:
-        """The weight of L_feat in an epoch counted from 0; the baseline has none."""
-        phase = self.settings.phase_b
-        if self.maps is None:
-            return 0.0
-        return gamma_at(
-            epoch, phase.gamma, phase.gamma_schedule, phase.gamma_epochs or phase.epochs
-        )
+        return KINDS[maps.schema.kind].reader(maps, self.device)
 
 
-class StudentLosses(nn.Module):
+class StudentLosses(LabelLosses):
     """The losses of phase B for a batch."""
 
     def __init__(self, job: PhaseB) -> None:
-        super().__init__()
-        self.student, self.job = job.student, job
-        compiled = torch.compile if job.settings.compile else (lambda function: function)
-        self.forward_student = compiled(job.student)
+        super().__init__(job)
+        self.job = job
         phase, compile = job.settings.phase_b, job.settings.compile
-        if job.maps is not None and phase.gamma:
-            self.forward_with_loss = compiled(
-                FeatureLoss(job.student, phase.temperature, phase.direction, compile)
-            )
-        self.zero = torch.zeros((), device=job.device)  # L_feat where no maps are compared
+        if phase.gamma:
+            with_loss = FeatureLoss(job.student, phase.temperature, phase.direction, compile)
+            self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
 
-    def forward(self, batch: Batch, gamma: float) -> dict[str, Tensor]:
+    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
         """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
-        means over the batch.
-
-        L_feat is there unless ``gamma``, its weight, is 0.
-        """
-        phase, loss_feat = self.job.settings.phase_b, self.zero
+        means over the batch. L_feat is there unless ``gamma``, its weight, is 0."""
+        phase, more = self.job.settings.phase_b, {}
         if gamma:
             maps = self.job.teacher_maps(batch)
-            logits, loss_feat = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
+            logits, more["loss_feat"] = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()
-        labels = label_targets(batch.labels, batch.mixed, logits)
-        losses = {"loss_hard": hard_loss(logits, labels, phase.label_smoothing)}
-        losses["loss"] = losses["loss_hard"]
+        losses = self.of_labels(logits, batch)
+        loss = phase.beta * losses["loss_hard"]
         if batch.stored is not None:
             teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
             targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
-            losses["loss_soft"] = soft_loss(logits, targets)
-            losses["loss"] = (
-                phase.alpha * losses["loss_soft"]
-                + phase.beta * losses["loss_hard"]
-                + gamma * loss_feat
-            )
-        elif self.job.maps is not None:
-            losses["loss"] = phase.beta * losses["loss_hard"]
+            more["loss_soft"] = soft_loss(logits, targets)
+            loss = phase.alpha * more["loss_soft"] + loss
         if gamma:
-            losses["loss_feat"] = loss_feat
-        return {**losses, "acc": accuracy(logits, batch.labels)}
+            loss = loss + gamma * more["loss_feat"]
+        return {"loss": loss, **losses, **more}
 
 
 def run(
@@ -173,7 +178,7 @@ def run(
     student     its attention; None is the settings' ``phase_b.student``
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:data:`gaupipe.settings.IN_PHASE_B`)
+                (:class:`gaupipe.settings.sections.Scope`)
     maps_url    the attention-map store; None is the run's own
     resume      continues from the last checkpoint, or starts where there is none; without it a
                 student that is there is refused
@@ -183,54 +188,78 @@ def run(
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
-
-    def prepare() -> tuple[Settings, Path, list[str], ImageData]:
-        if maps_url == "":
-            raise UserError("--maps '': should be the path or URL of a store")
-        if maps_url and not distilled:
-            raise UserError(
-                "--maps: training on the labels alone (--no-distill) reads no maps: leave one of "
-                "the two out"
-            )
-        named = name if name is not None else student or run.settings().phase_b.student
-        check_name(named)
-        asked = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-        recorded = run.overrides(named, distilled)
-        settings = run.with_overrides([*recorded, *asked])
-        if not distilled:
-            check_used(asked, settings)
-        folder = run.student(named, distilled)
-        recorded_before = (folder / "overrides.json").is_file()
-        if settings.data.buckets is None and distributed.size() > 1 and not recorded_before:
-            asked.append(f"data.buckets={distributed.size()}")
-            settings = run.with_overrides([*recorded, *asked])
-        attention = settings.phase_b.student
-        if named in STUDENTS and named != attention:
-            raise UserError(
-                f"--name {named}: is the name of an attention, and this student's is {attention}: "
-                "choose another name"
-            )
-        if not resume and folder.exists():
-            raise UserError(
-                f"{folder} already exists: --resume continues it, --name NAME trains another "
-                "student beside it"
-            )
-        latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
-        images = data or load_data(settings.data)
-        images.check_split(run.split)
-        return settings, folder, [*reversed(latest)], images
-
-    ranks.check_shared(run_dir)
-    settings, folder, all_overrides, images = distributed.main_first(prepare)
+    request = ranks.resolve(
+        run_dir, lambda: resolve(run, student, name, overrides, maps_url, resume, distilled, data)
+    )
     with run.locked(shared=True):
         return train_student(
-            settings,
-            folder,
+            request.settings,
+            request.folder,
             teacher=run if distilled else None,
             maps_url=maps_url,
-            overrides=all_overrides,
-            data=images,
+            overrides=request.overrides,
+            data=request.data,
+            resume=resume,
         )
+
+
+@dataclass(frozen=True)
+class Request:
+    """A student as it was asked for: its settings, in what they differ from the run's, its folder
+    and its data."""
+
+    settings: Settings
+    overrides: list[str]
+    folder: Path
+    data: ImageData
+
+
+def resolve(
+    run: RunDirectory,
+    student: str | None,
+    name: str | None,
+    overrides: Sequence[str],
+    maps_url: str | None,
+    resume: bool,
+    distilled: bool,
+    data: ImageData | None,
+) -> Request:
+    """The request for a student, with what it was started with before. Arguments are those of
+    :func:`run`. Raises UserError for one that cannot be trained in the run."""
+    if maps_url == "":
+        raise UserError("--maps '': should be the path or URL of a store")
+    if maps_url and not distilled:
+        raise UserError(
+            "--maps: training on the labels alone (--no-distill) reads no maps: leave one of "
+            "the two out"
+        )
+    named = name if name is not None else student or run.settings().phase_b.student
+    check_name(named)
+    folder = run.student(named, distilled)
+    asked = [*overrides, *([f"phase_b.student={student}"] if student else [])]
+    recorded = run.overrides(named, distilled)
+    settings = run.with_overrides([*recorded, *asked])
+    if not distilled:
+        check_used(asked, settings)
+    fresh = not (folder / "overrides.json").is_file()
+    if settings.data.buckets is None and distributed.world_size() > 1 and fresh:
+        asked.append(f"data.buckets={distributed.world_size()}")
+        settings = run.with_overrides([*recorded, *asked])
+    attention = settings.phase_b.student
+    if named in STUDENTS and named != attention:
+        raise UserError(
+            f"--name {named}: is the name of an attention, and this student's is {attention}: "
+            "choose another name"
+        )
+    if not resume and folder.exists():
+        raise UserError(
+            f"{folder} already exists: --resume continues it, --name NAME trains another "
+            "student beside it"
+        )
+    latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
+    images = data or load_data(settings.data, settings.download)
+    images.check_split(run.split)
+    return Request(settings, [*reversed(latest)], folder, images)
 
 
 def train_student(
@@ -241,6 +270,7 @@ def train_student(
     maps_url: str | None = None,
     overrides: Sequence[str] = (),
     data: ImageData | None = None,
+    resume: bool = False,
 ) -> list[dict[str, Any]]:
     """Trains a student into ``folder``, or goes on with the one that is there, and returns its
     metrics.
@@ -249,151 +279,41 @@ def train_student(
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher
     overrides   in what the settings differ from those of the run
     """
-    if teacher is None and settings.baseline.epochs is not None:
-        phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
-        settings = settings.model_copy(update={"phase_b": phase})
+    if teacher is None:
+        return train_plain(settings, folder, overrides=overrides, data=data, resume=resume)
 
-    def prepare() -> tuple[PhaseB, TrainingState[VisionTransformer]]:
-        images = data or load_data(settings.data)
-        loggers.check(settings.log.to)
-        check_buckets(len(images.train), settings.data.num_buckets, settings.data.batch_size)
+    def started() -> Training:
+        images = data or load_data(settings.data, settings.download)
+        check_training(settings, images)
         job = build(settings, images, teacher, maps_url)
-        if teacher and settings.phase_b.warm_start != "none" and not has_checkpoint(checkpoint):
-            start_from_teacher(job, phase_a.load(teacher, job.data, with_images=False).teacher)
-        return job, training_state(job)
+        if settings.phase_b.warm_start != "none" and not has_checkpoint(folder / "checkpoint"):
+            start_from_teacher(job, phase_a.load(teacher, images, with_images=False).teacher)
+        return job
 
-    def start() -> None:
-        write_whole(folder / "config.yaml", config.dump(settings))
-        write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
-        if job.maps is not None:
-            url = job.maps.url
-            learned = {
-                "url": url if "://" in url else os.path.abspath(url),
-                "teacher_sha256": job.maps.schema.teacher_sha256,
-            }
-            write_whole(folder / "maps.json", json.dumps(learned) + "\n")
-
-    checkpoint = folder / "checkpoint"
-    job, state = distributed.main_first(prepare)
-    ranks.check_same(settings, job.data)
-    if job.maps is not None:
-        distributed.check_same(
-            {f"{job.maps.url}, sha256 of its teacher": job.maps.schema.teacher_sha256},
-            "every machine should see the same store",
-        )
-
-    def finish() -> None:
-        geometry.draw(state.metrics, folder)
-        kept_epochs.save(state, folder, settings.phase_b, job.data)
-
-    with locked(folder, "student"):
-        distributed.main_first(lambda: state.load(checkpoint))
-        distributed.on_main(start)
-        train(job, state, folder)
-        distributed.on_main(finish)
-    return state.metrics
-
-
-def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) -> None:
-    """All epochs that are left, on L = alpha L_soft + beta L_hard + gamma L_feat
-    (*GauTransformer, eq. 11*); without maps on the labels alone."""
-    settings, phase, student, maps = job.settings, job.settings.phase_b, job.student, job.maps
-    training, validation = train_and_val(job.data, settings.data, job.device)
-    augment = Augment(phase.augment, settings.seed)
-    loss_module = StudentLosses(job)
-    projection = geometry.Geometry(job.data, job.device, settings.geometry_every)
-    views = 1 if maps is None else maps.schema.views
-    shuffled = settings.seed if phase.shuffle_maps else None
-
-    label = folder.name if job.maps is not None else f"{folder.name} (plain)"
-    done = len(state.metrics)
-    with loop(settings, state, training, folder, label, phase.epochs) as running:
-        update, progress = running.update, running.progress
-        if maps is not None and len(student.blocks) != maps.schema.layers:
-            layers = layer_map(settings, len(student.blocks), maps.schema.layers)
-            progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
-        if maps is not None and not done and moves_roughly(maps.schema, phase):
-            progress.line(
-                f"{label}: shifts and crops move the stored maps; a trained ViT would not show "
-                "them so: 'gaupipe export-maps --views' stores the maps of the views"
-            )
-        for epoch in running.epochs():
-            losses_of = update.replicated(loss_module)
-            gamma = job.gamma(epoch.number)
-            stored, view = None, None
-            # once a store of views has nothing to say, there is no need to see its views again
-            if maps is not None and (views == 1 or gamma or phase.alpha):
-                view = epoch.number % views if views > 1 else None
-                stored = MapsOfEpoch(maps, view or 0, shuffled)
-            for batch in training.epoch(epoch.number, augment, stored, view, epoch.first):
-                with update.forward():
-                    losses = losses_of(batch, gamma)
-                update(losses["loss"], batch.weight)
-                projection.measure(student, update.batch, epoch)
-                epoch.add(len(batch), **losses)
-            means = epoch.means()
-
-            scores = score_model(state.kept, validation)
-            epoch.finish(
-                train_loss=means["loss"],
-                train_acc=means["acc"],
-                val_acc=scores["acc"],
-                val_loss=scores["loss"],
-                loss_soft=means.get("loss_soft"),
-                loss_hard=means["loss_hard"],
-                loss_feat=means.get("loss_feat"),
-                gamma=gamma,
-            )
-            epochs_back = state.keep_best(epoch.metrics, phase.best_by)
-            early = phase.patience is not None and epochs_back >= phase.patience
-            state.finished = early or running.is_last(epoch)
-            attention = student_attention(state.kept, job.device)
-            save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
-            running.line(epoch, f"loss {means['loss']:.4f}, validation acc {scores['acc']:.4f}")
-        if state.best and len(state.metrics) > done:
-            progress.line(f"{label}: {epochs_in_words(state, phase)}")
-
-
-def moves_roughly(schema: store.Schema, phase: PhaseBSettings) -> bool:
-    """Whether maps of a trained ViT are moved by shifts or crops and compared."""
-    augment = phase.augment
-    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    compared = phase.gamma or phase.copy_epochs
-    return bool(schema.views == 1 and moved and compared and schema.extra.get("teacher"))
-
-
-def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
-    """Which epoch was the best of a training that has finished, and why it ended early."""
-    assert state.best
-    number, last = state.best["epoch"], len(state.metrics)
-    value = state.metrics[number - 1][phase.best_by]
-    early = f"; no better one in {last - number}: stopped" if last < phase.epochs else ""
-    kept = number if phase.keep == "best" else last
-    return f"epoch {number} is the best ({phase.best_by} {value:.4f}){early}; kept: epoch {kept}"
+    return train_into(folder, settings, overrides, started, resume)
 
 
 def build(
     settings: Settings, data: ImageData, teacher: RunDirectory | None, maps_url: str | None = None
-) -> PhaseB:
+) -> Training:
     """Everything phase B needs, freshly started; the baseline without a ``teacher``. Writes
     nothing.
 
     Raises UserError for settings that do not fit, StoreError for maps of another data set or
     teacher.
     """
-    device = select_device(settings)
-    student = build_student(settings, data).to(device)
     if teacher is None:
-        return PhaseB(settings, data, device, student, settings.baseline_optim, None)
-    teacher_sha256 = teacher.teacher_digest() if maps_url is None else None
+        return build_plain(settings, data)
+    device = select_device(settings.device, settings.threads)
+    student = build_student(settings, data).to(device)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
         dataset_sha256=data.sha256,
-        teacher_sha256=teacher_sha256,
-        preload_bytes=int(settings.phase_b.preload_gb * 1e9),
+        teacher_sha256=teacher.teacher_digest() if maps_url is None else None,
+        preload_bytes=PRELOAD_BYTES,
     )
-    check_fit(student, maps.schema, settings, url)
+    check_fit(student, maps.schema, settings.phase_b, url)
     check_targets(maps.schema, settings, url)
     job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     _ = job.read  # a damaged decoder shows before anything is written
@@ -416,29 +336,20 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
         )
 
 
-def training_state(job: PhaseB) -> TrainingState[VisionTransformer]:
-    """The optimizer of the student and its schedule, freshly started."""
-    settings, schema = job.settings, job.maps and job.maps.schema
-    steps = Buckets(len(job.data.train)).steps(settings.data.batch_size)
-    optimizer, schedule = build_optimizer(job.student, job.optim, settings.phase_b.epochs, steps)
-    identity = without(settings, ("export.", "phase_b.keep", *IRRELEVANT))
-    identity |= {
-        "the data set": job.data.sha256,
-        "the teacher of the maps": schema and schema.teacher_sha256,
-        "the kind of store": schema and kind_of(schema),
-        "the encoding of the store": schema and schema.encoding,
-    }
-    precision = settings.precision
-    return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)
+def moves_roughly(schema: store.Schema, phase: PhaseBSettings) -> bool:
+    """Whether maps of a trained ViT are moved by shifts or crops and compared."""
+    augment = phase.augment
+    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
+    return bool(schema.views == 1 and moved and phase.gamma and schema.extra.get("teacher"))
 
 
 def kind_of(schema: store.Schema) -> str:
-    """What a store keeps, for a student's identity; in one word for the kinds of version 0.1."""
+    """The kind, keys and views of a store, for a student's identity."""
     more = {"k": schema.k, "views": None if schema.views == 1 else schema.views}
     return " ".join([schema.kind, *(f"{name} {value}" for name, value in more.items() if value)])
 
 
-def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
+def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     """The warm start that the settings ask for."""
     phase, student = job.settings.phase_b, job.student
     start = hand_over if phase.warm_start == "exact" else warm_start
@@ -452,11 +363,11 @@ def start_from_teacher(job: PhaseB, teacher: Teacher | VitTeacher) -> None:
     gaussians = gaussians_of(teacher, images)  # [N or 1, L, H, T, 4]
 
     def map_of(layer: int) -> Tensor:
-        heads = of_block(gaussians, layer, phase.head_map)
-        maps = expected_map(heads, teacher.grid)  # [N or 1, H, T, T]
-        return maps.mean(1, keepdim=True) if phase.mean_heads else maps
+        heads = None if phase.head_map == "mean" else phase.head_map
+        maps = expected_map(of_block(gaussians, layer, heads), teacher.grid)  # [N or 1, H, T, T]
+        return maps.mean(1, keepdim=True) if phase.head_map == "mean" else maps
 
-    layers = layer_map(job.settings, len(student.blocks), teacher.layers)
+    layers = layer_map(phase, len(student.blocks), teacher.layers)
     maps = (None if layer is None else map_of(layer) for layer in layers)
     fit_queries_and_keys(student, maps, images, job.settings.seed)
 
@@ -471,29 +382,8 @@ def gaussians_of(teacher: Teacher, images: Tensor) -> Tensor:
     return torch.cat([teacher.look(batch)[1] for batch in batches])
 
 
-@torch.no_grad()
-def average(maps: store.Store, read: Reader, at_once: int = 256) -> Reader:
-    """A control: what reads for every image the mean of all maps of a store."""
-    schema, sums = maps.schema, torch.zeros(())  # that becomes [L, H, T, T]
-    batches = np.array_split(np.arange(len(maps)), -(-len(maps) // at_once))
-    for stored in maps.prefetch(batches):
-        attention = read(stored)
-        sums = sums + torch.stack([attention.map(layer).sum(0) for layer in range(schema.layers)])
-    mean = sums / len(maps)  # [L, H, T, T]
-
-    def read_mean(stored: dict[str, np.ndarray]) -> StoredRows:
-        whole = mean.expand(len(stored["labels"]), *mean.shape)
-
-        def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
-            return take_queries(of_block(whole, layer, heads), queries)
-
-        return StoredRows(rows, schema.grid)
-
-    return read_mean
-
-
 class MapsOfEpoch:
-    """What a store holds for the images of one epoch: of each its entry for one of the views.
+    """The stored entries of one epoch: of each image its entry for one of the views.
 
     With a ``seed``, a control, every image gets the maps of another one, always the same, with its
     own logits.

@@ -25,13 +25,14 @@ from gaupipe.data.decoded_images import DecodedImages, Kind
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import LogSettings, Settings
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.optimizer import select_device
-from gaupipe.training.state import score_model
+from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, plan_world
+from stages import train as student_training
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
@@ -79,7 +80,7 @@ def run(
         raise UserError(
             f"--bandwidth {bandwidth}: should be a positive number of Gbit/s beside --world-size"
         )
-    device = select_device(settings)
+    device = select_device(settings.device, settings.threads)
     data, held_out = data_of(settings, images, classes)
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
@@ -160,7 +161,7 @@ def data_of(settings: Settings, images: int | None, classes: int | None) -> tupl
 def load_or_say_how(settings: Settings) -> ImageData:
     """The data set. Raises UserError, saying how to plan without it, where it is not there."""
     try:
-        return load_data(settings.data)
+        return load_data(settings.data, settings.download)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
 
@@ -274,17 +275,15 @@ def measure_phase_a(
     was trained before."""
     count = len(data.train)
     if isinstance(teacher, VitTeacher):
-        return trained_teacher.TrainedTeacher(settings, data, device, teacher.to(device)), 0.0
+        return TeacherJob(settings, data, device, teacher.to(device)), 0.0
     if isinstance(teacher, VisionTransformer):
-        state = trained_teacher.training_state(settings, data)
-        trained_teacher.train(settings, data, state, folder / "phase_a")
+        training = trained_teacher.training(settings, data)
+        state = trained_teacher.training_state(training)
+        trained_teacher.train(training, state, folder / "phase_a")
         vit = VitTeacher(state.kept, data, "vit").to(device)
-        trained = trained_teacher.TrainedTeacher(settings, data, device, vit)
+        trained = TeacherJob(settings, data, device, vit)
         return trained, state.metrics[-1]["seconds"] / count
-    per_image = None
-    if settings.phase_a.learns_of_images:
-        per_image = phase_a.build_per_image(settings, teacher, count, folder / "rows")
-    job = phase_a.PhaseA(settings, data, device, teacher.to(device), per_image)
+    job = phase_a.build(settings, folder, data)
     started = phase_a.training_state(job)
     phase_a.train(job, started, folder / "phase_a")
     return job, started.metrics[-1]["seconds"] / count
@@ -292,7 +291,7 @@ def measure_phase_a(
 
 def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
     """Seconds that the teacher takes to classify the images."""
-    if isinstance(job, phase_a.PhaseA):
+    if job.settings.phase_a.learns_gaussians:
         gaussian = job
         return clock(lambda: phase_a.score_teacher(gaussian, evaluation, seen=True))
     vit = job.teacher
@@ -316,8 +315,8 @@ def measure_phase_b(
     student = build_student(settings, data).to(device)
     maps = store.open(str(folder / "maps.zarr"))
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
-    state = phase_b.training_state(job)
-    phase_b.train(job, state, folder / "phase_b")
+    state = student_training.training_state(job)
+    student_training.train(job, state, folder / "phase_b")
     return student, state.metrics[-1]["seconds"] / len(data.train)
 
 

@@ -14,10 +14,11 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.batches import Batches, ImageData
 from gaupipe.distillation.student import build_student, check_baseline
 from gaupipe.settings import Settings
+from gaupipe.system.device import select_device
 from gaupipe.system.machine import free_disk
-from gaupipe.training.optimizer import select_device
-from gaupipe.training.state import score_model
+from gaupipe.training.scores import score_model
 from stages import phase_b
+from stages import train as student_training
 from stages.plan import clock, data_of, duration, first_images, two_epochs
 from stages.runs.resources import gigabytes
 
@@ -35,7 +36,7 @@ def run(
     The arguments are those of :func:`stages.plan.run`. Raises UserError for settings that cannot
     be trained.
     """
-    select_device(settings)
+    select_device(settings.device, settings.threads)
     data, held_out = data_of(settings, images, classes)
     check_baseline(settings, data)
     optim = settings.baseline_optim
@@ -56,7 +57,7 @@ def run(
         "epochs": epochs,
         "checkpoint_bytes": 4 * copies * parameters,
         "free_disk_bytes": free_disk(run_dir),
-        "device": str(select_device(settings)),
+        "device": str(select_device(settings.device, settings.threads)),
         "seconds": seconds,
     }
 
@@ -66,10 +67,10 @@ def measure(settings: Settings, data: ImageData, steps: int) -> tuple[float, flo
     epoch warms up, the second counts."""
     small = first_images(data, min(steps * settings.data.batch_size, len(data.train)))
     job = phase_b.build(two_epochs(settings, per_image_in_files=False), small, teacher=None)
-    state, sizes = phase_b.training_state(job), settings.data
+    state, sizes = student_training.training_state(job), settings.data
     batches = Batches(small.train, small, job.device, sizes.eval_batch_size, sizes.workers)
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
-        phase_b.train(job, state, Path(name))
+        student_training.train(job, state, Path(name))
     count = len(small.train)
     scoring = clock(lambda: score_model(job.student, batches)) / count
     return state.metrics[-1]["seconds"] / count, scoring

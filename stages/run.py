@@ -26,7 +26,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
-        data = load_data(settings.data)
+        data = load_data(settings.data, settings.download)
         if settings.baseline.enabled:
             check_baseline(settings, data)
         for distilled in (True, False):
@@ -37,9 +37,11 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     ranks.check_shared(run_dir)
     data = distributed.main_first(prepare)
     ranks.check_same(settings, data)
-    teacher = phase_a.run(settings, run_dir, resume=True, data=data)
+    begun = run_directory.phase_a.exists()
+    teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
     export_maps.ensure(run_dir, export=settings.export, data=data)
-    student = phase_b.run(run_dir, attention, resume=True, data=data)
+    folder = run_directory.student(attention)
+    student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
     last = teacher[-1]
     learns = settings.phase_b
     made = (
@@ -55,11 +57,12 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             "val_acc": last["val_acc"],
             "seconds": total_seconds(teacher),
         },
-        line(f"{attention}, {made}", student, run_directory.student(attention)),
+        line(f"{attention}, {made}", student, folder),
     ]
     if settings.baseline.enabled:
-        plain = phase_b.run(run_dir, attention, resume=True, distilled=False, data=data)
         folder = run_directory.student(attention, distilled=False)
+        begun = folder.exists()
+        plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
         lines.append(line(f"{attention}, plain", plain, folder))
     return lines
 

@@ -1,22 +1,299 @@
-"""Train: a ViT with any of the student attentions learns from the labels alone, without a first
-phase."""
+"""Train: a ViT learns from the labels, as a student without a teacher or as a teacher itself.
+Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gaupipe.data.batches import ImageData, load_data
-from gaupipe.data.buckets import check_buckets
-from gaupipe.distillation.student import check_baseline
-from gaupipe.settings import Settings
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import store
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batch, ImageData, load_data, train_and_val
+from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.distillation.losses import hard_loss
+from gaupipe.distillation.student import build_student, check_baseline
+from gaupipe.settings import OptimSettings, PhaseBSettings, Settings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import dump, flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
-from gaupipe.training.optimizer import select_device
-from stages import phase_b
-from stages.runs import ranks
-from stages.runs.directory import RunDirectory, lock_of_process
+from gaupipe.training.epochs import loop
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import accuracy, label_targets, score_model
+from gaupipe.training.state import TrainingState
+from stages.figures import attention_images, geometry
+from stages.figures.key_attention import save_snapshot, student_attention
+from stages.runs import kept_epochs, ranks
+from stages.runs.directory import (
+    RunDirectory,
+    lock_of_process,
+    locked,
+    say_if_afresh,
+)
+
+
+@dataclass
+class Training:
+    """A ViT, the ``student``, that learns from the labels of its data."""
+
+    settings: Settings
+    data: ImageData
+    device: torch.device
+    student: VisionTransformer
+    optim: OptimSettings
+    maps: store.Store | None = None
+    """The store of a teacher's maps, in phase B."""
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs."""
+        return self.settings.phase_b.epochs
+
+    @property
+    def augment(self) -> AugmentSettings:
+        """The augmentation of the training images."""
+        return self.settings.phase_b.augment
+
+    @property
+    def label_smoothing(self) -> float:
+        """The smoothing of the labels."""
+        return self.settings.phase_b.label_smoothing
+
+    @property
+    def geometry_every(self) -> int:
+        """Batches between two measurements of norms and angles; 0: none."""
+        return self.settings.geometry_every
+
+    def label(self, folder: Path) -> str:
+        """The name of the training in lines and on the bar."""
+        return f"{folder.name} (plain)"
+
+    def identity(self) -> dict[str, Any]:
+        """Settings, data and teacher that a checkpoint belongs to."""
+        return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
+            "the data set": self.data.sha256,
+            "the teacher of the maps": None,
+            "the kind of store": None,
+            "the encoding of the store": None,
+        }
+
+    def losses(self) -> nn.Module:
+        """A module that gives the losses of a (batch, gamma) by name."""
+        return LabelLosses(self)
+
+    def gamma(self, epoch: int) -> float:
+        """The weight of L_feat in an epoch counted from 0."""
+        return 0.0
+
+    def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
+        """The maps that batches of an epoch are read with, and the view of the images that they
+        are of."""
+        return None, None
+
+    def remarks(self) -> list[str]:
+        """Lines to print before the first epoch."""
+        return []
+
+    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
+        """Whether the training ends early after an epoch with these ``metrics``."""
+        patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
+        return patience is not None and since_best >= patience
+
+
+class LabelLosses(nn.Module):
+    """The cross-entropy with the labels."""
+
+    def __init__(self, job: Training) -> None:
+        super().__init__()
+        self.student, self.label_smoothing = job.student, job.label_smoothing
+        self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
+
+    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
+        """Losses by name, of which "loss" is the one to minimise, and "acc": means over the
+        batch."""
+        losses = self.of_labels(self.forward_student(batch.images).float(), batch)
+        return {"loss": losses["loss_hard"], **losses}
+
+    def of_labels(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """ "loss_hard" and "acc" of logits [B, C] float32."""
+        targets = label_targets(batch.labels, batch.mixed, logits)
+        loss = hard_loss(logits, targets, self.label_smoothing)
+        return {"loss_hard": loss, "acc": accuracy(logits, batch.labels)}
+
+
+def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
+    """All epochs that are left."""
+    settings, label, losses = job.settings, job.label(folder), job.losses()
+    training, validation = train_and_val(job.data, settings.data, job.device)
+    augment = Augment(job.augment, settings.seed)
+    projection = geometry.Geometry(job.data, job.device, job.geometry_every)
+    attention = student_attention(state.kept, job.device)
+    done = len(state.metrics)
+
+    with loop(settings, state, training, folder, label, job.epochs) as running:
+        update, progress = running.update, running.progress
+        for remark in job.remarks() if not done else ():
+            progress.line(f"{label}: {remark}")
+        for epoch in running.epochs():
+            losses_of = update.data_parallel(losses)
+            gamma, (maps, view) = job.gamma(epoch.number), job.maps_of_epoch(epoch.number)
+            # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
+                with update.forward():
+                    values = losses_of(batch, gamma)
+                update(values["loss"], batch.weight)
+                projection.measure(job.student, update.batch, epoch)
+                epoch.add(len(batch), **values)
+            means = epoch.means()
+
+            scores = score_model(state.kept, validation)
+            epoch.finish(
+                train_loss=means["loss"],
+                train_acc=means["acc"],
+                val_acc=scores["acc"],
+                val_loss=scores["loss"],
+                loss_soft=means.get("loss_soft"),
+                loss_hard=means["loss_hard"],
+                loss_feat=means.get("loss_feat"),
+                gamma=gamma,
+            )
+            state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
+            save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
+            if state.finished:
+                grid = state.kept.patch_embed.grid_size
+                buckets = settings.data.num_buckets
+                attention_images.show(running.steps, job.data, buckets, attention, grid)
+            running.line(
+                epoch,
+                f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
+                f"validation acc {scores['acc']:.4f}",
+            )
+        if state.best and len(state.metrics) > done:
+            progress.line(f"{label}: {epochs_in_words(state, settings.phase_b)}")
+
+
+def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
+    """The best epoch of a training that has finished, and the reason for an early end."""
+    assert state.best
+    best, last = state.best["epoch"], len(state.metrics)
+    accuracy = state.metrics[best - 1]["val_acc"]
+    early = f"; no better one in {last - best}: stopped" if last < phase.epochs else ""
+    kept = best if phase.keep == "best" else last
+    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {kept}"
+
+
+def training_state(job: Training) -> TrainingState[VisionTransformer]:
+    """The optimizer of a ViT and its schedule, freshly started."""
+    steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
+    optimizer, schedule = build_optimizer(job.student, job.optim, job.epochs, steps)
+    precision, identity = job.settings.precision, job.identity()
+    return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)
+
+
+def train_into(
+    folder: Path,
+    settings: Settings,
+    overrides: Sequence[str],
+    build: Callable[[], Training],
+    resume: bool = False,
+) -> list[dict[str, Any]]:
+    """Trains the student that ``build`` makes into ``folder``, or goes on with the one that is
+    there, and returns its metrics.
+
+    The request is written first, so that ``--resume`` knows it after any interruption: the
+    settings, and the ``overrides`` in which they differ from those of the run. A request that is
+    refused leaves no folder behind.
+    """
+    created = distributed.broadcast(not folder.exists())
+    distributed.on_main(lambda: say_if_afresh(folder, resume))
+    with locked(folder, "student"):
+        with removed_if_refused(folder, created):
+            if created:
+                distributed.on_main(lambda: write_request(folder, settings, overrides))
+            job = distributed.main_first(build)
+            ranks.check_same(settings, job.data)
+            state = training_state(job)
+            distributed.main_first(lambda: state.load(folder / "checkpoint"))
+        distributed.on_main(lambda: write_request(folder, settings, overrides, job.maps))
+        train(job, state, folder)
+        distributed.on_main(lambda: finish(job, state, folder))
+    return state.metrics
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
+    """Removes a ``folder`` that this command has ``created``, if it ends in an error."""
+    try:
+        yield
+    except Exception:
+        if created and distributed.is_main():
+            shutil.rmtree(folder)
+            with contextlib.suppress(OSError):  # other students are beside it
+                folder.parent.rmdir()
+        raise
+
+
+def write_request(
+    folder: Path, settings: Settings, overrides: Sequence[str], maps: store.Store | None = None
+) -> None:
+    """Writes what a student's training was asked for: config.yaml, overrides.json, maps.json."""
+    write_whole(folder / "config.yaml", dump(settings))
+    write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
+    if maps is not None:
+        url = maps.url if "://" in maps.url else os.path.abspath(maps.url)
+        source = {"url": url, "teacher_sha256": maps.schema.teacher_sha256}
+        write_whole(folder / "maps.json", json.dumps(source) + "\n")
+
+
+def finish(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
+    """Writes the student of a training that has ended, and its figure."""
+    geometry.draw(state.metrics, folder)
+    kept_epochs.save(state, folder, job.settings.phase_b.keep, job.data)
+
+
+def train_plain(
+    settings: Settings,
+    folder: Path,
+    *,
+    overrides: Sequence[str] = (),
+    data: ImageData | None = None,
+    resume: bool = False,
+) -> list[dict[str, Any]]:
+    """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
+    if settings.baseline.epochs is not None:
+        phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
+        settings = settings.model_copy(update={"phase_b": phase})
+    return train_into(folder, settings, overrides, lambda: build(settings, data), resume)
+
+
+def build(settings: Settings, data: ImageData | None = None) -> Training:
+    """A student that learns from the labels alone, freshly started. Writes nothing. Raises
+    UserError for settings that do not fit."""
+    data = data or load_data(settings.data, settings.download)
+    check_training(settings, data)
+    device = select_device(settings.device, settings.threads)
+    student = build_student(settings, data).to(device)
+    return Training(settings, data, device, student, settings.baseline_optim)
+
+
+def check_training(settings: Settings, data: ImageData) -> None:
+    """Raises UserError for loggers that are not installed, and for too few images."""
+    loggers.check(settings.log.to)
+    check_buckets(len(data.train), settings.data.num_buckets, settings.data.batch_size)
 
 
 def run(
@@ -40,43 +317,53 @@ def run(
     Raises UserError before anything is written.
     """
     attention = attention or settings.phase_b.student
-    of_student = settings.phase_b.model_copy(update={"student": attention})
-    settings = settings.model_copy(update={"phase_b": of_student})
     run = RunDirectory(run_dir)
     folder = run.student(attention, distilled=False)
-
-    def prepare() -> tuple[Settings, ImageData]:
-        asked = run.settled(settings)
-        run.check(with_keep(asked, run.settings() if run.config.is_file() else asked))
-        loggers.check(asked.log.to)
-        if not resume and folder.exists():
-            raise UserError(
-                f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
-            )
-        images = data or load_data(asked.data)
-        images.check_split(run.split)
-        check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
-        select_device(asked)
-        check_baseline(asked, images)
-        return asked, images
-
-    def start() -> None:
-        if not run.split.is_file():  # which is written last
-            with lock_of_process(run.path, "run"):
-                run.start(settings, images, resume=True)
-        run.follow(settings)
-
-    ranks.check_shared(run_dir)
-    settings, images = distributed.main_first(prepare)
-    ranks.check_same(settings, images)
-    distributed.on_main(start)
+    request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
+    distributed.on_main(lambda: begin(run, request))
+    settings, keep = request.settings, request.settings.phase_b.keep
     with run.locked(shared=True):
         overrides = [f"phase_b.student={attention}"]
-        if settings.phase_b.keep != run.settings().phase_b.keep:
-            overrides.append(f"phase_b.keep={settings.phase_b.keep}")
-        return phase_b.train_student(
-            settings, folder, teacher=None, overrides=overrides, data=images
+        if keep != run.settings().phase_b.keep:
+            overrides.append(f"phase_b.keep={keep}")
+        return train_plain(settings, folder, overrides=overrides, data=request.data, resume=resume)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A plain training as it was asked for, checked, on its data."""
+
+    settings: Settings
+    data: ImageData
+
+
+def resolve(
+    settings: Settings, run: RunDirectory, attention: str, resume: bool, data: ImageData | None
+) -> Request:
+    """The request for a student of this ``attention``. Raises UserError for what cannot be trained
+    in the run directory."""
+    of_student = settings.phase_b.model_copy(update={"student": attention})
+    settings = run.settled(settings.model_copy(update={"phase_b": of_student}))
+    run.check(with_keep(settings, run.settings() if run.config.is_file() else settings))
+    folder = run.student(attention, distilled=False)
+    if not resume and folder.exists():
+        raise UserError(
+            f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
         )
+    images = data or load_data(settings.data, settings.download)
+    images.check_split(run.split)
+    check_training(settings, images)
+    select_device(settings.device, settings.threads)
+    check_baseline(settings, images)
+    return Request(settings, images)
+
+
+def begin(run: RunDirectory, request: Request) -> None:
+    """Writes the run's settings and split, where they are not there yet."""
+    if not run.split.is_file():  # which is written last
+        with lock_of_process(run.path, "run"):
+            run.start(request.settings, request.data, resume=True)
+    run.follow(request.settings)
 
 
 def with_keep(settings: Settings, of: Settings) -> Settings:

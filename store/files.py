@@ -124,7 +124,8 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     """tensorstore's name for the place, and its settings for reaching it."""
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "file":
-        return {"driver": "file", "path": os.path.abspath(Path(rest or url).expanduser()) + "/"}, {}
+        path = os.path.abspath(os.path.expanduser(rest or url))
+        return {"driver": "file", "path": f"{path}/"}, {}
     bucket, _, path = rest.partition("/")
     path = path.rstrip("/") + "/" if path else ""
     if scheme not in ("s3", "gs") or not bucket:

@@ -36,7 +36,8 @@ phase_b: {epochs: 1}
 COMMANDS = (
     "run tiny.yaml",
     "run tiny.yaml --run-dir other --set seed=1",
-    "phase-a tiny.yaml --run-dir compressed --set phase_a.compression.embedding=3",
+    "phase-a tiny.yaml --run-dir compressed --set phase_a.per_image=embedding "
+    "--set phase_a.compression.embedding=3",
     "export-maps --run-dir compressed --kind embedding",
     "export-maps --run-dir runs/tiny --out shards.zarr --shard-mb 0.005",
     "export-maps --run-dir runs/tiny --out dense.zarr --kind dense",

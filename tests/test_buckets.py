@@ -17,7 +17,7 @@ def as_rank(monkeypatch):
 
     def become(rank: int, size: int) -> None:
         monkeypatch.setattr(distributed, "rank", lambda: rank)
-        monkeypatch.setattr(distributed, "size", lambda: size)
+        monkeypatch.setattr(distributed, "world_size", lambda: size)
 
     return become
 

@@ -176,7 +176,7 @@ def test_inspect(finished, in_process):
 BAD = [
     (["run", "absent.yaml"], "absent.yaml"),
     (["run", *sets("phase_b.epoch=1")], "did you mean 'phase_b.epochs'"),
-    (["run", *sets("data.name=torch/cifar10")], "data.download=true"),
+    (["run", *sets("data.name=torch/cifar10")], "download=true"),
     (["run", *sets("model.name=gauvit_atto")], "did you mean 'gauvit_atto_patch4_32'"),
     (["run", *sets("model.args={embed_dim: 30}")], "model.args"),
     (["run", *sets("device=cuda:99")], "device"),

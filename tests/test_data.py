@@ -19,7 +19,7 @@ from gaupipe.data.batches import Batches, ImageData, load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_vit
+from gaupipe.vit.build import build_vit
 
 CPU = torch.device("cpu")
 UNCHANGED = Augment(AugmentSettings(), seed=0)
@@ -235,7 +235,7 @@ def test_a_folder_of_images(image_folder, workers):
     "settings,message",
     [
         (dict(name="digitz"), "unknown data set 'digitz'"),
-        (dict(name="torch/cifar10", root="/nonexistent"), "data.download=true"),
+        (dict(name="torch/cifar10", root="/nonexistent"), "download=true"),
         (dict(name="folder", root="/nonexistent"), "train/CLASS"),
         (dict(name="fashion_mnist", root="/nonexistent"), "apt-get install dataset-fashion-mnist"),
         (dict(name="digits", train_images=5000), "has 1437 training images"),

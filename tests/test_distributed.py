@@ -20,9 +20,8 @@ import torch
 
 from arguments import sets
 from conftest import write_idx
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
 from processes import FORKS, kill_this_process, moment
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
@@ -54,13 +53,12 @@ CASES = {
         "baseline.enabled=false",
     ],
     "compression": [
-        "phase_a.compression.embedding=4",
-        "phase_a.compression.hidden=8",
+        "phase_a.per_image=embedding",
+        "phase_a.compression={embedding: 4, hidden: 8}",
         "baseline.enabled=false",
     ],
     "prior": [
-        "phase_a.residual=false",
-        "phase_a.compression.embedding=4",
+        "phase_a.per_image=none",
         "phase_a.optim.accumulate=3",
         "phase_a.optim.clip_grad=0.1",
         "baseline.enabled=false",
@@ -124,7 +122,7 @@ def in_world(size: int, folder: Path, work, *arguments) -> list[int]:
 def train(run_dir: Path, settings: config.Settings) -> None:
     from stages import run
 
-    with distributed.world():
+    with distributed.process_group():
         run.run(settings, run_dir)
 
 
@@ -133,9 +131,9 @@ def train_until_killed(run_dir: Path, settings: config.Settings, kill: tuple[int
     ranks have found each other: until then, the launcher would have to end the others."""
     from stages import run
 
-    with distributed.world():
-        distributed.gathered(None)
-        if distributed.rank() == distributed.size() - 1:
+    with distributed.process_group():
+        distributed.all_gather_object(None)
+        if distributed.rank() == distributed.world_size() - 1:
             kill_this_process(run_dir, *kill)
         run.run(settings, run_dir)
 
@@ -191,7 +189,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
     from gaupipe.data.batches import load_data
     from stages.phase_a import gaussian as phase_a
 
-    with distributed.world():
+    with distributed.process_group():
         data = load_data(settings.data)
         job = phase_a.build(settings, run_dir, data)
         state = phase_a.training_state(job)
@@ -350,7 +348,7 @@ def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
     from gaupipe.data.batches import load_data
     from gaupipe.models import save_student
-    from gaupipe.training.optimizer import build_vit
+    from gaupipe.vit.build import build_vit
 
     place = tmp_path_factory.mktemp("machines")
     settings = config.load("digits", TINY)
@@ -529,39 +527,17 @@ def test_ranks_that_are_gone_are_not_taken_for_the_living():
         assert first.result(10) == name != "earlier"
 
 
-def test_places_are_read_from_torchrun_and_from_slurm():
-    assert distributed.place({}) == distributed.Place()
+def test_ranks_are_read_from_torchrun():
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert distributed.place(torchrun) == distributed.Place(3, 8, 1, 2)
-    slurm = {
-        "SLURM_PROCID": "5",
-        "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    }
-    assert distributed.place(slurm) == distributed.Place(5, 8, 1, 4)
-    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}  # outside srun
-    assert distributed.place(script) == distributed.Place()
-    assert distributed.place({**torchrun, "WORLD_SIZE": "1"}) == distributed.Place()
-
-
-def test_the_first_machine_of_a_slurm_step_is_where_ranks_meet(tmp_path, monkeypatch):
-    scontrol = tmp_path / "scontrol"
-    scontrol.write_text('#!/bin/sh\n[ "$3" = "node[3-4]" ] && printf "node3\\nnode4\\n"\n')
-    scontrol.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[3-4]")
-    monkeypatch.setenv("SLURM_JOB_ID", "123456")
-    monkeypatch.setenv("SLURM_STEP_ID", "2")
-    assert distributed.meeting_point() == {"MASTER_ADDR": "node3", "MASTER_PORT": "23458"}
-    monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(UserError, match="set MASTER_ADDR"):
-        distributed.meeting_point()
+    assert distributed.launch(torchrun) == distributed.Launch(3, 8, 1, 2)
+    assert distributed.launch({**torchrun, "WORLD_SIZE": "1"}) == distributed.Launch()
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}  # starts torchrun
+    assert distributed.launch(slurm) == distributed.launch({}) == distributed.Launch()
 
 
 def test_one_process_has_no_process_group():
-    with distributed.world():
+    with distributed.process_group():
         assert not torch.distributed.is_initialized()
-    assert (distributed.rank(), distributed.size(), distributed.is_main()) == (0, 1, True)
+    assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
     module = torch.nn.Linear(1, 1)
-    assert distributed.replicated(module) is module
+    assert distributed.data_parallel(module) is module

@@ -14,7 +14,7 @@ import torch
 import store
 from gaupipe.distillation.kinds import KINDS
 from processes import exit_code, kill_in_write
-from stages import export_maps
+from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory
 
@@ -31,7 +31,7 @@ SHARD_MB = 0.006  # 11 images: 19 shards, the last of them shorter
 
 
 def train(folder: Path, *settings: str) -> Path:
-    from gaupipe import settings as config
+    from gaupipe.settings import load as config
 
     phase_a.run(config.load("digits", [*SETTINGS, *settings]), folder)
     return folder
@@ -224,7 +224,9 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
 
 
 @pytest.mark.parametrize("with_records", [False, True])
-def test_exchanged_shards_are_read_by_no_student_and_repaired(run, in_process, with_records):
+def test_exchanged_shards_are_read_by_no_student_and_repaired(
+    run, in_process, with_records, monkeypatch
+):
     maps = run / "maps.zarr"
     before = contents(maps)
     arrays = ["gaussians"]
@@ -236,10 +238,8 @@ def test_exchanged_shards_are_read_by_no_student_and_repaired(run, in_process, w
             other = "/".join([str(1 - int(place[0])), *place.split("/")[1:]])
             (maps / name).write_bytes(before[f"{array}/c/{other}"])
     assert in_process("verify", maps)[0] == 1
-    settings = (run / "config.yaml").read_text()
-    for preload in ("2.0", "0.0"):
-        changed = settings.replace("preload_gb: 2.0", f"preload_gb: {preload}")
-        (run / "config.yaml").write_text(changed)
+    for preload in (2 * 10**9, 0):
+        monkeypatch.setattr(phase_b, "PRELOAD_BYTES", preload)
         code, _, err = in_process("phase-b", "--run-dir", run, "--student", "standard", "--resume")
         assert (code, err.count("\n")) == (2, 1) and "not what was written for this image" in err
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
@@ -357,7 +357,11 @@ def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_proce
 
 
 def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_process):
-    run = train(tmp_path / "run", "phase_a.compression={embedding: 8, hidden: 16}")
+    run = train(
+        tmp_path / "run",
+        "phase_a.per_image=embedding",
+        "phase_a.compression={embedding: 8, hidden: 16}",
+    )
     assert in_process("export-maps", "--run-dir", run, "--kind", "embedding")[0] == 0
     maps, job = store.open(run / "maps.zarr"), phase_a.load(RunDirectory(run))
     ids = torch.tensor([7, 0, 199])

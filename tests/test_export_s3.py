@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import store
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.view.serve import open_viewer

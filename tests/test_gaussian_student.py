@@ -9,7 +9,6 @@ import torch
 from torch.distributions import Normal
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import StandardAttention
 from gaupipe.data.batches import load_data
@@ -17,6 +16,7 @@ from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps, save_student
 from gaupipe.settings import OptimSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training.optimizer import build_optimizer

@@ -537,7 +537,7 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run directory with a store on a folder of images, which lies beside it."""
-    from gaupipe import settings as config
+    from gaupipe.settings import load as config
     from stages import export_maps
     from stages.phase_a import gaussian as phase_a
 

@@ -1,6 +1,7 @@
 """Per-image parameters: their own Adam, against torch's; in memory and in files; killed and
 continued."""
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -38,7 +39,7 @@ def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(place, tmp_path):
-    N, shape, epochs, options = 10, (2, 3), 5, dict(lr=0.1, betas=(0.9, 0.99), eps=1e-8)
+    N, shape, epochs, options = 10, (2, 3), 5, dict(lr=0.1)
     torch.manual_seed(0)
     target = torch.randn(N, *shape)
     state = ImageState(N, torch.zeros(shape), folder=folder_of(place, tmp_path), **options)
@@ -90,14 +91,12 @@ def test_state_survives_a_round_trip():
     assert torch.equal(first.parameters(), second.parameters())
 
 
-@pytest.mark.parametrize("moments_dtype", [torch.float32, torch.bfloat16])
-def test_records_in_files_and_in_memory_are_the_same_bit_for_bit(moments_dtype, tmp_path):
+def test_records_in_files_and_in_memory_are_the_same_bit_for_bit(tmp_path):
     states = [
         ImageState(
             11,
             torch.ones(5, 3),
             lr=0.1,
-            moments_dtype=moments_dtype,
             initial_std=0.5,
             seed=3,
             folder=folder_of(place, tmp_path),
@@ -156,10 +155,7 @@ def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
     train(unbroken, 3)
     state = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
     train(state, 2)
-    checkpoint = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in state.state_dict().items()
-    }
+    checkpoint = copy.deepcopy(state.state_dict())
     train(state, 1, first_epoch=2)
     again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
     again.load_state_dict(checkpoint)
@@ -179,10 +175,7 @@ def test_a_checkpoint_of_records_in_files_is_small_and_costs_no_rewriting(tmp_pa
 def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
     state = ImageState(4, torch.zeros(3), lr=0.1, folder=tmp_path / "rows")
     train(state, 1)
-    early = {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in state.state_dict().items()
-    }
+    early = copy.deepcopy(state.state_dict())
     train(state, 2, first_epoch=1)
 
     def fresh(num_images=4, size=3, folder=tmp_path / "rows"):
@@ -261,27 +254,6 @@ def test_a_random_start_depends_on_seed_and_image_id_alone():
     assert (
         many.parameters().flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2
     )  # 1000 numbers: one sigma is 0.03
-
-
-def test_bfloat16_moments_follow_float32_for_the_epochs_of_phase_a():
-    """Stored to 2^-9, a moment is off by at most 0.2 % a step. Over 30 noisy steps these
-    roundings, of either sign, add up like a random walk: sqrt(30) * 0.2 % is 1 % of each step's
-    length lr. The parameters, which moved by up to 30 lr, stay within half an lr of float32's at
-    worst, and within 0.05 lr on average."""
-    N, R, epochs, lr = 20, 200, 30, 0.1
-    states = [
-        ImageState(N, torch.zeros(R), lr=lr, moments_dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    generator = torch.Generator().manual_seed(0)
-    drift = torch.randn(N, R, generator=generator)
-    for _ in range(epochs):
-        gradient = drift + 0.5 * torch.randn(N, R, generator=generator)
-        for state in states:
-            state.update(torch.arange(N), gradient)
-    difference = (states[0].parameters() - states[1].parameters()).abs() / lr
-    assert difference.max() < 0.5 and difference.mean() < 0.05
-    assert (states[0].parameters().abs() / lr).mean() > 10
 
 
 EPOCHS = 40

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
+from gaupipe.settings import DataSettings, ModelSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from gaupipe.training.optimizer import build_vit
+from gaupipe.vit.build import build_vit
 from gaupipe.vit.initialisation import factors
 from stages import export_maps, phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells
@@ -15,12 +16,12 @@ from stages.compare.run import check
 from stages.figures import key_attention
 from stages.phase_a import gaussian as phase_a
 
-DIGITS = config.DataSettings(name="digits")
+DIGITS = DataSettings(name="digits")
 
 
 def build(key: str = "standard", **model) -> torch.nn.Module:
     torch.manual_seed(0)
-    return build_vit(config.ModelSettings(**model), load_data(DIGITS), key)
+    return build_vit(ModelSettings(**model), load_data(DIGITS), key)
 
 
 def diagonal(matrix: torch.Tensor) -> float:

@@ -18,14 +18,15 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data import cache as kept_images
 from gaupipe.data import decoded_images, decoding
 from gaupipe.data.augment import Augment, AugmentSettings, Crops, middle_square
 from gaupipe.data.batches import Batches, ImageData, load_data
 from gaupipe.data.decoding import read_pixels, read_rgb
 from gaupipe.data.loader import Loader
-from gaupipe.settings import DataSettings
+from gaupipe.settings import DataSettings, scope
+from gaupipe.settings import load as config
+from gaupipe.settings.sections import Scope
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses, spare_worker
@@ -718,7 +719,7 @@ def test_a_file_that_goes_is_refused_by_name(root, monkeypatch):
 
 def test_settings_of_input_do_not_make_another_run():
     for name in ("data.workers", "data.cache", "data.cache_gb"):
-        assert name in config.IRRELEVANT
+        assert scope(name) is Scope.MACHINE
 
 
 def test_workers_are_chosen_by_the_machine(root, monkeypatch):

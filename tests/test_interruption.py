@@ -35,7 +35,7 @@ TINY = [
     "phase_b.gamma=0.2",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}",
     "threads=1",
-    "checkpoint_steps=3",
+    "checkpoint_minutes=0",
 ]
 CASES = {
     "memory": [
@@ -68,7 +68,7 @@ BATCH, RECORD = "a batch", "a record"
 
 
 def get_ready(kill: Kill) -> None:
-    from gaupipe.training import state as training
+    from gaupipe.training import update as training
 
     what, calls, number = kill
     owner, name = (training.Update, "__call__") if what == BATCH else (os, "pwrite")
@@ -117,7 +117,7 @@ def assert_same(run_dir: Path, expected: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, case):
-    never = ["checkpoint_steps=null", "checkpoint_minutes=null"]
+    never = ["checkpoint_minutes=null"]
     unbroken = with_settings("run", tmp_path / "unbroken", [*TINY, *CASES[case], *never])
     assert attempt(tmp_path, unbroken)[0] == 0
     generator = random.Random(case)
@@ -140,7 +140,7 @@ def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, cas
 
 
 def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
-    settings = [*TINY, "phase_a.max_epochs=1", "checkpoint_steps=null"]
+    settings = [*TINY, "phase_a.max_epochs=1", "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
     code, words = attempt(tmp_path, phase_a, (BATCH, (7,), signal.SIGTERM))
     said = words.strip().splitlines()[-1]
@@ -155,7 +155,7 @@ def test_sigterm_saves_the_step_and_says_how_to_go_on(tmp_path):
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    settings = [*TINY, "phase_a.optim.accumulate=8", "checkpoint_steps=null"]
+    settings = [*TINY, "phase_a.optim.accumulate=8", "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
     code, words = attempt(tmp_path, phase_a, (BATCH, (3, 5), signal.SIGINT))
     assert code == 130 and words.count("gaupipe: SIGINT: stops when") == 1
@@ -164,7 +164,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
 
 
 def test_after_the_last_batch_of_an_epoch_the_evaluation_is_left(tmp_path):
-    settings = [*TINY, "checkpoint_steps=null"]
+    settings = [*TINY, "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
     code, words = attempt(tmp_path, phase_a, (BATCH, (10,), signal.SIGTERM))
     assert code == 143 and "after batch 10 of 10" in words
@@ -200,10 +200,9 @@ def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TrainingState, "save", noted)
     for name, settings, expected in (
-        ("default", ["checkpoint_steps=null"], [0, 0]),
-        ("always", ["checkpoint_minutes=0", "data.batch_size=100"], [1, 2, 0] * 2),
-        ("steps", ["checkpoint_steps=4"], [4, 8, 10, 0] * 2),
-        ("groups", ["checkpoint_steps=4", "phase_a.optim.accumulate=2"], [8, 10, 0] * 2),
+        ("default", ["checkpoint_minutes=10"], [0, 0]),
+        ("always", ["data.batch_size=100"], [1, 2, 0] * 2),
+        ("groups", ["phase_a.optim.accumulate=5"], [5, 10, 0] * 2),
     ):
         phase_a.run(config.load("digits", [*TINY, *settings]), tmp_path / name)
         assert written == expected, name
@@ -234,7 +233,8 @@ def test_an_epoch_that_goes_on_reads_nothing_of_what_is_done(monkeypatch):
 
 WITH_WORKERS = """
 import os, signal, sys; sys.path[:0] = {path!r}
-from gaupipe import cli, training
+from gaupipe import cli
+from gaupipe.training import update as training
 import itertools
 
 calls, update = itertools.count(1), training.Update.__call__
@@ -252,7 +252,7 @@ def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
     """As SLURM sends it. Two batches more are needed after the signal."""
     script = tmp_path / "script.py"
     script.write_text(WITH_WORKERS.format(path=[str(Path(__file__).parent.parent)]))
-    settings = [*TINY, "data.workers=1", "phase_a.optim.accumulate=8", "checkpoint_steps=null"]
+    settings = [*TINY, "data.workers=1", "phase_a.optim.accumulate=8", "checkpoint_minutes=10"]
     run = with_settings("phase-a", tmp_path / "run", settings)
     process = subprocess.run(
         [sys.executable, script, *run], stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -279,7 +279,7 @@ def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> No
 def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     """One rank gets the signal. Of three ranks the order of sums matters."""
     size, more = 3, ["phase_a.rows.memory_budget_gb=0", "phase_a.mode=stochastic"]
-    unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_steps=null"])
+    unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_minutes=10"])
     assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
     run = with_settings("run", tmp_path / "run", [*WORLD, *more])
     for number, batch in ((signal.SIGTERM, 4), (signal.SIGINT, 10)):

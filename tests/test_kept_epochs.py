@@ -9,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from gaupipe import settings as config
-from gaupipe.settings import OptimSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from gaupipe.training.state import TrainingState
 from stages import evaluate, phase_b
 from stages import run as whole_run
+from stages import train as training
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
@@ -44,9 +43,9 @@ def seen(monkeypatch):
         return {"acc": CURVE[len(weights) - 1], "loss": LOSSES[len(weights) - 1]}
 
     score.fails_at = None
-    monkeypatch.setattr(phase_b, "score_model", score)
+    monkeypatch.setattr(training, "score_model", score)
     weights_of = weights
-    monkeypatch.setattr(phase_b, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
+    monkeypatch.setattr(training, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
     return weights_of
 
 
@@ -74,7 +73,6 @@ def said(folder: Path) -> dict:
     [
         ([], 7, ("best", 6)),
         (["phase_b.keep=best"], 6, ("last", 7)),
-        (["phase_b.keep=best", "phase_b.best_by=val_loss"], 7, None),  # the last is the best
         # epoch 4 is as good as epoch 2, not better
         (["phase_b.patience=3"], 5, ("best", 2)),
         (["phase_b.patience=3", "phase_b.keep=best"], 2, ("last", 5)),
@@ -99,7 +97,7 @@ def test_best_epoch_and_patience_survive_an_interruption(tmp_path, seen, fails_a
     train(tmp_path / "unbroken", *settings)
     unbroken = dict(seen)
     seen.clear()
-    phase_b.interrupt_at(fails_at)
+    training.interrupt_at(fails_at)
     with pytest.raises(RuntimeError, match="interrupted"):
         train(tmp_path / "x", *settings)
     train(tmp_path / "x", *settings)
@@ -117,32 +115,6 @@ def test_a_finished_student_is_chosen_anew(tmp_path, seen):
     train(tmp_path / "x")
     assert epoch_of(tmp_path / "x/student", seen) == 7 and epoch_of(tmp_path / "x/best", seen) == 6
     assert not (tmp_path / "x/last").exists() and len(seen) == 7
-    with pytest.raises(UserError, match=r"best_by val_acc, now it is val_loss"):
-        train(tmp_path / "x", "phase_b.best_by=val_loss")
-
-
-def test_a_student_of_an_earlier_version_has_its_last_epoch_alone(tmp_path, seen):
-    train(tmp_path / "x")
-    path = tmp_path / "x/checkpoint/state.pt"
-    state = torch.load(path, weights_only=True)
-    for new in ("best", "epoch"):
-        del state[new]
-    torch.save(state, path)
-    (path.parent / "SHA256SUMS").unlink()
-    train(tmp_path / "x")
-    assert said(tmp_path / "x")["epoch"] == 7 and said(tmp_path / "x")["best"] is None
-    with pytest.raises(UserError, match=r"kept its last epoch alone: take phase_b\.keep=last"):
-        train(tmp_path / "x", "phase_b.keep=best")
-
-
-def test_the_best_of_a_loss_is_the_smallest():
-    state = TrainingState(torch.nn.Linear(1, 1), None, None, OptimSettings())
-    back = []
-    for epoch, loss in enumerate([2.0, 1.0, 1.0, 1.5, 0.5], 1):
-        metrics = {"epoch": epoch, "val_loss": loss}
-        back.append(state.keep_best(metrics, "val_loss"))
-        state.metrics.append(metrics)
-    assert back == [0, 0, 1, 2, 0] and state.best["epoch"] == 5
 
 
 def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process):
@@ -162,30 +134,6 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
         assert in_process(*again, f"phase_b.keep={keep}")[0] == 0
         assert said(folder)["epoch"] == epoch
-
-
-def state_with(metrics: list[dict]) -> TrainingState:
-    state = TrainingState(torch.nn.Linear(1, 1), None, None, OptimSettings())
-    state.metrics = metrics
-    return state
-
-
-def test_an_epoch_without_a_finite_loss_is_not_the_best():
-    state = state_with([])
-    for number, loss in enumerate([float("nan"), 0.5, float("nan"), 0.6], start=1):
-        entry = {"epoch": number, "val_loss": loss}
-        back = state.keep_best(entry, "val_loss")
-        state.metrics.append(entry)
-    assert state.best["epoch"] == 2 and back == 2
-
-
-def test_epochs_of_an_earlier_version_count_without_their_weights():
-    state = state_with([{"epoch": 1, "val_acc": 0.9}, {"epoch": 2, "val_acc": 0.8}])
-    assert state.keep_best({"epoch": 3, "val_acc": 0.5}, "val_acc") == 2
-    assert state.best is None
-    state.metrics.append({"epoch": 3, "val_acc": 0.5})
-    assert state.keep_best({"epoch": 4, "val_acc": 0.95}, "val_acc") == 0
-    assert state.best["epoch"] == 4
 
 
 def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(
@@ -227,13 +175,11 @@ def test_student_and_metrics_of_two_trainings_are_refused(tmp_path, seen):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "7", '{"epoch": 8, "last": 7}', '{"epoch": "7", "last": 7}', '{"last": 7}'],
+    ["", "{", "[]", '{"epoch": 8, "last": 7}', '{"epoch": "7", "last": 7}', '{"last": 7}'],
 )
 def test_a_damaged_student_json_is_not_passed_over(tmp_path, text):
     (tmp_path / "student.json").write_text(text)
     with pytest.raises(
-        UserError, match=r"student.json is damaged: continue the training with --resume"
+        UserError, match=r"student.json is missing or damaged: continue the training with --resume"
     ):
         kept_epochs.of_student(tmp_path)
-    (tmp_path / "student.json").unlink()
-    assert kept_epochs.of_student(tmp_path) is None

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data.batches import Batches, load_data
+from gaupipe.settings import DataSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from gaupipe.training.state import Update
 from gaupipe.training.step_log import remove_later
+from gaupipe.training.update import Update
 from stages import export_maps, phase_b
 from stages.figures import attention_images
 from stages.phase_a import gaussian as phase_a
@@ -122,7 +123,7 @@ def test_no_lines_where_none_are_asked_for(tmp_path):
 def test_what_goes_on_is_not_told_twice(tmp_path, service, interrupt, logger):
     """Interrupted in batch 3, without a checkpoint, and in batch 8, with one after batch 5: each
     time two batches are done again that were told of."""
-    sets = [*TINY, f"log.to=[{logger}]", "log.every=1", "log.project=p", "checkpoint_steps=3"]
+    sets = [*TINY, f"log.to=[{logger}]", "log.every=1", "checkpoint_minutes=0"]
     settings = config.load("digits", sets)
     phase_a.run(settings, tmp_path / "unbroken")
     unbroken, service.logged[:] = list(service.logged), []
@@ -150,7 +151,7 @@ def test_what_goes_on_is_not_told_twice(tmp_path, service, interrupt, logger):
 
     first, *others = service.opened[1:]
     key = "id" if logger == "wandb" else "name"
-    assert first["resume"] == "allow" and first["project"] == "p"
+    assert first["resume"] == "allow" and first["project"] == "gaupipe"
     assert {one[key] for one in others} == {first[key]} and len(others) == 2
     assert first[key] != service.opened[0][key]
     assert first["config"]["phase_a.max_epochs"] == 2
@@ -158,7 +159,7 @@ def test_what_goes_on_is_not_told_twice(tmp_path, service, interrupt, logger):
 
 
 def test_a_line_that_a_checkpoint_divides_is_that_of_an_unbroken_training(tmp_path, interrupt):
-    sets = [*TINY, "log.every=5", "checkpoint_steps=2"]
+    sets = [*TINY, "log.every=5", "checkpoint_minutes=0"]
     phase_a.run(config.load("digits", sets), tmp_path / "unbroken")
     interrupt(4)
     with pytest.raises(Interrupted):
@@ -173,7 +174,7 @@ def test_tensorboard_reads_what_was_written(tmp_path, interrupt):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sets = [*TINY, "log.to=[tensorboard]", "phase_a.teacher=vit", "checkpoint_steps=3"]
+    sets = [*TINY, "log.to=[tensorboard]", "phase_a.teacher=vit", "checkpoint_minutes=0"]
     interrupt(8)
     with pytest.raises(Interrupted):
         phase_a.run(config.load("digits", sets), tmp_path / "run")
@@ -211,7 +212,7 @@ def test_an_unknown_logger_is_refused():
 
 
 def test_waiting_is_counted_for_images_and_for_maps():
-    data = load_data(config.DataSettings(train_images=50))
+    data = load_data(DataSettings(train_images=50))
     batches = Batches(data.train, data, torch.device("cpu"), 10)
     assert len(list(batches.epoch(0, UNCHANGED))) == 5
     assert batches.waited["data"] > 0

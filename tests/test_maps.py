@@ -1,14 +1,13 @@
 """Maps of trained teachers: kept keys, dropped tokens, and views; against loops in numpy."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
-from gaupipe.distillation import kinds as stored_maps
 from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
 from gaupipe.maps.views import from_top_k, interpolate_queries, move_map, top_k, without_prefix
+from gaupipe.teachers import gaussian
+from gaupipe.teachers.vit import VitMaps
 
 GRIDS = [(4, 4), (3, 5), (1, 6), (5, 1)]
 
@@ -284,17 +283,16 @@ def test_a_vit_without_such_tokens():
 @pytest.mark.parametrize("at_once", [1, 50, 2**18])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_shown_maps_are_rounded_once_whatever_is_computed_at_once(monkeypatch, at_once, dtype):
-    monkeypatch.setattr(stored_maps, "AT_ONCE", at_once)
+    monkeypatch.setattr(gaussian, "AT_ONCE", at_once)
     generator = torch.Generator().manual_seed(0)
     gaussians = torch.randn(3, 2, 2, 12, 4, generator=generator)
     gaussians[..., 2:] = gaussians[..., 2:].exp()
     expected = expected_map(gaussians, (3, 4))
-    teacher = SimpleNamespace(grid=(3, 4))
     axes = [expected_axes(gaussians[:, layer], (3, 4)) for layer in (0, 1)]
     for attention in (
-        stored_maps.GaussianAttention(teacher, gaussians.requires_grad_()),
-        stored_maps.GaussianAttention(teacher, gaussians.detach() * torch.nan, axes=axes),
-        stored_maps.MapAttention(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
+        gaussian.GaussianMaps((3, 4), gaussians.requires_grad_()),
+        gaussian.GaussianMaps((3, 4), gaussians.detach() * torch.nan, axes=axes),
+        VitMaps(expected.unbind(1), (3, 4), torch.zeros(2, 2)),
     ):
         maps = attention.maps(dtype)
         assert maps.dtype == dtype and maps.is_contiguous()

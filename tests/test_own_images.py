@@ -12,10 +12,10 @@ import yaml
 from PIL import Image
 
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
 from gaupipe.data.folder_facts import FolderFacts, facts_of
 from gaupipe.settings import DataSettings
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import Machine, choose, training_flops
 
@@ -212,7 +212,9 @@ def test_maps_are_those_of_views_that_shifts_move():
 def test_published_weights_are_taken_for_their_maps_alone():
     chosen = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert chosen.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
-    assert chosen.phase_b.mean_heads and chosen.phase_b.match_grid and not chosen.phase_b.alpha
+    assert (
+        chosen.phase_b.head_map == "mean" and chosen.phase_b.match_grid and not chosen.phase_b.alpha
+    )
     assert chosen.baseline.epochs == chosen.phase_b.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 

@@ -14,11 +14,11 @@ from scipy.stats import norm
 import gaupipe.vit.models  # noqa: F401
 import store
 from arguments import sets
-from gaupipe import settings as config
 from gaupipe.attention.gaussian import predicted_gaussians
 from gaupipe.data.batches import load_data
 from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
+from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Teacher
 from stages import evaluate, export_maps, phase_b, verify
 from stages.phase_a import gaussian as phase_a
@@ -223,7 +223,7 @@ def test_its_maps_of_views_can_be_stored(run_dir, tmp_path):
 def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path):
     small = [*TINY, "data.train_images=100", "phase_a.max_epochs=3"]
     whole = phase_a.run(config.load("digits", small), tmp_path / "whole")
-    settings = config.load("digits", [*small, "checkpoint_steps=1"])
+    settings = config.load("digits", [*small, "checkpoint_minutes=0"])
 
     class Stop(Exception):
         pass

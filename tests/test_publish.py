@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import HfApi
 
 from gaupipe import __version__
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from stages import evaluate, export_maps, phase_b
 from stages.runs.directory import RunDirectory
 

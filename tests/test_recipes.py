@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe import settings as config
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.batches import ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings import load as config
 from stages.compare.cells import default_cells, resolve, sweep_cells
 from stages.compare.costs import Contender
 from stages.compare.trainings import Training, as_run, digest

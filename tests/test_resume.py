@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
 

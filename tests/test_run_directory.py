@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from arguments import sets
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import FORKS
 from stages import evaluate, export_maps, phase_b

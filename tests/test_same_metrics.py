@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from stages import run
 
 OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import exit_code, kill_this_process, moment
 from stages import compare, run, train

@@ -2,17 +2,18 @@
 checkpoints."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from gaupipe.settings import OptimSettings
+from gaupipe.settings import LogSettings, OptimSettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.training.epochs import epochs
-from gaupipe.training.state import TrainingState, Update
+from gaupipe.training.epochs import loop
+from gaupipe.training.state import TrainingState
+from gaupipe.training.update import Update
 
 
 class Constant:
@@ -96,19 +97,21 @@ def test_per_image_parameters_without_a_finite_gradient_stay():
     torch.testing.assert_close(state.parameters(), torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]]))
 
 
+def running(state, folder, images: int, steps: int, last: int):
+    """The loop of a training on this many images."""
+    batches = SimpleNamespace(steps=steps, split=[0] * images, waited={})
+    return loop(Settings(seed=1, log=LogSettings(every=0)), state, batches, folder, "test", last)
+
+
 def walk(state, folder, stop: int, last: int) -> list[int]:
     """Trains with one batch an epoch until ``stop`` epochs are finished, of ``last``."""
     numbers = []
-    with EpochProgress("test", 4, last, len(state.metrics)) as progress:
-        for epoch in epochs(Update(state, 1), folder, progress, seed=1):
+    with running(state, folder, 4, 1, last) as training:
+        for epoch in training.epochs():
             numbers.append(epoch.number)
             epoch.add(4, loss=torch.rand(()))
             epoch.finish(**epoch.means())
-            state.finished = epoch.number + 1 == last
-            if epoch.number + 1 == stop:
-                progress.line("stopped")
-                if stop < last:
-                    state.finished = True  # the loop ends; the checkpoint is of a finished epoch
+            state.finished = training.is_last(epoch) or epoch.number + 1 == stop
     return numbers
 
 
@@ -130,8 +133,8 @@ def test_epochs_are_logged_and_continued_with_the_same_random_numbers(tmp_path):
 
 def test_means_weigh_batches_by_their_images(tmp_path):
     state = make()
-    with EpochProgress("test", 3, 1) as progress:
-        for epoch in epochs(Update(state, 2), tmp_path, progress, seed=0):
+    with running(state, tmp_path, 3, 2, 1) as training:
+        for epoch in training.epochs():
             epoch.add(2, loss=torch.tensor(1.0))
             epoch.add(1, loss=torch.tensor(4.0))
             epoch.finish(**epoch.means())

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import store
-from gaupipe import settings as config
 from gaupipe.distillation.kinds import KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder
 from stages import inspect_maps
 from stages.run import run as run_all

@@ -15,7 +15,10 @@ import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.vit import VitTeacher, check_fit, load_vit
+from gaupipe.teachers.pretrained import check_fit, load_vit
+from gaupipe.teachers.vit import VitTeacher
+
+CACHE = "gaupipe.teachers.pretrained.try_to_load_from_cache"
 
 
 def data(size=32, channels=3, classes=5, mean=0.5, std=0.25) -> SimpleNamespace:
@@ -81,7 +84,7 @@ def test_maps_are_the_softmax_between_patches_renormalised(name, prefix):
     teacher = VitTeacher(model, data(4 * patch, mean=0.485), name)
     teacher.rescale = None  # the oracle sees the same numbers
     with torch.inference_mode():
-        seen = teacher(pictures)
+        logits, seen = teacher.forward_with_maps(pictures)
         x = model.patch_embed(pictures)
         tokens = model.norm_pre(model.patch_drop(model._pos_embed(x)))
         whole = maps_by_numpy(model, tokens)
@@ -89,12 +92,12 @@ def test_maps_are_the_softmax_between_patches_renormalised(name, prefix):
     for block, oracle in enumerate(whole):
         patches = oracle[..., prefix:, prefix:]
         np.testing.assert_allclose(
-            seen.maps[block], patches / patches.sum(-1, keepdims=True), atol=2e-6
+            seen.blocks[block], patches / patches.sum(-1, keepdims=True), atol=2e-6
         )
         dropped = oracle[..., prefix:, :prefix].sum(-1).mean((0, 2))
         np.testing.assert_allclose(seen.dropped[block], dropped, atol=2e-6)
     assert seen.dropped.min() > 0.01
-    torch.testing.assert_close(seen.logits, model(pictures))
+    torch.testing.assert_close(logits, model(pictures).log_softmax(-1))
 
 
 @pytest.mark.parametrize("attention", STUDENTS)
@@ -107,10 +110,10 @@ def test_maps_of_a_student_are_those_of_forward_with_maps(attention):
     same = data(8)
     same.mean, same.std = mean, std
     with torch.inference_mode():
-        seen = VitTeacher(model, same, "student")(pictures)
+        shown, seen = VitTeacher(model, same, "student").forward_with_maps(pictures)
         logits, log_maps = forward_with_maps(model, pictures)
-    torch.testing.assert_close(seen.logits, logits, atol=1e-4, rtol=1e-4)
-    for ours, log_map in zip(seen.maps, log_maps, strict=True):
+    torch.testing.assert_close(shown, logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+    for ours, log_map in zip(seen.blocks, log_maps, strict=True):
         torch.testing.assert_close(ours, log_map.exp(), atol=1e-5, rtol=1e-4)
 
 
@@ -129,9 +132,9 @@ def test_maps_of_a_student_are_those_of_forward_with_maps(attention):
 )
 def test_encoders_that_people_use_show_maps(name, size, arguments):
     model = small(name, size, **arguments)
-    seen = VitTeacher(model, data(size), name)(images(size=size))
-    assert len(seen.maps) == 2 and seen.logits.shape == (2, 5)
-    for maps in seen.maps:
+    logits, seen = VitTeacher(model, data(size), name).forward_with_maps(images(size=size))
+    assert len(seen.blocks) == 2 and logits.shape == (2, 5)
+    for maps in seen.blocks:
         assert maps.shape == (2, 3, 4, 4)
         torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 4))
         assert maps.std(-1).mean() > 1e-3  # not uniform: Q and K are in it
@@ -141,7 +144,7 @@ def test_rotary_positions_are_in_the_maps():
     model = small("vit_small_patch16_dinov3", embed_dim=48)
     teacher = VitTeacher(model, data(), "dinov3")
     flat = torch.full((1, 3, 32, 32), 0.3)  # every patch is the same: only positions differ
-    assert teacher(flat).maps[0].std(-1).min() > 1e-4
+    assert teacher.forward_with_maps(flat)[1].blocks[0].std(-1).min() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -178,16 +181,16 @@ def test_images_are_normalised_as_the_teacher_learned_them():
     model = small("vit_tiny_patch16_224")
     raw = images().abs()
     ours = data(mean=0.3, std=0.2)
-    seen = VitTeacher(model, ours, "vit")((raw - 0.3) / 0.2)
+    logits = VitTeacher(model, ours, "vit").predict((raw - 0.3) / 0.2)
     mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
-    torch.testing.assert_close(seen.logits, model((raw - mean) / std), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, model((raw - mean) / std), atol=1e-4, rtol=1e-4)
 
 
 def test_without_a_head_there_are_maps_and_no_predictions():
     teacher = VitTeacher(small("vit_tiny_patch16_224", num_classes=0), data(), "vit")
-    seen = teacher(images())
-    assert not teacher.predicts and seen.logits.shape == (2, 5) and not seen.logits.any()
-    assert len(seen.maps) == 2
+    logits, seen = teacher.forward_with_maps(images())
+    assert not teacher.predicts and logits.shape == (2, 5) and not logits.any()
+    assert len(seen.blocks) == 2
 
 
 def test_the_digest_follows_weights_and_normalisation():
@@ -269,12 +272,12 @@ def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
 
 
 def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, tmp_path):
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(CACHE, lambda *a, **k: None)
     for name, size, message in (
         ("swin_tiny_patch4_window7_224.ms_in1k", 224, "SwinTransformer.* does not attend over all"),
         ("resnet18.a1_in1k", 224, "ResNet.* shows no attention maps"),
         ("deit_tiny_patch16_224.fb_in1k", 32, "takes images of 224 x 224 pixels"),
-        ("deit_tiny_patch16_224.fb_in1k", 224, "not on this machine: phase_a.download=true"),
+        ("deit_tiny_patch16_224.fb_in1k", 224, "not on this machine: download=true"),
     ):
         with pytest.raises(UserError, match=message):
             load_vit(name, data(size), {"num_classes": 0})
@@ -287,7 +290,7 @@ def test_what_cannot_be_read_is_refused_before_weights_are_fetched(monkeypatch, 
             super().__init__(model, *rest)
             built.append(next(model.parameters()).device.type)
 
-    monkeypatch.setattr("gaupipe.teachers.vit.VitTeacher", Built)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.VitTeacher", Built)
     for name in ("deit_tiny_patch16_224.fb_in1k", "vit_small_patch16_dinov3.lvd1689m"):
         arguments = {"num_classes": 0, "img_size": 224}
         check_fit(name, arguments, data(224))
@@ -316,7 +319,7 @@ def test_names_without_weights_are_refused(name, message):
 
 
 def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: None)
+    monkeypatch.setattr(CACHE, lambda *a, **k: None)
     asked = []
 
     def fetch(repository, file, revision=None):
@@ -326,9 +329,9 @@ def test_nothing_is_fetched_without_leave(monkeypatch, tmp_path):
     missing = EntryNotFoundError("no such file")
     offline = LocalEntryNotFoundError("cannot find the requested files, and so on")
     errors = [missing, PermissionError("no leave"), offline, missing, missing]
-    monkeypatch.setattr("gaupipe.teachers.vit.hf_hub_download", fetch)
+    monkeypatch.setattr("gaupipe.teachers.pretrained.hf_hub_download", fetch)
     name = "vit_tiny_patch16_224.augreg_in21k_ft_in1k"
-    with pytest.raises(UserError, match=r"not on this machine: phase_a.download=true"):
+    with pytest.raises(UserError, match=r"not on this machine: download=true"):
         load_vit(name, data(224), {"num_classes": 0})
     assert not asked
     both = [(f"timm/{name}", file) for file in ("model.safetensors", "pytorch_model.bin")]
@@ -351,7 +354,7 @@ def test_published_weights_are_read_from_the_cache(monkeypatch, tmp_path):
     published = randomised(timm.create_model("vit_tiny_patch16_224"))
     file = tmp_path / "model.safetensors"
     save_file(published.state_dict(), file)
-    monkeypatch.setattr("gaupipe.teachers.vit.try_to_load_from_cache", lambda *a, **k: str(file))
+    monkeypatch.setattr(CACHE, lambda *a, **k: str(file))
     with pytest.raises(UserError, match="predicts 1000 classes, blobs has 5"):
         load_vit(name, data(224), {})
     teacher = load_vit(name, data(224), {"num_classes": 0})

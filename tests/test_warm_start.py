@@ -5,15 +5,15 @@ import timm
 import torch
 
 import gaupipe.vit.models  # noqa: F401
-from gaupipe import settings as config
 from gaupipe.attention import STUDENTS, comparing
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from gaupipe.training.state import score_model
+from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, run
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory

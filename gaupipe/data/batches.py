@@ -107,7 +107,7 @@ class Batch:
     def weight(self) -> float:
         """What a mean over these images weighs in the mean of all ranks' means, so that the latter
         is the mean over the images of the whole batch. 1 in a world of one."""
-        return 1.0 if self.of_world is None else len(self) * distributed.size() / self.of_world
+        return 1.0 if self.of_world is None else len(self) * distributed.world_size() / self.of_world
 
 
 class StoredMaps(Protocol):
@@ -373,10 +373,10 @@ class ImageData:
                 )
 
 
-def load_data(settings: DataSettings) -> ImageData:
-    """Reads the data set that ``settings`` name. Raises UserError saying how to get one that is
-    not there."""
-    train, val, test = open_sources(settings)
+def load_data(settings: DataSettings, download: bool = False) -> ImageData:
+    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch. Raises
+    UserError saying how to get one that is not there."""
+    train, val, test = open_sources(settings, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
         raise UserError(

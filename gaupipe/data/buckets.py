@@ -44,7 +44,7 @@ class Buckets:
 
     def of_rank(self) -> range:
         """The buckets of this rank."""
-        rank, world = distributed.rank(), distributed.size()
+        rank, world = distributed.rank(), distributed.world_size()
         return range(rank * self.count // world, (rank + 1) * self.count // world)
 
     def steps(self, batch_size: int) -> int:
@@ -99,7 +99,7 @@ def slices(image_ids: np.ndarray, size: int) -> list[np.ndarray]:
 def check_buckets(images: int, count: int, batch_size: int) -> None:
     """Raises UserError for buckets that the ranks of this world cannot share, or that have too few
     images for every batch to have some of each."""
-    world = distributed.size()
+    world = distributed.world_size()
     if count % world:
         raise UserError(
             f"data.buckets: {count} buckets cannot be shared by {world} processes: start as many "

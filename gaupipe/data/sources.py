@@ -75,9 +75,9 @@ class ArrayImages(Dataset):
 Source = ArrayImages | DecodedImages
 
 
-def open_sources(settings: DataSettings) -> tuple[Source, Source | None, Source | None]:
+def open_sources(settings: DataSettings, download: bool = False) -> tuple[Source, Source | None, Source | None]:
     """The sources of the training images, of validation images that are not among them, and of the
-    test images.
+    test images. ``download`` lets torchvision fetch a data set.
 
     Raises UserError for a data set that is not there or that cannot be read.
     """
@@ -90,7 +90,7 @@ def open_sources(settings: DataSettings) -> tuple[Source, Source | None, Source 
         root = settings.root or Path(usual)
         train, test = _idx_images(root, "train"), _idx_images(root, "t10k")
     else:
-        of_timm, tested = _timm_sources(settings)
+        of_timm, tested = _timm_sources(settings, download)
         return of_timm, None, tested
     if settings.image_size:
         train = train.resized(settings.image_size)
@@ -126,7 +126,7 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
         raise UserError(
             f"data set fashion_mnist: {path} is not there; 'apt-get install "
             "dataset-fashion-mnist' provides it on Debian, "
-            "data.name=torch/fashion_mnist with data.download=true elsewhere"
+            "data.name=torch/fashion_mnist with download=true elsewhere"
         )
     try:
         with gzip.open(path) as file:
@@ -175,15 +175,15 @@ def _class_images(
     return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
 
 
-def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
+def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
     if not settings.name.startswith(("torch/", "hfds/")):
         raise UserError(
             f"data.name: unknown data set {settings.name!r}; known: digits, "
             "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
             "timm's create_dataset names them"
         )
-    train = _timm_data_set(settings, "train")
-    test = _timm_data_set(settings, "validation", "test")
+    train = _timm_data_set(settings, download, "train")
+    test = _timm_data_set(settings, download, "validation", "test")
     classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
     if classes != tested:
         apart = min(set(classes or ()) ^ set(tested or ()), default="")
@@ -194,22 +194,22 @@ def _timm_sources(settings: DataSettings) -> tuple[Source, Source | None]:
     return _timm_source(train, settings), _timm_source(test, settings)
 
 
-def _timm_data_set(settings: DataSettings, *splits: str) -> Any:
+def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
     """timm's data set of the first of ``splits`` that there is."""
     from timm.data import create_dataset
 
     name, root = settings.name, settings.root or Path("data")
     try:
         return create_dataset(
-            name, root=str(root), split=splits[0], download=settings.download, is_training=False
+            name, root=str(root), split=splits[0], download=download, is_training=False
         )
     except (RuntimeError, AssertionError, ImportError, ValueError, OSError) as error:
         if len(splits) > 1:
-            return _timm_data_set(settings, *splits[1:])
+            return _timm_data_set(settings, download, *splits[1:])
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
             f"data set {name} not found under {str(root)!r} ({reason}); put its files "
-            "there, name their folder with data.root, or set data.download=true"
+            "there, name their folder with data.root, or set download=true"
         ) from None
 
 

@@ -17,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from gaupipe.maps.fits import fit, move_mixture_map
+from gaupipe.maps.fits import move_mixture_map
 from gaupipe.maps.gaussians import (
     RAW_SIZE,
     Geometry,
@@ -31,92 +31,21 @@ from gaupipe.maps.views import from_top_k, move_chosen_rows, move_map, take_quer
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Decoder, Teacher
+from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
+from gaupipe.teachers.vit import VitMaps
 
 if TYPE_CHECKING:
     import store
 
 Grid = tuple[int, int]
-AT_ONCE = 2**18
-"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
 Rows = Callable[[int, Sequence[int] | None, Tensor | None], Tensor]
 """(block, heads, queries) -> rows of a map; None are all heads, and all queries."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
 
-class GaussianAttention:
-    """What a teacher with Gaussians shows of a batch, to be stored.
-
-    gaussians   [B, L, H, T, 4]
-    parameters  [B, ...] of the images, where the teacher has parameters of single images
-    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
-                at hand
-    """
-
-    def __init__(
-        self,
-        teacher: Teacher,
-        gaussians: Tensor,
-        parameters: Tensor | None = None,
-        axes: Sequence[tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        self.teacher, self.gaussians, self.parameters = teacher, gaussians, parameters
-        self.axes = axes
-
-    @torch.no_grad()
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
-        images, layers, heads, tokens, _ = self.gaussians.shape
-        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
-        on_cpu = maps.device.type == "cpu"
-        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
-        for layer in range(layers):
-            for first in range(0, images, at_once):
-                part = slice(first, first + at_once)
-                if self.axes:
-                    along_y, along_x = (axis[part] for axis in self.axes[layer])
-                else:
-                    gaussians = self.gaussians[part, layer]
-                    along_y, along_x = expected_axes(gaussians, self.teacher.grid)
-                maps[part, layer] = outer(along_y, along_x)
-        return maps
-
-
-class MapAttention:
-    """What a trained ViT shows of a batch, to be stored.
-
-    blocks      for each block [B, H, T, T], from patches to patches
-    dropped     [L, H]: the share of attention that class and register tokens had
-    divergence  [L, H], after Gaussians were fitted: the KL that is left, mean over images and
-                queries
-    """
-
-    def __init__(self, blocks: Sequence[Tensor], grid: Grid, dropped: Tensor) -> None:
-        self.blocks, self.grid, self.dropped = blocks, grid, dropped
-        self.divergence: Tensor | None = None
-
-    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[B, L, H, T, T], rounded to ``dtype``."""
-        images, *rest = self.blocks[0].shape
-        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
-        for layer, block in enumerate(self.blocks):
-            maps[:, layer] = block
-        return maps
-
-    def mixtures(self, components: int) -> Tensor:
-        """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
-        mixtures, left = fit(self.maps(), self.grid, components)
-        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
-        return mixtures
-
-    @property
-    def gaussians(self) -> Tensor:
-        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
-        return self.mixtures(1)[..., 0, 1:]
-
-
-Attention = GaussianAttention | MapAttention
+Attention = GaussianMaps | VitMaps
+"""What a teacher's ``forward_with_maps`` returns beside its predictions."""
 
 
 class StoredGaussians:

@@ -1,18 +1,14 @@
-"""Typed settings: one pydantic model a section, YAML files, ``--set a.b=c``, unknown keys
-refused with a suggestion."""
+"""Typed settings: one pydantic model for each section of a run's YAML file.
+
+A docstring stands under every field, and becomes docs/settings.md. What commands may change a
+setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import math
-from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BeforeValidator,
@@ -21,13 +17,21 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from gaupipe.attention import STUDENTS
-from gaupipe.settings import older_names
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.sections import Count, Decay, Fraction, Positive, Rate, Section, Weight
-from gaupipe.system.errors import UserError
+from gaupipe.settings.sections import (
+    Count,
+    Decay,
+    Fraction,
+    Positive,
+    Rate,
+    Scope,
+    Section,
+    Weight,
+    problem,
+    section_of,
+)
 
 if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
@@ -35,45 +39,8 @@ else:
     StudentKey = Literal[STUDENTS]
 StoreKind = Literal["gaussian", "embedding", "dense", "prior", "topk", "mixture"]
 
-IRRELEVANT = (
-    "device",
-    "threads",
-    "checkpoint_minutes",
-    "checkpoint_steps",
-    "key_snapshots",
-    "geometry_every",
-    "log.to",
-    "log.every",
-    "log.project",
-    "data.workers",
-    "data.cache",
-    "data.cache_gb",
-    "data.eval_batch_size",
-    "data.root",
-    "data.download",
-    "phase_a.download",
-)
-"""Settings that do not make another run of it: they may differ when one is continued."""
-
 FILE_IMAGE_SIZE = 224
 """Pixels of images in files where ``data.image_size`` is null."""
-
-IN_PHASE_B = (
-    "phase_b.",
-    "baseline.",
-    "seed",
-    "precision",
-    "compile",
-    "data.batch_size",
-    "data.buckets",
-    "model.init",
-    "model.init_std",
-    "model.pos_embed_std",
-    *IRRELEVANT,
-)
-"""Settings that students of one teacher may differ in; a name that ends in a dot stands for its
-section."""
-
 
 MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(
@@ -158,11 +125,9 @@ class DataSettings(Section):
     name: str = "digits"
     """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
     ``create_dataset``."""
-    root: Path | None = None
+    root: Annotated[Path | None, Scope.MACHINE] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else the folder of Debian's package."""
-    download: bool = False
-    """Let torchvision fetch a data set that is not on this machine."""
     train_images: Positive | None = None
     """Use only this many training images, the same number of each class as far as possible; null
     takes all."""
@@ -172,21 +137,21 @@ class DataSettings(Section):
     image_size: Positive | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
     Null keeps the size of images held in memory. Images in files then get 224 pixels."""
-    batch_size: Positive = 128
+    batch_size: Annotated[Positive, Scope.PHASE] = 128
     """Training images in a step."""
-    eval_batch_size: Positive = 512
+    eval_batch_size: Annotated[Positive, Scope.MACHINE] = 512
     """Images in a batch where nothing is trained: validation, export, evaluation."""
-    workers: Workers = "auto"
+    workers: Annotated[Workers, Scope.MACHINE] = "auto"
     """Processes that decode images, 0 to 1024; with 0 a thread of the process that trains decodes.
     ``auto`` is 0 for images held in memory or in the cache, and for few images; else it is chosen
     by the processor cores, and is larger with a GPU."""
-    cache: Literal["auto", "memory", "file", "none"] = "auto"
+    cache: Annotated[Literal["auto", "memory", "file", "none"], Scope.MACHINE] = "auto"
     """Where the decoded images of image files are kept from one epoch to the next: ``file`` in the
     user's cache (GAUPIPE_CACHE), also for later commands; ``memory`` in each process. ``auto`` is
     ``file`` or else ``memory`` where they fit, and ``none`` decodes in every epoch."""
-    cache_gb: Weight = 8.0
+    cache_gb: Annotated[Weight, Scope.MACHINE] = 8.0
     """Decoded images that take more GB than this are not kept by ``cache: auto``."""
-    buckets: Positive | None = None
+    buckets: Annotated[Positive | None, Scope.PHASE] = None
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
@@ -208,13 +173,13 @@ class ModelSettings(Section):
     args: ModelArgs = {}
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
     depth: 6}``."""
-    init_std: Rate | None = None
+    init_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
-    init: Literal["normal", "mimetic"] = "normal"
+    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "normal"
     """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
     2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
     set."""
-    pos_embed_std: Rate | None = None
+    pos_embed_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of the position embedding; null keeps timm's
     0.02."""
 
@@ -258,16 +223,9 @@ class RowSettings(Section):
 
     lr: Rate = 0.1
     """Learning rate of Adam for the per-image parameters, which are updated once an epoch."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of Adam's first and second moment."""
-    eps: Rate = 1e-8
-    """Added to the root of Adam's second moment."""
     initial_std: Weight = 0.0
     """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
     alike."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Format of Adam's moments. With bfloat16, parameters and moments take a third less space;
-    bfloat16 suits about a hundred epochs at most."""
     memory_budget_gb: Weight = 2.0
     """If the per-image parameters and their moments take more than this many GB, all of them lie in
     files in the run directory; 0 always uses files."""
@@ -285,7 +243,7 @@ class CompressionSettings(Section):
 
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
-    ``teacher_args``, ``download``, ``max_epochs``, ``stop_accuracy``, ``label_smoothing``,
+    ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``label_smoothing``,
     ``augment`` and ``optim`` concern a teacher that is a trained ViT."""
 
     teacher: str = "gaussian"
@@ -295,8 +253,6 @@ class PhaseASettings(Section):
     teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
-    download: bool = False
-    """Let timm fetch published weights that are not on this machine."""
     mode: Literal["stochastic", "expected"] = "expected"
     """``stochastic`` samples one point for each query, as the GauTransformer paper does;
     ``expected`` uses the exact mean over the query's Gaussian."""
@@ -310,12 +266,8 @@ class PhaseASettings(Section):
     numbers for each training image. ``embedding`` learns an embedding for each training image and
     block, and a decoder that turns it into raw numbers. With ``predicted`` each token predicts the
     raw numbers of its own Gaussians by a learned linear map, so that unseen and augmented images
-    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior. The older
-    names ``residual: false`` (for ``none``), ``residual: true`` and ``compression`` (for
-    ``embedding``) are still read."""
-    compression: CompressionSettings | None = None
-    """Sizes of the embeddings and of their decoder, for ``per_image: embedding``. Null takes the
-    defaults."""
+    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior."""
+    compression: CompressionSettings = CompressionSettings()
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
     Per-image parameters have the learning rate ``rows.lr``."""
@@ -323,8 +275,6 @@ class PhaseASettings(Section):
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
     """Phase A stops after the first epoch with a training accuracy of at least this."""
-    upper_accuracy: Fraction = 0.98
-    """Above this training accuracy the run prints a warning: the teacher has overfitted."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels while a teacher ``vit`` is trained."""
     label_passes: Positive = 8
@@ -333,16 +283,6 @@ class PhaseASettings(Section):
     augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _older_names(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            given = dict(given)
-            older_names.settle(given)
-            if given.get("per_image") == "embedding" and given.get("compression") is None:
-                given["compression"] = {}
-        return given
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
@@ -355,6 +295,8 @@ class PhaseASettings(Section):
                 "augment: phase A learns where to look in single images: set mixup and cutmix in "
                 "phase_b.augment instead"
             )
+        if self.compression != CompressionSettings() and self.per_image != "embedding":
+            raise ValueError("compression: has the sizes of per_image: embedding, set that too")
         if not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
@@ -421,7 +363,7 @@ class PhaseBSettings(Section):
     """Phase B: the student, an ordinary ViT, learns from the labels, the teacher's predictions and
     the stored maps."""
 
-    student: StudentKey = "standard"
+    student: Annotated[StudentKey, Scope.COMMAND] = "standard"
     """The student's attention."""
     attention_options: Keywords = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
@@ -433,14 +375,13 @@ class PhaseBSettings(Section):
     value is 0."""
     epochs: Positive = 12
     """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
-    keep: Literal["last", "best"] = "last"
-    """Which epoch the folder ``student`` is of: the last, or the best one by ``best_by``. The
-    other one lies beside it. May be changed when a student is continued, also a finished one."""
-    best_by: Literal["val_acc", "val_loss"] = "val_acc"
-    """What the best epoch is the best in: accuracy or cross-entropy on the validation images."""
+    keep: Annotated[Literal["last", "best"], Scope.RESUME] = "last"
+    """Which epoch the folder ``student`` is of: the last, or the one with the best accuracy on the
+    validation images. The other one lies beside it. May be changed when a student is continued,
+    also a finished one."""
     patience: Positive | None = None
-    """Early stopping: training ends when this many epochs in a row were no better, by ``best_by``,
-    than the best before them. Null trains all epochs."""
+    """Early stopping: training ends when this many epochs in a row had no better accuracy on the
+    validation images than the best before them. Null trains all epochs."""
     alpha: Weight = 0.2
     """Weight of L_soft, the cross-entropy with the teacher's predictions."""
     beta: Weight = 0.1
@@ -461,23 +402,13 @@ class PhaseBSettings(Section):
     counted from 0, or null for no comparison. Without a list each block is compared with the stored
     block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
     taken."""
-    layer_weights: list[Weight] | None = None
-    """Weight of each block of the student in L_feat; null weighs all blocks alike."""
-    mean_heads: bool = False
-    """Compare each head with the mean over the teacher's heads. The student may then have another
-    number of heads than the teacher."""
-    head_map: list[Count] | None = None
+    head_map: list[Count] | Literal["mean"] | None = None
     """For each head of the student the number of the stored head that it is compared with, counted
-    from 0; null compares each head with the stored head of the same number."""
-    copy_epochs: Count = 0
-    """Attention copy: number of epochs, from the first on, in which the student attends with the
-    stored maps in place of its own."""
+    from 0. ``mean`` compares each head with the mean over the stored heads, of which there may then
+    be another number. Null compares each head with the stored head of the same number."""
     shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    average_maps: bool = False
-    """A control: every image gets the mean of all stored maps. The control shows whether maps help
-    that are the same for all images."""
     match_grid: bool = False
     """Allow a student with another token grid than the teacher's: the stored maps are then
     converted to the student's grid."""
@@ -499,19 +430,21 @@ class PhaseBSettings(Section):
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
     augment: AugmentSettings = AugmentSettings()
-    preload_gb: Weight = 2.0
-    """Phase B reads the whole store into memory if the stored numbers fit into this many GB."""
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseBSettings:
         if self.alpha + self.beta + self.gamma == 0:
             raise ValueError("alpha, beta and gamma are all 0: nothing is left to learn from")
-        if self.mean_heads and self.head_map is not None:
-            raise ValueError("mean_heads and head_map: choose one")
-        if self.shuffle_maps and self.average_maps:
-            raise ValueError("shuffle_maps and average_maps: choose one")
         return self
+
+
+def _overrides_of_optim(overrides: dict[str, Any]) -> dict[str, Any]:
+    try:
+        OptimSettings.model_validate(overrides)
+    except ValidationError as error:
+        raise ValueError(problem(error, OptimSettings)) from None
+    return overrides
 
 
 class BaselineSettings(Section):
@@ -519,8 +452,8 @@ class BaselineSettings(Section):
 
     enabled: bool = True
     """Whether ``gaupipe run`` trains the baseline too."""
-    optim: OptimSettings | None = None
-    """Optimizer and schedule of the baseline; null takes ``phase_b.optim``."""
+    optim: Annotated[Keywords, AfterValidator(_overrides_of_optim)] = {}
+    """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Positive | None = None
     """Epochs of the baseline; null takes ``phase_b.epochs``. For a comparison in which phase A
     counts, give the epochs of both phases together."""
@@ -535,44 +468,42 @@ class LogSettings(Section):
     every: Count = 50
     """Steps (batches) between two lines of steps.jsonl, which the loggers of ``to`` get too; 0
     writes none."""
-    project: str = "gaupipe"
-    """Name of the project in Weights & Biases and trackio."""
 
 
 class Settings(Section):
     """Everything that determines a run."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31), Scope.PHASE] = 0
     """Seed of all random numbers of the run."""
-    device: str = "auto"
+    device: Annotated[str, Scope.MACHINE] = "auto"
     """``auto`` takes a GPU where there is one. Any other value is the name of a torch device, such
     as ``cpu`` or ``cuda:1``."""
-    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    threads: Annotated[Annotated[int, Field(gt=0, le=1024)] | None, Scope.MACHINE] = None
     """Processor threads for torch; null leaves torch's choice."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], Scope.PHASE] = "float32"
     """Precision of the forward pass. ``bfloat16`` and ``float16`` are mixed precision: Gaussians,
     coordinates and losses stay float32."""
-    compile: bool = False
+    compile: Annotated[bool, Scope.PHASE] = False
     """Compile the forward pass with torch.compile."""
-    checkpoint_minutes: Weight | None = 10.0
+    checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    checkpoint_steps: Positive | None = None
-    """Steps of the optimizer after which a training writes a checkpoint in the middle of an epoch,
-    also before ``checkpoint_minutes`` have passed; null counts no steps."""
-    key_snapshots: Count = 0
+    key_snapshots: Annotated[Count, Scope.WATCH] = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
-    geometry_every: Count = 0
+    geometry_every: Annotated[Count, Scope.WATCH] = 0
     """Number of steps (batches) after which gaupipe measures what the attention of each block does
     to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
+    download: Annotated[bool, Scope.MACHINE] = False
+    """Let torchvision and timm fetch a data set and published weights that are not on this
+    machine."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     phase_a: PhaseASettings = PhaseASettings()
-    export: ExportSettings = ExportSettings()
-    log: LogSettings = LogSettings()
-    phase_b: PhaseBSettings = PhaseBSettings()
-    baseline: BaselineSettings = BaselineSettings()
+    export: Annotated[ExportSettings, Scope.EXPORT] = ExportSettings()
+    log: Annotated[LogSettings, Scope.WATCH] = LogSettings()
+    phase_b: Annotated[PhaseBSettings, Scope.STUDENT] = PhaseBSettings()
+    baseline: Annotated[BaselineSettings, Scope.STUDENT] = BaselineSettings()
     _choices: str | None = PrivateAttr(None)
 
     @property
@@ -589,8 +520,9 @@ class Settings(Section):
 
     @property
     def baseline_optim(self) -> OptimSettings:
-        """The optimizer of the plain ViT: that of phase B, if it has none of its own."""
-        return self.baseline.optim or self.phase_b.optim
+        """The optimizer of the baseline: that of phase B, but for ``baseline.optim``."""
+        optim = self.phase_b.optim.model_dump() | self.baseline.optim
+        return OptimSettings.model_validate(optim)
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
@@ -627,248 +559,17 @@ class Settings(Section):
             raise ValueError(f"phase_b.warm_start=exact needs {missing[0]}")
 
 
-def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
-    """Reads settings from a YAML file, or from a configuration shipped with gaupipe when given its
-    bare name.
-
-    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for
-    whatever is wrong.
-    """
-    tree = read_yaml(source)
-    tree = {} if tree is None else tree
-    if not isinstance(tree, dict):
-        raise UserError(
-            f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
-        )
-    return parse(with_overrides(tree, overrides), str(source))
-
-
-def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
-    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. Raises
-    UserError for one that is no such setting, and for two that contradict each other."""
-    asked: dict = {}
-    for override in overrides:
-        _apply(asked, override, settled=False)
-    _settle(asked, "--set")  # the words of one command agree; those of a file they overrule
-    for override in overrides:
-        _apply(tree, override)
-    return tree
-
-
-def _settle(tree: dict, where: str) -> None:
-    """Brings older names of a tree of settings up to date. Raises UserError, naming ``where``."""
-    phase = tree.get("phase_a")
-    if not isinstance(phase, dict):
-        return
-    try:
-        older_names.settle(phase)
-    except UserError as error:
-        raise UserError(f"{where}: phase_a: {error}") from None
-
-
-def parse(tree: dict, where: str) -> Settings:
-    """Validates a nested dict of settings; ``where`` names it in messages. Raises UserError."""
-    try:
-        return Settings.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(f"{where}: {_first_problem(error)}") from None
-
-
-def dump(settings: Settings) -> str:
-    """The resolved settings as YAML; ``load`` of it gives the same settings."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
-
-
-def flatten(settings: Settings) -> dict[str, Any]:
-    """{"a.b": value} of every setting, as JSON values."""
-    return dict(_leaves(settings.model_dump(mode="json"), ""))
-
-
-def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(tree, dict) or not tree:
-        yield name, tree
-        return
-    for key, branch in tree.items():
-        yield from _leaves(branch, f"{name}.{key}" if name else key)
-
-
-def shipped(kind: str = "") -> list[str]:
-    """Names of the configurations inside the package, or of what lies in a folder beside them:
-    ``sweeps``."""
-    return sorted(
-        path.name.removesuffix(".yaml")
-        for path in (resources.files("gaupipe.configs") / kind).iterdir()
-        if path.name.endswith(".yaml")
-    )
-
-
-def read_yaml(source: str | Path, kind: str = "") -> Any:
-    """What a YAML file holds, or the one of this name that is :func:`shipped`. Raises UserError."""
-    path: Any = Path(source)
-    if not path.is_file():
-        if str(source) not in shipped(kind):
-            raise UserError(
-                f"no file {str(source)!r}: give the path of a YAML file or one of "
-                f"{', '.join(shipped(kind))} (shipped with gaupipe)"
-            )
-        path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
-    try:
-        text = path.read_bytes()
-        if len(text) > MAX_BYTES:
-            raise ValueError(f"{len(text):,} bytes; at most {MAX_BYTES:,} are read")
-        return _parse_yaml(text.decode("utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML without what a settings file cannot mean: a key given twice, dates, which are read as
-    text, or aliases, which can refer to themselves."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()
-            raise yaml.MarkedYAMLError(
-                problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark
-            )
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice",
-                    problem_mark=node.value[number][0].start_mark,
-                )
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-def _parse_yaml(text: str) -> Any:
-    """The value that a YAML text stands for. Raises ValueError for whatever is no plain, finite
-    value."""
-    try:
-        value = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # what yaml's constructors raise of '!!timestamp x', '!!int ""' and the like
-        raise ValueError(error) from None
-    except RecursionError:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    _refuse_unusable(value)
-    return value
-
-
-MAX_BYTES = 10**6
-"""Size of the largest YAML file that is read; yaml takes seconds for a megabyte."""
-
-MAX_DEPTH = 20
-"""Levels that a settings file may nest; the settings have four."""
-
-
-def _refuse_unusable(value: Any, depth: int = 0) -> None:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is not a finite number")
-    if isinstance(value, int) and abs(value) >= 2**63:
-        raise ValueError("a whole number has more digits than a setting can have")
-    if isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            _refuse_unusable(part, depth + 1)
-
-
-def _apply(tree: dict, override: str, *, settled: bool = True) -> None:
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
-    try:
-        value = _parse_yaml(text)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
-    if _is_text(key):
-        if isinstance(value, int | float):  # a folder may be called 2024
-            value = text.strip()
-    elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    place(tree, key, value, f"--set {override!r}", settled=settled)
-
-
-def _is_text(key: str) -> bool:
-    """Whether the setting "a.b" is a text or a path, or none."""
-    *parents, leaf = key.split(".")
-    try:
-        annotation = _section(parents)[leaf].annotation
-    except (KeyError, StopIteration):
-        return False
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    return str in kinds or Path in kinds
-
-
-def place(tree: dict, key: str, value: Any, where: str, *, settled: bool = True) -> None:
-    """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value.
-
-    What an older name says is written by the name of today, unless ``settled`` is False.
-    """
-    root = tree
-    if settled:
-        _settle(root, where)
-    *parents, leaf = key.split(".")
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise UserError(f"{where}: {parent!r} is a value, not a section")
-    tree[leaf] = value
-    section, *name = key.split(".")
-    if settled and section == "phase_a" and name:
-        older_names.follow(root["phase_a"], name[0])
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors()[0]
-    location = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        *parents, unknown = problem["loc"]
-        section = _section(parents)
-        near = difflib.get_close_matches(str(unknown), section, n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {'.'.join([*map(str, parents), near[0]])!r}?"
-            if near
-            else f"known: {', '.join(section)}"
-        )
-        return f"unknown setting {location!r}; {hint}"
-    message = problem["msg"].removeprefix("Value error, ")
-    given = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"
-    return f"{location or 'settings'}: {message[0].lower() + message[1:]}{given}"
-
-
-def _section(parents: list) -> dict[str, FieldInfo]:
-    """The settings of the section that ``parents`` leads to, by name."""
-    model: Any = Settings
-    for parent in parents:
-        annotation = model.model_fields[parent].annotation
-        model = next(
-            kind
-            for kind in (annotation, *get_args(annotation))
-            if isinstance(kind, type) and issubclass(kind, Section)
-        )
-    return model.model_fields
-
-
-def check_used(overrides: Sequence[str], settings: Settings) -> None:
-    """Raises UserError for an ``a.b=value`` that plain training does not read, as another setting
-    takes its place."""
-    for part in ("optim", "epochs"):
-        for name in (override.partition("=")[0] for override in overrides):
-            if f"{name}.".startswith(f"phase_b.{part}.") and getattr(settings.baseline, part):
-                raise UserError(
-                    f"--set {name}: baseline.{part} of the configuration takes its place in plain "
-                    f"training: --set {name.replace('phase_b', 'baseline')}"
-                )
+def scope(name: str) -> Scope:
+    """The scope of the setting "a.b": that of its field and of the sections around it. Keywords in
+    a setting, as in "model.args.depth", have the scope of the setting."""
+    section: type[Section] | None = Settings
+    together = Scope.RUN
+    for part in name.split("."):
+        field = section.model_fields.get(part) if section else None
+        if field is None:
+            break
+        for fact in field.metadata:
+            if isinstance(fact, Scope):
+                together |= fact
+        section = section_of(field.annotation)
+    return together

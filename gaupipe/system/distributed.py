@@ -1,21 +1,16 @@
-"""Several processes that work on one job: those that ``torchrun``, or ``srun`` on a SLURM cluster,
-started together.
+"""The processes of one job, as ``torchrun`` starts them, in torch's words: rank and world size.
 
-They are a *world* of W processes; the *rank* of a process is its number from 0. What is decided is
-decided for all: :func:`on_main` and :func:`main_first` let a mistake that one rank meets end every
-rank. One process on its own is a world of 1, which has no process group, and in which nothing here
-does anything.
+:func:`on_main` and :func:`main_first` let a mistake that one rank meets end every rank. One process
+on its own is a world of 1, which has no process group, and in which nothing here does anything.
 
-Work that is given to :func:`on_main` or :func:`main_first` waits for no other rank itself.
+The function that :func:`on_main` or :func:`main_first` gets must not wait for another rank itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -32,53 +27,45 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=4)
+TIMEOUT = timedelta(hours=4)
 """How long a rank waits for the others, which may be reading a large data set. A rank that dies is
 noticed at once."""
-FIRST_PATIENCE = timedelta(minutes=5)
+START_TIMEOUT = timedelta(minutes=5)
 """How long rank 0 waits for the first answer of ranks that were started."""
 
 
-class Agreed(UserError):
+class ErrorOnAllRanks(UserError):
     """A mistake that every rank of the world has been told of: rank 0 says it for all."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a process stands among those that were started with it."""
+class Launch:
+    """The numbers that torchrun gives a process."""
 
     rank: int = 0
-    size: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    """Its number on its machine, which is also that of its GPU."""
-    local_size: int = 1
-    """Processes on its machine."""
+    """The number of the process on its machine, which is also that of its GPU."""
+    local_world_size: int = 1
 
 
-def place(environment: Mapping[str, str] = os.environ) -> Place:
-    """What torchrun's, or else srun's, variables say; a world of 1 where there are none.
-
-    A batch script of SLURM itself, outside ``srun``, is a single process.
-    """
-    for names in (
-        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    ):
-        values = [environment.get(name, "") for name in names]
-        numbers = [int(found[0]) for value in values if (found := re.match(r"\d+", value))]
-        if len(numbers) == 4 and numbers[1] > 1:
-            return Place(*numbers)
-    return Place()
+def launch(environment: Mapping[str, str] = os.environ) -> Launch:
+    """The numbers in torchrun's variables; a world of 1 where there are none."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    values = [environment.get(name, "") for name in names]
+    if all(map(str.isdecimal, values)) and int(values[1]) > 1:
+        return Launch(*map(int, values))
+    return Launch()
 
 
 def rank() -> int:
     """The number of this process in its world."""
-    return _group().get_rank() if _joined() else 0
+    return _group().get_rank() if _is_initialized() else 0
 
 
-def size() -> int:
-    """W, the processes of the world."""
-    return _group().get_world_size() if _joined() else 1
+def world_size() -> int:
+    """W, the number of processes in the world."""
+    return _group().get_world_size() if _is_initialized() else 1
 
 
 def is_main() -> bool:
@@ -87,26 +74,23 @@ def is_main() -> bool:
 
 
 @contextlib.contextmanager
-def world() -> Iterator[None]:
-    """Joins the other processes that were started with this one, for as long as it lasts."""
-    here = place()
-    if here.size == 1:
+def process_group() -> Iterator[None]:
+    """torch's process group of the processes that torchrun started, for as long as it lasts."""
+    here = launch()
+    if here.world_size == 1:
         yield
         return
     import torch
     import torch.distributed as group
     from torch.distributed.rendezvous import rendezvous
 
-    for name, value in meeting_point().items():  # torchrun sets them, srun does not
-        os.environ.setdefault(name, value)
-    os.environ.update(RANK=str(here.rank), WORLD_SIZE=str(here.size))
     backend = "gloo"  # for numbers on the CPU: decisions, counts, and models without a GPU
     if torch.cuda.is_available():
         torch.cuda.set_device(here.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     store, number, count = next(rendezvous("env://"))
     store = group.PrefixStore(name_of_start(store, number, count), store)
-    group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=PATIENCE)
+    group.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
     yield
     group.destroy_process_group()  # not after an error: other ranks may be gone
 
@@ -126,10 +110,10 @@ def name_of_start(store: Any, number: int, count: int) -> str:
         start = store.get(f"answer/{mine}").decode()
         store.set(f"confirmed/{start}/{number}", "")
         return start
-    waiting, deadline = set(range(1, count)), time.monotonic() + FIRST_PATIENCE.total_seconds()
+    waiting, deadline = set(range(1, count)), time.monotonic() + START_TIMEOUT.total_seconds()
     while waiting:
         if time.monotonic() > deadline:
-            raise Agreed(f"rank {min(waiting)} was started and does not answer")
+            raise ErrorOnAllRanks(f"rank {min(waiting)} was started and does not answer")
         for other in [*waiting]:
             if store.check([f"reported/{other}"]):
                 store.set(f"answer/{store.get(f'reported/{other}').decode()}", mine)
@@ -139,56 +123,32 @@ def name_of_start(store: Any, number: int, count: int) -> str:
     return mine
 
 
-def meeting_point() -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT of a step of SLURM: its first machine, and a port made from the
-    numbers of job and step. Empty where they are set. Raises Agreed where SLURM does not say which
-    machines there are."""
-    if {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        return {}
-    step = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_STEP_ID", "0")
-    port = {"MASTER_PORT": str(20_000 + sum(map(int, step)) % 20_000)}
-    if "MASTER_ADDR" in os.environ:
-        return port
-    nodes = os.environ.get("SLURM_STEP_NODELIST", "")
-    try:
-        names = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-        ).stdout.split()
-    except (OSError, subprocess.CalledProcessError):
-        names = [] if "[" in nodes or not nodes else nodes.split(",")
-    if not names:
-        raise Agreed(
-            f"SLURM_STEP_NODELIST={nodes!r}: its first machine is not known: set MASTER_ADDR to it"
-        )
-    return {"MASTER_ADDR": names[0], **port}
-
-
-def agree(value: T) -> T:
+def broadcast(value: T) -> T:
     """Rank 0's ``value``, on every rank."""
-    if size() == 1:
+    if world_size() == 1:
         return value
     values = [value]
     _group().broadcast_object_list(values, src=0, device="cpu")
     return values[0]
 
 
-def gathered(value: T) -> list[T]:
+def all_gather_object(value: T) -> list[T]:
     """The ``value`` of every rank, in their order, on every rank."""
-    if size() == 1:
+    if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * size()
+    values: list[Any] = [None] * world_size()
     _group().all_gather_object(values, value)
     return values
 
 
-def united(entries: dict[K, T]) -> dict[K, T]:
+def all_gather_dict(entries: dict[K, T]) -> dict[K, T]:
     """The entries of all ranks, on every rank."""
-    return {key: value for part in gathered(entries) for key, value in part.items()}
+    return {key: value for part in all_gather_object(entries) for key, value in part.items()}
 
 
-def total(values: Tensor) -> Tensor:
+def all_reduce_sum(values: Tensor) -> Tensor:
     """The sum of ``values``, of any shape and one dtype, over all ranks."""
-    if size() > 1:
+    if world_size() > 1:
         values = values.clone()
         _group().all_reduce(values)
     return values
@@ -198,9 +158,9 @@ def on_main(work: Callable[[], T]) -> T:
     """Calls ``work`` on rank 0, while the others wait, and returns what it returned; None
     elsewhere.
 
-    Raises Agreed, on every rank, for a mistake that rank 0 meets.
+    Raises ErrorOnAllRanks, on every rank, for a mistake that rank 0 meets.
     """
-    if size() == 1:
+    if world_size() == 1:
         return work()
     return _together(lambda: work() if is_main() else None)  # type: ignore[return-value]
 
@@ -208,24 +168,24 @@ def on_main(work: Callable[[], T]) -> T:
 def main_first(work: Callable[[], T]) -> T:
     """Calls ``work`` on rank 0 and then, where that went well, on all others.
 
-    Raises Agreed, on every rank, for a mistake that any rank meets.
+    Raises ErrorOnAllRanks, on every rank, for a mistake that any rank meets.
     """
-    if size() == 1:
+    if world_size() == 1:
         return work()
     made = on_main(work)
     return _together(lambda: made if is_main() else work())
 
 
 def check_same(values: Mapping[str, object], right: str) -> None:
-    """Raises Agreed, on every rank, for the first of some named values that is another one on some
-    rank than on rank 0. ``right`` says what would be right."""
-    if size() == 1:
+    """Raises ErrorOnAllRanks, on every rank, for the first of some named values that is another one
+    on some rank than on rank 0. ``right`` says what would be right."""
+    if world_size() == 1:
         return
-    (machine, expected), *others = gathered((socket.gethostname(), dict(values)))
+    (machine, expected), *others = all_gather_object((socket.gethostname(), dict(values)))
     for number, (elsewhere, found) in enumerate(others, start=1):
         for name in expected | found:
             if found.get(name) != expected.get(name):
-                raise Agreed(
+                raise ErrorOnAllRanks(
                     f"{name}: {found.get(name)!s:.40} in rank {number} (on {elsewhere}), "
                     f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
                 )
@@ -233,17 +193,17 @@ def check_same(values: Mapping[str, object], right: str) -> None:
 
 def is_lost(error: Exception) -> bool:
     """Whether an error is that another rank of this world does not answer any more."""
-    if size() == 1 or not isinstance(error, RuntimeError):
+    if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _group().DistError) or "gloo" in str(error)
 
 
 def _together(work: Callable[[], T]) -> T:
-    """Calls ``work`` on every rank. Raises Agreed on all of them for a mistake of any."""
+    """Calls ``work`` on every rank. Raises ErrorOnAllRanks on all of them for a mistake of any."""
     made, mistake = None, None
     try:
         made = work()
-    except Agreed:
+    except ErrorOnAllRanks:
         raise
     except Exception as error:
         mistake = mistake_of(error)
@@ -251,16 +211,16 @@ def _together(work: Callable[[], T]) -> T:
             raise
         if not is_main():
             mistake = f"rank {rank()}: {mistake}"
-    mistakes = [said for said in gathered(mistake) if said is not None]
+    mistakes = [said for said in all_gather_object(mistake) if said is not None]
     if mistakes:
-        raise Agreed(mistakes[0])
+        raise ErrorOnAllRanks(mistakes[0])
     return made  # type: ignore[return-value]
 
 
-def replicated(losses: nn.Module) -> nn.Module:
+def data_parallel(losses: nn.Module) -> nn.Module:
     """A module whose forward returns losses, such that the gradients of its parameters become the
     mean over all ranks. All ranks go on with the parameters of rank 0."""
-    if size() == 1:
+    if world_size() == 1:
         return losses
     from torch.nn.parallel import DistributedDataParallel
 
@@ -274,24 +234,22 @@ def local_device(name: str) -> str:
 
     Raises UserError where a machine has fewer GPUs than processes, and for a single GPU by number.
     """
-    if size() == 1 or not name.startswith("cuda"):
+    if world_size() == 1 or not name.startswith("cuda"):
         return name
     if name != "cuda":
         raise UserError(f"device: {name!r} is one GPU for all processes: cuda gives each its own")
     import torch
 
-    here, there = place(), torch.cuda.device_count()
-    if there == 1 and "SLURM_LOCALID" in os.environ:  # SLURM shows each process its GPU alone
-        return "cuda:0"
-    if here.local_rank >= there:
+    local_rank, gpus = launch().local_rank, torch.cuda.device_count()
+    if local_rank >= gpus:
         raise UserError(
-            f"device: {name!r}: process {here.local_rank} of this machine has no GPU, there are "
-            f"{there}: start {there} processes a machine, or set device=cpu"
+            f"device: {name!r}: process {local_rank} of this machine has no GPU, there are "
+            f"{gpus}: start {gpus} processes a machine, or set device=cpu"
         )
-    return f"cuda:{here.local_rank}"
+    return f"cuda:{local_rank}"
 
 
-def _joined() -> bool:
+def _is_initialized() -> bool:
     if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
         return False
     return _group().is_available() and _group().is_initialized()

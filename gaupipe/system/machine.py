@@ -16,7 +16,7 @@ jobs = 1
 
 def processes() -> int:
     """Processes that share the machine's cores and memory, this one included."""
-    return jobs * distributed.place().local_size
+    return jobs * distributed.launch().local_world_size
 
 
 def share_of_cores() -> int:

@@ -1,9 +1,9 @@
 """When a training writes a checkpoint in the middle of an epoch, and how it ends there: Ctrl-C
 (SIGINT), and SIGTERM, which SLURM sends some time before it kills.
 
-A signal is a wish, and so is a clock that says that the last checkpoint is old. Only between two
-steps of the optimizer is there anything to save, and all ranks must save at the same one. So a
-wish waits, and the ranks tell each other of theirs with every batch
+A signal requests a checkpoint, and so does the clock when the last checkpoint is old. Only between
+two steps of the optimizer is there anything to save, and all ranks must save at the same one. So a
+request waits, and the ranks add up their requests with every batch
 (:class:`gaupipe.training.state.Update`).
 """
 
@@ -40,17 +40,16 @@ def let_through() -> None:
 
 
 class Pauses:
-    """The wishes for a checkpoint within an epoch, of this process and what the ranks agreed on.
+    """Requests for a checkpoint within an epoch: of this process, and of all ranks.
 
-    While it is entered, the first SIGINT or SIGTERM is a wish, a second SIGINT raises
+    While it is entered, the first SIGINT or SIGTERM is a request, a second SIGINT raises
     KeyboardInterrupt at once. Signals that the process ignores stay ignored.
     """
 
-    def __init__(self, minutes: float | None = None, steps: int | None = None) -> None:
-        """A checkpoint is due ``minutes`` (by the clock of rank 0) and ``steps`` of the optimizer
-        after the last; None is never."""
+    def __init__(self, minutes: float | None = None) -> None:
+        """A checkpoint is due so many ``minutes`` after the last, by the clock of rank 0; None is
+        never."""
         self.seconds = None if minutes is None else 60 * minutes
-        self.every = steps
         self.received: int | None = None
         """The signal that this process has received."""
         self.signal: int | None = None
@@ -91,37 +90,32 @@ class Pauses:
             os.write(2, message.encode())  # print is not safe in a signal handler
         self.received = self.received or number
 
-    def stepped(self) -> None:
-        """Counts a step of the optimizer."""
-        self.steps += 1
-
-    def wishes(self) -> list[float]:
-        """What this process wants, as numbers to be added up over ranks: [a checkpoint because of
-        the clock, an end because of SIGINT, an end because of SIGTERM]."""
+    def requests(self) -> list[float]:
+        """The requests of this process, as numbers to be added up over ranks: [a checkpoint because
+        of the clock, an end because of SIGINT, an end because of SIGTERM]."""
         late = self.seconds is not None and time.monotonic() - self.since >= self.seconds
         return [float(late and distributed.is_main()), *(self.received == n for n in SIGNALS)]
 
-    def agreed(self, wishes: Sequence[float]) -> None:
-        """Takes the sum of the wishes of all ranks."""
-        late, *asked = wishes
+    def take_sum(self, requests: Sequence[float]) -> None:
+        """Takes the sum of the requests of all ranks."""
+        late, *ended = requests
         self.late |= late > 0
-        for number, ranks in zip(SIGNALS, asked, strict=True):
+        for number, ranks in zip(SIGNALS, ended, strict=True):
             if ranks and self.signal is None:
                 self.signal = number
 
-    def agree(self) -> None:
-        """Tells the other ranks, where no batch does. Collective."""
-        self.agreed(distributed.total(torch.tensor(self.wishes())).tolist())
+    def all_reduce(self) -> None:
+        """Adds up the requests of all ranks, where no batch does. Collective."""
+        self.take_sum(distributed.all_reduce_sum(torch.tensor(self.requests())).tolist())
 
     @property
     def due(self) -> bool:
         """Whether there is to be a checkpoint after this step of the optimizer."""
-        counted = self.every is not None and self.steps >= self.every
-        return counted or self.late or self.signal is not None
+        return self.late or self.signal is not None
 
     def saved(self) -> None:
-        """Starts to count again: there is a checkpoint."""
-        self.since, self.steps, self.late = time.monotonic(), 0, False
+        """Starts the clock again: there is a checkpoint."""
+        self.since, self.late = time.monotonic(), False
 
 
 @contextlib.contextmanager

@@ -1,11 +1,18 @@
-"""The teacher of phase A: a ViT with GauAttention, the Gaussians it reads through, and its two
-forward modes."""
+"""A ViT with GauAttention as a teacher: the Gaussians it reads through, its two forward modes and
+the maps that it shows.
+
+Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width,
+C classes.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -16,10 +23,52 @@ from gaupipe.maps.gaussians import (
     expected_axes,
     from_raw,
     initial_raw,
+    outer,
     raw_at_tokens,
     sample,
 )
+from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.vit.forward import run_blocks
+
+AT_ONCE = 2**18
+"""Numbers of a map that are computed at once on a CPU: they stay in its cache."""
+
+
+class GaussianMaps:
+    """The attention of a batch as a teacher with Gaussians shows it.
+
+    grid        (h, w) in tokens
+    gaussians   [B, L, H, T, 4]
+    parameters  [B, ...] of the images, where the teacher has parameters of single images
+    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
+                at hand
+    """
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        gaussians: Tensor,
+        parameters: Tensor | None = None,
+        axes: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        self.grid, self.gaussians, self.parameters, self.axes = grid, gaussians, parameters, axes
+
+    @torch.no_grad()
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], computed in float32 and rounded to ``dtype``."""
+        images, layers, heads, tokens, _ = self.gaussians.shape
+        maps = self.gaussians.new_empty(images, layers, heads, tokens, tokens, dtype=dtype)
+        on_cpu = maps.device.type == "cpu"
+        at_once = max(1, AT_ONCE // (heads * tokens * tokens)) if on_cpu else images
+        for layer in range(layers):
+            for first in range(0, images, at_once):
+                part = slice(first, first + at_once)
+                if self.axes:
+                    along_y, along_x = (axis[part] for axis in self.axes[layer])
+                else:
+                    along_y, along_x = expected_axes(self.gaussians[part, layer], self.grid)
+                maps[part, layer] = outer(along_y, along_x)
+        return maps
 
 
 class Decoder(nn.Module):
@@ -53,6 +102,9 @@ class Teacher(nn.Module):
     With ``predicts`` there are no per-image parameters: the residual of a query is a linear map of
     the query's token, one for each block and head (``predictor``), which starts at 0. The prior
     then starts on the query's own token.
+
+    ``passes`` is the number of sampled passes behind one prediction; None reads through the exact
+    expected map.
     """
 
     def __init__(
@@ -62,14 +114,14 @@ class Teacher(nn.Module):
         prior: bool = True,
         compression: tuple[int, int] | None = None,
         predicts: bool = False,
+        passes: int | None = None,
     ) -> None:
         super().__init__()
         block: Any  # timm says Module
         for block in vit.blocks:
             block.attn.give_gaussians()
         self.vit = vit
-        self.parametrisation = parametrisation
-        self.has_prior = prior
+        self.parametrisation, self.passes = parametrisation, passes
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
         self.layers, self.heads = len(vit.blocks), block.attn.num_heads
         self.raw_shape = (
@@ -101,15 +153,27 @@ class Teacher(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """The weights of its ViT, for a student that starts from them, and by the names of a
         student the shared prior of each block in ``loc_scale`` and what predicts Gaussians."""
-        given = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
-        own = {"prior": torch.cat([given[..., :2], given[..., 2:].clamp_min(1e-6).log()], dim=-1)}
+        gaussians = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
+        log_std = gaussians[..., 2:].clamp_min(1e-6).log()
+        shared = {"prior": torch.cat([gaussians[..., :2], log_std], dim=-1)}
         if self.predictor is not None:
-            own["predictor"] = self.predictor.detach()
+            shared["predictor"] = self.predictor.detach()
         return self.vit.state_dict() | {
             f"blocks.{layer}.attn.{name}": values[layer]
-            for name, values in own.items()
+            for name, values in shared.items()
             for layer in range(self.layers)
         }
+
+    def sha256(self, per_image: BucketedState | None = None) -> str:
+        """A digest of the weights and of the per-image parameters, each of which one rank reads.
+        Collective."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+        if per_image is not None:
+            digest.update(" ".join(["buckets", *per_image.sha256s()]).encode())
+        return digest.hexdigest()
 
     @property
     def predicts_gaussians(self) -> bool:
@@ -118,7 +182,8 @@ class Teacher(nn.Module):
         return self.predictor is not None
 
     def residual(self, parameters: Tensor) -> Tensor:
-        """What per-image parameters ``[B, *per_image_shape]`` add to the prior: [B, L, H, T, P]."""
+        """The raw numbers [B, L, H, T, P] that per-image parameters ``[B, *per_image_shape]`` add
+        to the prior."""
         if self.decoder is None:
             return parameters
         return self.decoder(parameters).view(len(parameters), *self.raw_shape)
@@ -142,14 +207,56 @@ class Teacher(nn.Module):
     def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
         tokens predict where they look."""
-        seen: list[Tensor] = []
+        gaussians: list[Tensor] = []
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            seen.append(self.predicted(layer, tokens))
-            return attention(tokens, expected_axes(seen[-1], self.grid))
+            gaussians.append(self.predicted(layer, tokens))
+            return attention(tokens, expected_axes(gaussians[-1], self.grid))
 
         logits = run_blocks(self.vit, images, attend)
-        return logits, torch.stack(seen, dim=1)
+        return logits, torch.stack(gaussians, dim=1)
+
+    @torch.no_grad()
+    def forward_with_maps(
+        self,
+        images: Tensor,
+        parameters: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, GaussianMaps]:
+        """(log-probabilities [B, C], attention) of images [B, channels, height, width] in eval
+        mode. ``parameters`` [B, *per_image_shape] are the images' own; None: the prior alone.
+        ``generator`` draws the points of sampled passes."""
+        if self.predictor is not None:
+            logits, gaussians = self.look(images)
+            return logits.float().log_softmax(-1), GaussianMaps(self.grid, gaussians)
+        gaussians = self.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = gaussians.expand(len(images), *gaussians.shape[1:])
+        axes: list[tuple[Tensor, Tensor]] = []
+        logits = self.predict(images, gaussians, self.passes, generator, axes)
+        return logits, GaussianMaps(self.grid, gaussians, parameters, axes)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        images: Tensor,
+        gaussians: Tensor | None,
+        passes: int | None = None,
+        generator: torch.Generator | None = None,
+        axes: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Tensor:
+        """Log-probabilities [B, C] in eval mode.
+
+        The probabilities of so many sampled ``passes`` are averaged: a single pass at the means is
+        not the function that was trained. With None one pass is exact, and ``axes`` gets what
+        :meth:`forward` puts there.
+        """
+        if passes is None:
+            return self(images, gaussians, axes=axes).float().log_softmax(-1)
+        draws = [
+            self(images, gaussians, self.noise(images, generator)).float().log_softmax(-1)
+            for _ in range(passes)
+        ]
+        return torch.stack(draws).logsumexp(0) - math.log(passes)
 
     def forward(
         self,
@@ -163,7 +270,7 @@ class Teacher(nn.Module):
 
         Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
         T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
-        are the mean of several (:func:`predict`). Without ``noise`` the list ``axes`` gets the two
+        are the mean of several (:meth:`predict`). Without ``noise`` the list ``axes`` gets the two
         factors of each block's map, [B or 1, H, T, h] and [B or 1, H, T, w].
         """
 
@@ -186,28 +293,3 @@ class Teacher(nn.Module):
         return torch.randn(
             len(images), *self.raw_shape[:3], 2, generator=generator, device=images.device
         )
-
-
-@torch.no_grad()
-def predict(
-    teacher: Teacher,
-    images: Tensor,
-    gaussians: Tensor | None,
-    mode: str,
-    passes: int = 1,
-    generator: torch.Generator | None = None,
-    axes: list[tuple[Tensor, Tensor]] | None = None,
-) -> Tensor:
-    """Log-probabilities [B, C] of the teacher, which must be in eval mode.
-
-    In ``stochastic`` mode the probabilities of ``passes`` sampled passes are averaged: a single
-    pass at the means is not the function that was trained. In ``expected`` mode one pass is exact,
-    and ``axes`` gets what :meth:`Teacher.forward` puts there.
-    """
-    if mode == "expected":
-        return teacher(images, gaussians, axes=axes).float().log_softmax(-1)
-    draws = [
-        teacher(images, gaussians, teacher.noise(images, generator)).float().log_softmax(-1)
-        for _ in range(passes)
-    ]
-    return torch.stack(draws).logsumexp(0) - math.log(passes)

@@ -1,5 +1,5 @@
-"""The per-image parameters of a run that several processes share: an :class:`ImageState` for each
-bucket of image ids, of which a rank has its own.
+"""The per-image parameters of a run: an :class:`ImageState` for each bucket of image ids, of which
+a rank has its own. One process on its own has a single bucket.
 
 Axis letters: N images, B images of a batch, P buckets.
 """
@@ -50,11 +50,13 @@ class BucketedState:
 
     def read(self, image_ids: Tensor) -> Tensor:
         """As :meth:`ImageState.read`."""
-        parameters = [(where, state.read(ids)) for where, state, ids in self._parts(image_ids)]
-        read = torch.empty(len(image_ids), *parameters[0][1].shape[1:])
-        for where, part in parameters:
-            read[where] = part
-        return read
+        if self.buckets.count == 1:
+            return self.states[0].read(image_ids)
+        first = next(iter(self.states.values()))
+        parameters = torch.empty(len(image_ids), *first.initial.shape)
+        for where, state, ids in self._parts(image_ids):
+            parameters[where] = state.read(ids)
+        return parameters
 
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
         """As :meth:`ImageState.update`."""
@@ -70,14 +72,13 @@ class BucketedState:
     def sha256s(self) -> list[str]:
         """A digest of the parameters of each bucket, in the order of buckets. Every rank digests
         its own buckets."""
-        mine = {}
+        sha256s = {}
         for number in self.buckets.of_rank():
             digest = hashlib.sha256()
             for parameters in self.states[number].chunks():
                 digest.update(np.ascontiguousarray(parameters.numpy()).data)
-            mine[number] = digest.hexdigest()
-        found = distributed.united(mine)
-        return [found[number] for number in sorted(found)]
+            sha256s[number] = digest.hexdigest()
+        return [sha256 for _, sha256 in sorted(distributed.all_gather_dict(sha256s).items())]
 
     def release(self) -> None:
         """As :meth:`ImageState.release`."""
@@ -85,21 +86,21 @@ class BucketedState:
             state.release()
 
     def save(self, folder: Path, moment: str) -> dict[str, Any]:
-        """As :meth:`ImageState.save`: the sha256 of every bucket's file, of all ranks, by name.
-        Writes the files to ``folder``, where they lie safely beside those of earlier
-        moments."""
+        """Writes the committed parameters of every bucket to a file in ``folder``, where it lies
+        safely beside those of earlier moments, and returns what :meth:`load` needs: the sha256 of
+        every file, of all ranks, by name."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():
             path = folder / f"rows.{moment}.{number:04d}.pt"
             written[path.name] = digests.save(state.state_dict(), path)
         flush(folder)
-        self.files = distributed.united(written)
+        self.files = distributed.all_gather_dict(written)
         return {"buckets": self.files}
 
     def load(self, folder: Path, saved: dict[str, Any]) -> None:
-        """As :meth:`ImageState.load`. Raises UserError for a file that is missing or damaged; a
-        rank compares the digests of its own buckets."""
+        """Goes back to what :meth:`save` returned. Raises UserError for a file that is missing or
+        damaged; a rank compares the digests of its own buckets."""
         files: dict[str, str] = saved["buckets"]
         by_bucket = {int(name.split(".")[2]): name for name in files}
         for number, state in self.states.items():

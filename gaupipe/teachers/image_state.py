@@ -16,8 +16,6 @@ the image's step count: nine bytes an image. A record is compared with its check
 it is read after a checkpoint was loaded.
 
 Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
-Checkpoints, files on disk and the section ``phase_a.rows`` of the settings call an image's
-parameters its *row*, as the first version did.
 """
 
 from __future__ import annotations
@@ -35,15 +33,20 @@ from google_crc32c import value as crc32c
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import flush
 
 CHUNK_BYTES = 64 * 2**20
 """How much :meth:`ImageState.chunks` reads at a time."""
 
 
-def record_words(size: int, moments_dtype: torch.dtype = torch.float32) -> int:
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Adam's."""
+
+
+def record_words(size: int) -> int:
     """W, the int32 words of one record: an image's ``size`` float32 parameters and their two
     moments."""
-    return size * (3 if moments_dtype == torch.float32 else 2)
+    return 3 * size
 
 
 class ImageState:
@@ -60,33 +63,26 @@ class ImageState:
         initial: Tensor,
         *,
         lr: float,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        moments_dtype: torch.dtype = torch.float32,
         folder: Path | None = None,
         initial_std: float = 0.0,
         seed: int = 0,
         drawn_as: Tensor | None = None,
         to_read: bool = False,
     ) -> None:
-        """``lr``, ``betas`` and ``eps`` are Adam's. Every image starts at ``initial`` [*shape],
-        plus normal noise of ``initial_std`` that (``seed``, image id) alone determine.
+        """``lr`` is Adam's. Every image starts at ``initial`` [*shape], plus normal noise of
+        ``initial_std`` that (``seed``, image id) alone determine.
 
-        ``moments_dtype``: float32, or bfloat16 for two thirds of the size. bfloat16 rounds away
-        changes of less than 0.4 %: with beta2 = 0.999 the second moment follows well for the first
-        hundred or so steps of an image and then stops adapting. ``folder``: keep the records in
-        files there (made at the first update); None keeps them in memory. ``drawn_as`` [N]: the
-        image ids that the noise is drawn for, where they are others. ``to_read``: there are no
-        updates, and records in memory stay those that :meth:`load_state_dict` gets; of a checkpoint
-        that is mapped into memory only what is asked for is then read.
+        folder     keeps the records in files there, made at the first update; None: in memory
+        drawn_as   [N]: the image ids that the noise is drawn for, where they are others
+        to_read    there are no updates, and records in memory stay those that
+                   :meth:`load_state_dict` gets: of a checkpoint that is mapped into memory only
+                   what is asked for is then read
         """
-        if moments_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moments_dtype should be float32 or bfloat16, not {moments_dtype}")
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
-        self.lr, self.betas, self.eps, self.moments_dtype = lr, betas, eps, moments_dtype
+        self.lr = lr
         self.initial_std, self.seed, self.drawn_as = initial_std, seed, drawn_as
         self.steps = torch.zeros(num_images, dtype=torch.int32)
-        words = record_words(self.initial.numel(), moments_dtype)
+        words = record_words(self.initial.numel())
         self._records = (
             MemoryRecords(num_images, words, to_read)
             if folder is None
@@ -114,18 +110,15 @@ class ImageState:
         finite = torch.isfinite(gradient).all(1)
         image_ids, gradient = image_ids[finite], gradient[finite]
         records = self._read_records(image_ids)
-        parameters, *moments = self._parts(records)
-        first, second = (moment.float() for moment in moments)  # float32 ones are stepped in place
-        beta1, beta2 = self.betas
+        parameters, first, second = self._parts(records)  # views, stepped in place
+        beta1, beta2 = BETAS
         steps = self.steps[image_ids].add_(1)
         power = steps.double().unsqueeze(1)
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        denominator = second.div((1 - beta2**power).float()).sqrt_().add_(self.eps)
+        denominator = second.div((1 - beta2**power).float()).sqrt_().add_(EPS)
         denominator.mul_(((1 - beta1**power) / self.lr).float())
         parameters.addcdiv_(first, denominator, value=-1)
-        for stored, new in zip(moments, (first, second), strict=True):
-            stored.copy_(new)
         self._records.write(image_ids, records)
         self.steps[image_ids] = steps
 
@@ -150,13 +143,12 @@ class ImageState:
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: where images start and nine bytes an image for records in files,
-        else all of them.
+        """The start of images, and nine bytes an image for records in files, else all records.
 
         Raises RuntimeError for updates in files that :meth:`commit` has not committed.
         """
-        start = {"row": self.initial, "std": self.initial_std, "seed": self.seed}
-        return {"start": start, "steps": self.steps, **self._records.state_dict()}
+        start = {"mean": self.initial, "std": self.initial_std, "seed": self.seed}
+        return {"start": start, "steps": self.steps, "records": self._records.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
@@ -165,34 +157,22 @@ class ImageState:
         Raises UserError for a checkpoint of other parameters, or one whose files are missing or
         have moved on.
         """
-        if "records" in state and not isinstance(self._records, MemoryRecords):
+        before = "memory" if "values" in state["records"] else "files"
+        now = "memory" if isinstance(self._records, MemoryRecords) else "files"
+        if before != now:
             raise UserError(
-                "the checkpoint's per-image parameters were kept in memory, these settings keep "
-                "them in files: continue with the phase_a.rows that it was started with"
-            )
-        if "records" not in state and isinstance(self._records, MemoryRecords):
-            raise UserError(
-                "the checkpoint's per-image parameters were kept in files, these settings keep "
-                "them in memory: continue with the phase_a.rows that it was started with"
+                f"the checkpoint's per-image parameters were kept in {before}, these settings keep "
+                f"them in {now}: continue with the phase_a.rows that it was started with"
             )
         if len(state["steps"]) != len(self):
             raise UserError(
                 f"the checkpoint has parameters of {len(state['steps'])} images, "
                 f"the data set has {len(self)}"
             )
-        self._records.load_state_dict(state)
+        self._records.load_state_dict(state["records"])
         self.steps.copy_(state["steps"])
-        self.initial.copy_(state["start"]["row"])
+        self.initial.copy_(state["start"]["mean"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
-
-    def save(self, folder: Path, moment: str) -> dict[str, Any]:
-        """What a checkpoint in ``folder`` holds of the parameters, which are committed:
-        :meth:`state_dict`, beside which nothing is written."""
-        return self.state_dict()
-
-    def load(self, folder: Path, saved: dict[str, Any]) -> None:
-        """Goes back to what :meth:`save` returned, as :meth:`load_state_dict` does."""
-        self.load_state_dict(saved)
 
     def release(self) -> None:
         """Deletes superseded records once training is over: half of what the files take."""
@@ -236,9 +216,8 @@ class ImageState:
 
     def _parts(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of records [B, W]: parameters float32, first and second moments, all [B, R]."""
-        parameters, moments = records.tensor_split([self.initial.numel()], dim=1)
-        first, second = moments.view(self.moments_dtype).tensor_split(2, dim=1)
-        return parameters.view(torch.float32), first, second
+        parameters, first, second = records.view(torch.float32).tensor_split(3, dim=1)
+        return parameters, first, second
 
 
 class MemoryRecords:
@@ -264,18 +243,18 @@ class MemoryRecords:
         pass
 
     def state_dict(self) -> dict[str, Any]:
-        return {"records": self.records}
+        return {"values": self.records}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["records"].shape != self.records.shape:
+        if state["values"].shape != self.records.shape:
             raise UserError(
                 f"the checkpoint's per-image parameters have {state['records'].shape[1]} words an "
                 f"image, these settings ask for {self.records.shape[1]}"
             )
         if self.to_read:
-            self.records = state["records"]
+            self.records = state["values"]
         else:
-            self.records.copy_(state["records"])
+            self.records.copy_(state["values"])
 
 
 class FileRecords:
@@ -285,9 +264,9 @@ class FileRecords:
     page fault, and a write reads the page from disk before it overwrites it
     (``benchmarks/image_state.py`` has both).
 
-    ``files.json`` has the number of commits whose records are intact ("epoch", as they were only
-    at the ends of epochs in earlier versions): writes have begun on top of the last of them, never
-    of a later one. It is how a checkpoint that the files have left behind is noticed.
+    ``files.json`` has the number of commits whose records are intact: writes have begun on top of
+    the last of them, never of a later one. It is how a checkpoint that the files have left behind
+    is noticed.
     """
 
     def __init__(self, folder: Path, num_images: int, words: int) -> None:
@@ -297,8 +276,7 @@ class FileRecords:
         self.written = torch.zeros(num_images, dtype=torch.bool)
         """Images whose other place holds a newer record, not committed yet."""
         self.checksums = np.zeros((2, num_images), dtype=np.uint32)
-        """crc32c of the record in each place; 0 where it is not known, as in checkpoints of
-        earlier versions."""
+        """crc32c of the record in each place; 0 before its first write."""
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
         """Images whose committed record was written by another process and has not been compared
         yet."""
@@ -366,10 +344,11 @@ class FileRecords:
             self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(
                 records
             )
+            data = records.numpy().data.cast("B")
             size = self.words * 4
-            bytes_ = records.numpy().data.cast("B")
-            for start, (descriptor, offset) in enumerate(self._places(image_ids)):
-                if os.pwrite(descriptor, bytes_[start * size : (start + 1) * size], offset) != size:
+            for position, (descriptor, offset) in enumerate(self._places(image_ids)):
+                start = position * size
+                if os.pwrite(descriptor, data[start : start + size], offset) != size:
                     raise OSError("No space left on device")
         except OSError as error:
             raise UserError(
@@ -403,21 +382,20 @@ class FileRecords:
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
         return {
             "place": self.place,
-            "epoch": self.commits,
+            "commits": self.commits,
             "checksums": torch.from_numpy(committed.view(np.int32)),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        commits = state["epoch"]
+        commits = state["commits"]
         if commits:
             self._check_files(commits)
         self.place.copy_(state["place"])
         self.written.zero_()
         self.commits = commits
         self.checksums[:] = 0
-        if "checksums" in state:
-            images = np.arange(len(self.place))
-            self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
+        images = np.arange(len(self.place))
+        self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
         self.doubtful = torch.from_numpy(self.checksums.any(0))
 
     def _check_files(self, commits: int) -> None:
@@ -425,19 +403,19 @@ class FileRecords:
         commit."""
         try:
             files = json.loads((self.folder / "files.json").read_bytes())
-            there = files["num_images"], files["words"], files["epoch"]
+            num_images, words, written = files["num_images"], files["words"], files["commits"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise UserError(
                 f"{self.folder}: the files with the per-image parameters are missing or unreadable"
             ) from None
-        if there[:2] != (len(self.place), self.words):
+        if (num_images, words) != (len(self.place), self.words):
             raise UserError(
-                f"{self.folder} holds {there[0]} images of {there[1]} words, the settings ask for "
+                f"{self.folder} holds {num_images} images of {words} words, the settings ask for "
                 f"{len(self.place)} of {self.words}"
             )
-        if there[2] not in (commits - 1, commits):
+        if written not in (commits - 1, commits):
             raise UserError(
-                f"{self.folder} holds the per-image parameters of checkpoint {there[2]}, state.pt "
+                f"{self.folder} holds the per-image parameters of checkpoint {written}, state.pt "
                 f"needs those of checkpoint {commits}: they do not belong together"
             )
 
@@ -460,17 +438,12 @@ class FileRecords:
     def _mark(self) -> None:
         """Notes, before the first write after a commit, which commit's records stay intact
         meanwhile."""
+        files = {"commits": self.commits, "num_images": len(self.place), "words": self.words}
         partial = self.folder / "files.json.partial"
-        with partial.open("w") as file:
-            json.dump(
-                {"epoch": self.commits, "num_images": len(self.place), "words": self.words}, file
-            )
-            file.flush()
-            os.fsync(file.fileno())
+        partial.write_text(json.dumps(files))
+        flush(partial)
         partial.replace(self.folder / "files.json")
-        directory = os.open(self.folder, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        flush(self.folder)
 
 
 def checksums(records: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A trained vision transformer as a teacher: where it comes from, and the attention maps it shows.
+"""A trained vision transformer as a teacher, and the attention maps that it shows.
 
 Maps are read where every fused attention passes: at the calls of torch's
 ``scaled_dot_product_attention``. No hook is put on a module, so any ViT that attends through that
@@ -12,19 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import math
+from collections.abc import Sequence
 from typing import Any
 
-import timm
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from timm.layers import Attention
-from timm.models import get_pretrained_cfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,13 +25,12 @@ from torch.overrides import TorchFunctionMode
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.batches import ImageData
+from gaupipe.maps.fits import fit
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
-from gaupipe.vit.saving import WEIGHTS, load_folder
 
-LOCAL = "local-dir:"
 SETTING = "phase_a.teacher"
-RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
+READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
 
 
 class AttentionReader(TorchFunctionMode):
@@ -69,7 +61,8 @@ def softmax_of_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The map [..., queries, keys] float32 that ``scaled_dot_product_attention`` would use."""
+    """The map [..., queries, keys] float32 that ``scaled_dot_product_attention`` would use. A query
+    whose keys are all masked has a row of zeros."""
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -80,26 +73,48 @@ def softmax_of_scores(
     if is_causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        else:
-            scores = scores + attn_mask
-    return scores.softmax(-1).nan_to_num(0.0)  # a query without a key looks nowhere
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    if not is_causal and attn_mask is None:
+        return scores.softmax(-1)
+    without_keys = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.softmax(-1).masked_fill(without_keys, 0.0)
 
 
-@dataclass
-class Seen:
-    """What a teacher shows of a batch.
+class VitMaps:
+    """The attention of a batch as a ViT shows it.
 
-    logits   [B, C] float32; zeros where the teacher predicts no classes
-    maps     for each block [B, H, T, T] float32, from patches to patches, rows sum to 1
-    dropped  [L, H]: the mean share of a patch's attention that class and register tokens had
+    blocks      for each block [B, H, T, T] float32, from patches to patches, rows sum to 1
+    grid        (h, w) in patches
+    dropped     [L, H]: the mean share of a patch's attention that class and register tokens had
+    divergence  [L, H], after Gaussians were fitted: the KL that is left, mean over images and
+                queries
     """
 
-    logits: Tensor
-    maps: list[Tensor]
-    dropped: Tensor
+    def __init__(self, blocks: Sequence[Tensor], grid: tuple[int, int], dropped: Tensor) -> None:
+        self.blocks, self.grid, self.dropped = blocks, grid, dropped
+        self.divergence: Tensor | None = None
+
+    def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, L, H, T, T], rounded to ``dtype``."""
+        images, *rest = self.blocks[0].shape
+        maps = self.blocks[0].new_empty(images, len(self.blocks), *rest, dtype=dtype)
+        for layer, block in enumerate(self.blocks):
+            maps[:, layer] = block
+        return maps
+
+    def mixtures(self, components: int) -> Tensor:
+        """The maps as so many Gaussians a query: [B, L, H, T, K, 5]."""
+        mixtures, left = fit(self.maps(), self.grid, components)
+        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
+        return mixtures
+
+    @property
+    def gaussians(self) -> Tensor:
+        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
+        return self.mixtures(1)[..., 0, 1:]
 
 
 class VitTeacher(nn.Module):
@@ -124,33 +139,53 @@ class VitTeacher(nn.Module):
             if hasattr(module, "fused_attn"):
                 module.fused_attn = True  # else the module never calls what is read
         self._check_images(data)
+        self._check_weights()
         self.num_classes = data.num_classes
         self.predicts = self.model.num_classes > 0
         self._adapt_normalisation(data)
         self.grid, self.layers, self.heads, self.prefix = self._shape_of_maps(data)
 
-    def forward(self, images: Tensor) -> Seen:
-        """``images`` [B, channels, height, width], normalised as the data set is."""
-        if self.rescale is not None:
-            images = images * self.rescale + self.offset
+    @torch.inference_mode()
+    def forward_with_maps(
+        self,
+        images: Tensor,
+        parameters: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, VitMaps]:
+        """(log-probabilities [B, C] float32, attention) of images [B, channels, height, width],
+        normalised as the data set is; zeros where the teacher predicts no classes. A ViT has no
+        ``parameters`` of images and draws nothing.
+
+        Raises UserError for attention or predictions that are not finite.
+        """
         with AttentionReader() as reader:
-            features = self.model.forward_features(images)
+            features = self.model.forward_features(self._normalised(images))
+        logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
         if self.predicts:
-            logits = self.model.forward_head(features).float()
-        else:
-            logits = images.new_zeros(len(images), self.num_classes, dtype=torch.float32)
-        maps, dropped = [], []
+            logits = self._finite(self.model.forward_head(features).float(), "its predictions")
+            logits = logits.log_softmax(-1)
+        blocks: list[Tensor] = []
+        dropped: list[Tensor] = []
         while reader.maps:  # [B, H, P + T, P + T], freed one by one
             patches, share = without_prefix(reader.maps.pop(0), self.prefix)
-            maps.append(patches)  # [B, H, T, T]
+            self._finite(patches.sum(), f"the attention of its block {len(blocks)}")
+            blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
-        return Seen(logits, maps, torch.stack(dropped))
+        return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits [B, C] float32 of images as :meth:`forward` takes them."""
-        if self.rescale is not None:
-            images = images * self.rescale + self.offset
-        return self.model(images).float()
+        """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them."""
+        return self._finite(self.model(self._normalised(images)).float(), "its predictions")
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        """The data set's images in the normalisation that the model was trained with."""
+        return images if self.rescale is None else images * self.rescale + self.offset
+
+    def _finite(self, values: Tensor, what: str) -> Tensor:
+        """The same values. Raises UserError for infinite ones and NaN."""
+        if not torch.isfinite(values).all():
+            raise UserError(f"{SETTING}: {self.name}: {what} are not finite numbers")
+        return values
 
     def weights(self) -> dict[str, Tensor]:
         """Its weights by timm's names, for a student that starts from them; of the position
@@ -168,8 +203,9 @@ class VitTeacher(nn.Module):
             )
         return weights_of_patches(self.model)
 
-    def sha256(self) -> str:
-        """A digest of the weights and of what they are used in."""
+    def sha256(self, per_image: Any = None) -> str:
+        """A digest of the weights and of what they are used in. A ViT has no per-image
+        parameters."""
         described = {
             "modules": str(self.model),
             "arguments": getattr(self.model, "gaupipe_args", None),
@@ -212,22 +248,42 @@ class VitTeacher(nn.Module):
                 "and phase_b.alpha=0"
             )
 
+    def _check_weights(self) -> None:
+        for name, weight in self.model.state_dict().items():
+            if weight.is_floating_point() and not weight.is_meta:
+                self._finite(weight, f"the weights {name}")
+
     def _adapt_normalisation(self, data: ImageData) -> None:
         """From the data set's normalisation to the one that the model was trained with."""
-        config = getattr(self.model, "pretrained_cfg", None) or {}
-        mean, std = (
-            torch.tensor(config.get(key) or own, dtype=torch.float64)
-            for key, own in (("mean", data.mean), ("std", data.std))
-        )
-        if len(mean) != data.channels:  # weights of three channels were summed to one
-            mean, std = mean.mean().expand(data.channels), std.mean().expand(data.channels)
         own_mean, own_std = (torch.tensor(v, dtype=torch.float64) for v in (data.mean, data.std))
+        mean, std = self._statistics("mean", own_mean), self._statistics("std", own_std)
         same = torch.equal(mean, own_mean) and torch.equal(std, own_std)
         # (x * own_std + own_mean - mean) / std
         rescale = None if same else (own_std / std).float().view(-1, 1, 1)
         offset = ((own_mean - mean) / std).float().view(-1, 1, 1)
         self.register_buffer("rescale", rescale, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
+
+    def _statistics(self, name: str, default: Tensor) -> Tensor:
+        """The "mean" or "std" of the channels that the model was trained with; the ``default``
+        [channels] where its weights do not say. Raises UserError for what is no such list."""
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+        values, least = config.get(name), 0 if name == "std" else -math.inf
+        if values is None:
+            return default
+        numbers = values if isinstance(values, list | tuple) else ()
+        if len(numbers) not in (1, 3, len(default)) or not all(
+            isinstance(number, int | float) and least < number < math.inf for number in numbers
+        ):
+            right = "a number above 0" if name == "std" else "a number"
+            raise UserError(
+                f"{SETTING}: {self.name}: its pretrained_cfg has the {name} {values!r}: should be "
+                f"{right} for each of {len(default)} channels"
+            )
+        statistics = torch.tensor(numbers, dtype=torch.float64)
+        if len(statistics) == len(default):
+            return statistics
+        return statistics.mean().expand(len(default))  # weights of three channels, summed to one
 
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
@@ -244,22 +300,21 @@ class VitTeacher(nn.Module):
                 f"{what} cannot take images of {data.image_size} x {data.image_size} pixels: "
                 f"{reason[:200]}"
             ) from None
-        readable = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
         if not reader.maps:
             raise UserError(
                 f"{what} shows no attention maps: it never calls scaled_dot_product_attention; "
-                f"{readable}"
+                f"{READABLE}"
             )
         grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
         prefix = getattr(self.model, "num_prefix_tokens", 0)
         heads = reader.maps[0].shape[1]
         if grid is None:
-            raise UserError(f"{what} has no grid of patches: {readable}")
+            raise UserError(f"{what} has no grid of patches: {READABLE}")
         blocks = len(getattr(self.model, "blocks", reader.maps))
         if blocks != len(reader.maps):
             raise UserError(
                 f"{what} has {len(reader.maps)} attention maps in {blocks} blocks; a teacher has "
-                f"one in each: {readable}"
+                f"one in each: {READABLE}"
             )
         tokens = prefix + grid[0] * grid[1]
         for block, maps in enumerate(reader.maps):
@@ -268,7 +323,7 @@ class VitTeacher(nn.Module):
                     f"{what} does not attend over all patches in every block: two images of "
                     f"{grid[0]} x {grid[1]} patches should give maps {[2, heads, tokens, tokens]}, "
                     f"block {block} gives {list(maps.shape)} (windows, pooled keys, or another "
-                    f"number of heads); {readable}"
+                    f"number of heads); {READABLE}"
                 )
         return tuple(grid), len(reader.maps), heads, prefix
 
@@ -279,169 +334,3 @@ def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
     if "pos_embed" in weights:
         weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
     return weights
-
-
-def load_vit(
-    teacher: str,
-    data: ImageData,
-    arguments: dict[str, Any],
-    *,
-    download: bool = False,
-    remedy: str = f"{SETTING} should name a folder with a trained ViT that timm reads",
-) -> VitTeacher:
-    """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
-
-    teacher     ``local-dir:FOLDER``, as a student of ours is saved, or a timm model with weights,
-                such as ``deit_small_patch16_224.fb_in1k``
-    arguments   further keywords of ``timm.create_model``, such as ``{img_size: 32}``
-    download    fetch weights that are not on this machine
-    remedy      what to do where the folder is not whole
-
-    Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
-    """
-    if teacher.startswith(LOCAL):
-        folder = Path(teacher.removeprefix(LOCAL)).expanduser()
-        if not folder.is_dir():
-            raise UserError(f"there is no folder {folder}: {remedy}")
-        model = load_folder(folder, remedy, arguments)
-    else:
-        with _of_setting():
-            config = published(teacher)
-        if cached_weights(config) is None:
-            check_fit(teacher, arguments, data)
-        with _of_setting():
-            model = pretrained(teacher, arguments, download)
-    return VitTeacher(model, data, teacher)
-
-
-@contextlib.contextmanager
-def _of_setting() -> Iterator[None]:
-    """Puts the name of the setting before messages."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{SETTING}: {error}") from None
-
-
-def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:
-    """Raises UserError for a model of timm's that is no teacher for the data, whatever its weights
-    are: before they are fetched."""
-    for device in ("meta", "cpu"):  # the first takes no memory; not every model runs there
-        try:
-            with torch.device(device):
-                model = timm.create_model(name, **arguments)
-        except Exception:  # no model of timm's, or keywords that it does not take: said later
-            return
-        try:
-            VitTeacher(model, data, name)
-        except UserError:
-            if device == "cpu":
-                raise
-        else:
-            return
-
-
-def pretrained(
-    name: str,
-    arguments: dict[str, Any],
-    download: bool,
-    right: str = RIGHT,
-    consent: str = "phase_a.download=true",
-) -> nn.Module:
-    """A timm model with its weights from this machine, or from the hub where ``download`` allows
-    it.
-
-    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which says what
-    name would be ``right`` and how to give the ``consent`` to a download.
-    """
-    config = published(name, right)
-    file = cached_weights(config)
-    if file is None and not download:
-        source = _repository(config)[0] if _on_hub(config) else config.url or config.hf_hub_id
-        raise UserError(
-            f"the weights of {name} ({source}) are not on this machine: {consent} fetches them"
-        )
-    overlay = None
-    if _on_hub(config):
-        overlay = {"file": file or _fetched(name, config), "custom_load": False}
-    try:
-        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments)
-    except Exception as error:  # whatever timm makes of keywords or of a broken download
-        raise UserError(f"timm cannot build {name} with {arguments}: {_one_line(error)}") from None
-
-
-def published(name: str, right: str = RIGHT) -> Any:
-    """timm's configuration of trained weights. Raises UserError where timm knows none of this
-    name, and says what name would be ``right``."""
-    try:
-        config = get_pretrained_cfg(name)
-    except RuntimeError:  # a tag that the model has not
-        config = None
-    if config is None:
-        near = timm.list_pretrained(f"*{name.split('.')[0]}*")[:3]
-        hint = f"; there are {', '.join(near)}" if near else ""
-        if name and Path(name).is_dir():
-            hint += f"; for the folder write {LOCAL}{name}"
-        raise UserError(f"timm has no weights {name!r}{hint}; {right} is right")
-    if not config.has_weights:
-        raise UserError(f"timm has no trained weights for {name}: train one first")
-    return config
-
-
-def cached_weights(config: Any) -> str | None:
-    """The file on this machine with the weights of timm's ``config``; None where there is none."""
-    if _on_hub(config):
-        repository, revision = _repository(config)
-        for file in _files(config):
-            cached = try_to_load_from_cache(repository, file, revision=revision)
-            if isinstance(cached, str):
-                return cached
-        return None
-    name = Path(config.url or "none").name
-    local = Path(config.file or Path(torch.hub.get_dir()) / "checkpoints" / name)
-    return str(local) if local.is_file() else None
-
-
-def _on_hub(config: Any) -> bool:
-    return bool(config.hf_hub_id and config.custom_load != "hf")
-
-
-def _repository(config: Any) -> tuple[str, str | None]:
-    """Name and revision."""
-    repository, _, revision = config.hf_hub_id.partition("@")
-    return repository, revision or None
-
-
-def _files(config: Any) -> tuple[str, str]:
-    """The files of a repository that may hold the weights, the likeliest first."""
-    return config.hf_hub_filename or WEIGHTS[0], WEIGHTS[1]
-
-
-def _fetched(name: str, config: Any) -> str:
-    """The weights of a model on the hub, fetched to this machine."""
-    repository, revision = _repository(config)
-    problem: Exception | None = None
-    logger = logging.getLogger("huggingface_hub")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # of every attempt that failed it writes a line
-    try:
-        for file in _files(config):
-            try:
-                return hf_hub_download(repository, file, revision=revision)
-            except LocalEntryNotFoundError:
-                why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else f"no connection to {ENDPOINT}"
-                raise UserError(f"the weights of {name} could not be fetched: {why}") from None
-            except EntryNotFoundError as error:  # no such file there: maybe the other one is
-                problem = problem or error
-            except Exception as error:  # no leave to read it, a full disk
-                problem = error
-                break
-    finally:
-        logger.setLevel(level)
-    raise UserError(
-        f"the weights of {name} could not be fetched from {repository}: {_one_line(problem)}"
-    )
-
-
-def _one_line(error: Exception | None) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -37,9 +37,7 @@ class TensorBoard:
 
     needs = "torch.utils.tensorboard.writer"
 
-    def __init__(
-        self, folder: Path, project: str, name: str, run: str, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, name: str, run: str, config: Mapping[str, Any]) -> None:
         module = importlib.import_module(self.needs)
         self.writer = module.SummaryWriter(str(folder / "tensorboard"))
 
@@ -62,15 +60,13 @@ class WandB:
 
     needs = "wandb"
 
-    def __init__(
-        self, folder: Path, project: str, name: str, run: str, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, folder: Path, name: str, run: str, config: Mapping[str, Any]) -> None:
         self.module = importlib.import_module(self.needs)
-        own = self._of_run(folder, name, run)
+        options = {"project": "gaupipe", "config": dict(config), "resume": "allow"}
         with contextlib.redirect_stdout(sys.stderr):  # a command's results go to stdout
-            self.run = self.module.init(project=project, config=dict(config), resume="allow", **own)
+            self.run = self.module.init(**options, **self._identity(folder, name, run))
 
-    def _of_run(self, folder: Path, name: str, run: str) -> dict[str, Any]:
+    def _identity(self, folder: Path, name: str, run: str) -> dict[str, Any]:
         return {"dir": str(folder), "name": name, "id": run}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -90,7 +86,7 @@ class Trackio(WandB):
 
     needs = "trackio"
 
-    def _of_run(self, folder: Path, name: str, run: str) -> dict[str, Any]:
+    def _identity(self, folder: Path, name: str, run: str) -> dict[str, Any]:
         return {"name": f"{name} {run}".replace("/", " ")}  # it is a folder's name
 
 

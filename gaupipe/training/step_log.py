@@ -1,5 +1,5 @@
-"""What a training says of itself every so many batches: a line of steps.jsonl, and the loggers
-(:mod:`gaupipe.training.loggers`)."""
+"""steps.jsonl: the progress of a training every so many batches, which the loggers
+(:mod:`gaupipe.training.loggers`) get too."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ import numpy as np
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
-from gaupipe.settings import Settings, flatten
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training.loggers import LOGGERS, Logger
-from gaupipe.training.state import Update
+from gaupipe.training.update import Update
 
 
 class StepLog:
-    """Writes ``folder``/steps.jsonl, and tells the loggers of the settings. Of several ranks the
-    first does, of its own images; ``images_per_s`` are those of all.
+    """Writes ``folder``/steps.jsonl, and tells the loggers of the settings. Only rank 0 does, of
+    its own images; ``images_per_s`` are those of all.
 
-    A line is about the batches since the line before, within one epoch:
+    A line is about the batches since the line before, within one epoch and one process:
 
         epoch, step     the epoch's number, and batches of the training so far, both from 1
         loss, ...       the means of the losses over the images
@@ -45,8 +46,7 @@ class StepLog:
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
         """``batches`` are those of the training."""
         self.folder, self.update, self.batches = folder, update, batches
-        self.settings = settings
-        self.every = settings.log.every
+        self.settings, self.every = settings, settings.log.every
         self.sums: dict[str, Tensor] = {}
         self.images = 0
         self._loggers: list[Logger] = []
@@ -54,22 +54,21 @@ class StepLog:
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.told = read_told(self.folder / "log.json")
-        self._begin()
+        self.begin_line()
         self.update.log_norm = bool(self.every)
         distributed.on_main(self._open)
         return self
 
     def _open(self) -> None:
-        """What rank 0 writes to. Raises UserError where a logger cannot be opened, such as one
-        whose service refuses."""
+        """Opens what rank 0 writes to. Raises UserError where a logger cannot be opened, such as
+        one whose service refuses."""
         if self.every:
             remove_later(self.folder / "steps.jsonl", self.update.batch)
-        log, config = self.settings.log, flatten(self.settings)
         parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
         name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
-        for logger in log.to:
+        for logger in self.settings.log.to:
             try:
-                opened = LOGGERS[logger](self.folder, log.project, name, run, config)
+                opened = LOGGERS[logger](self.folder, name, run, flatten(self.settings))
             except Exception as error:  # packages of others raise their own
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
@@ -80,18 +79,10 @@ class StepLog:
             logger.close()
         self._loggers = []
 
-    def start_epoch(self, saved: Mapping[str, Any] | None) -> None:
-        """Begins a line. ``saved`` is what :meth:`state` returned in the middle of the epoch."""
-        self._begin()
-        if saved:
-            self.images = saved["images"]
-            self.sums = {name: one.to(self.update.device) for name, one in saved["sums"].items()}
-            self._since -= saved["seconds"]
-
-    def state(self) -> dict[str, Any]:
-        """What the line that has begun knows."""
-        sums = {name: total.cpu() for name, total in self.sums.items()}
-        return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
+    def begin_line(self) -> None:
+        """Forgets the batches since the last line: an epoch begins, or goes on."""
+        self.images, self.sums = 0, {}
+        self._since, self._waited = time.monotonic(), dict(self.batches.waited)
 
     def pause(self, seconds: float) -> None:
         """Time that is none of the training's."""
@@ -115,9 +106,7 @@ class StepLog:
             for name, value in metrics.items()
             if isinstance(value, int | float) and name != "epoch"
         }
-        if self._loggers and self._is_new("epochs", metrics["epoch"]):
-            for logger in self._loggers:
-                logger.log(self.update.batch, numbers)
+        self._tell("epochs", metrics["epoch"], numbers)
 
     @property
     def wants_images(self) -> bool:
@@ -130,10 +119,6 @@ class StepLog:
             for logger in self._loggers:
                 logger.image(self.update.batch, name, image)
 
-    def _begin(self) -> None:
-        self.images, self.sums = 0, {}
-        self._since, self._waited = time.monotonic(), dict(self.batches.waited)
-
     def _write(self, epoch: int) -> None:
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
@@ -142,19 +127,23 @@ class StepLog:
             **{name: (total / self.images).item() for name, total in self.sums.items()},
             "lr": self.update.state.optimizer.param_groups[0]["lr"],
             **({} if norm is None else {"grad_norm": float(norm)}),
-            "images_per_s": round(self.images * distributed.size() / seconds, 1),
+            "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
             **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
         }
         step = self.update.batch
+        finite = {  # JSON has no infinity, which a first step in float16 may bring
+            name: value if math.isfinite(value) else None for name, value in values.items()
+        }
         with (self.folder / "steps.jsonl").open("a") as file:
-            finite = {  # JSON has no infinity, which a first step in float16 may bring
-                name: value if math.isfinite(value) else None for name, value in values.items()
-            }
             file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
-        if self._loggers and self._is_new("steps", step):
+        self._tell("steps", step, {f"step/{name}": value for name, value in values.items()})
+        self.begin_line()
+
+    def _tell(self, what: str, number: int, values: Mapping[str, float]) -> None:
+        """Gives the loggers numbers that they have not had yet."""
+        if self._loggers and self._is_new(what, number):
             for logger in self._loggers:
-                logger.log(step, {f"step/{name}": value for name, value in values.items()})
-        self._begin()
+                logger.log(self.update.batch, values)
 
     def _is_new(self, what: str, number: int) -> bool:
         """Whether the loggers have not been told of this yet; from now on they have."""
@@ -169,18 +158,18 @@ def read_told(path: Path) -> dict[str, Any]:
     """{"run": the id under which loggers know a training, and what they were told: the last of its
     "steps" and "epochs", and the step of the last of its "images"}; a new one where there is no
     such file, or a damaged one."""
-    told: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0, "images": 0}
+    fresh: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0, "images": 0}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        found = json.loads(path.read_bytes())
-        told = {name: type(value)(found[name]) for name, value in told.items()}
-    return told
+        written = json.loads(path.read_bytes())
+        return {name: type(value)(written[name]) for name, value in fresh.items()}
+    return fresh
 
 
 def remove_later(path: Path, step: int) -> None:
-    """Removes the lines of a steps.jsonl after ``step``, and what a killed process wrote of one."""
-    kept = []
+    """Removes the lines of a steps.jsonl after ``step``, and a half-written one."""
+    lines = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    write_whole(path, "".join(kept))
+                lines.append(line + "\n")
+    write_whole(path, "".join(lines))

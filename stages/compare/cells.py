@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, ValidationError
 
-from gaupipe import settings as config
 from gaupipe.settings import Settings, StoreKind
+from gaupipe.settings import load as config
 from gaupipe.settings.sections import Section
 from gaupipe.system.errors import UserError
 
@@ -142,10 +142,7 @@ def _controls(base: Settings, distilled: str) -> list[Cell]:
         "shuffled maps": {"phase_b.shuffle_maps": True},
     }
     if not base.phase_a.learns_gaussians:
-        changes = {
-            "shuffled maps": {"phase_b.shuffle_maps": True},
-            "average maps": {"phase_b.average_maps": True},
-        }
+        changes = {"shuffled maps": {"phase_b.shuffle_maps": True}}
         if base.phase_b.alpha:
             changes["no soft labels"] = no_soft_labels
     return [
@@ -272,7 +269,7 @@ def resolve(
 def of_baseline(base: Settings) -> Settings:
     """Settings whose phase B has the optimizer and the epochs of the baseline."""
     own = {"optim": base.baseline_optim, "epochs": base.baseline.epochs or base.phase_b.epochs}
-    rest = {"optim": None, "epochs": None}
+    rest: dict[str, Any] = {"optim": {}, "epochs": None}
     return base.model_copy(
         update={
             "phase_b": base.phase_b.model_copy(update=own),
@@ -288,5 +285,5 @@ def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
     """
     tree = settings.model_dump(mode="json")
     for name, value in changes.items():
-        config.place(tree, name, value, where)
+        config.set_value(tree, name, value, where)
     return config.parse(tree, where)

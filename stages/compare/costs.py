@@ -25,13 +25,14 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, ImageData
 from gaupipe.distillation.student import build_student
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.training.optimizer import select_device
-from gaupipe.training.state import Update
+from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.cells import BASELINE
 from stages.compare.trainings import Comparison, Training
+from stages.train import training_state
 
 ROUNDS = 15
 """Turns that count, after one to warm up."""
@@ -59,7 +60,7 @@ def measure(comparison: Comparison) -> dict[str, Any]:
     What an earlier call measured on the same machine is read from ``costs.json``.
     """
     reference = comparison.trainings[BASELINE][0]
-    select_device(reference.settings)
+    select_device(reference.settings.device, reference.settings.threads)
     machine, path = machine_name(reference), comparison.run_dir / FILE
     key = f"{machine}; next to {reference.folder.name}"
     measured = read_costs(path, key)
@@ -93,7 +94,7 @@ def read_costs(path: Path, key: str) -> dict[str, Costs]:
 
 def machine_name(training: Training) -> str:
     """What is measured on, and how."""
-    device = select_device(training.settings)
+    device = select_device(training.settings.device, training.settings.threads)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{processor_name()}, processor time of one thread"
@@ -179,13 +180,13 @@ class Contender:
         else:
             maps = None if training.maps == teacher.maps else str(training.maps)
             job = phase_b.build(settings, data, teacher, maps)
-        self.job, self.losses_of = job, phase_b.StudentLosses(job)
+        self.job, self.losses_of = job, job.losses()
         sizes = settings.data
         batches = Batches(data.train, data, job.device, sizes.batch_size, 0, sizes.num_buckets)
         augment = Augment(settings.phase_b.augment, settings.seed)
         stored = None if job.maps is None else phase_b.MapsOfEpoch(job.maps)
         self.batch = next(iter(batches.epoch(0, augment, stored)))
-        self.update = Update(phase_b.training_state(job), batches.steps)
+        self.update = Update(training_state(job), batches.steps)
 
     def step(self) -> None:
         """A training step on the batch, as :func:`stages.phase_b.train` makes it."""

@@ -12,10 +12,11 @@ import torch
 import store
 from gaupipe.data.batches import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
-from gaupipe.settings import ExportSettings, Settings, read_yaml
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.settings.load import read_yaml
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.training import loggers
-from gaupipe.training.optimizer import select_device
 from stages import export_maps
 from stages.compare.cells import (
     BASELINE,
@@ -33,6 +34,7 @@ from stages.compare.trainings import Comparison, as_run, export_of
 from stages.compare.workers import Workers
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
+from stages.phase_a.job import TeacherJob
 from stages.runs.directory import locked
 
 SNAPSHOTS = 3
@@ -117,7 +119,7 @@ def check(cell: Cell, settings: Settings, data: ImageData) -> None:
     try:
         export = export_of(cell, settings)
         settings = as_run(settings, settings.seed, baseline=cell.plain)
-        select_device(settings)
+        select_device(settings.device, settings.threads)
         if cell.plain:
             check_baseline(settings, data)
         else:
@@ -131,7 +133,7 @@ def check_distilled(settings: Settings, data: ImageData, export: ExportSettings)
     stores that do not go together."""
     if settings.phase_a.learns_gaussians:
         teacher = phase_a.build_teacher(settings, data)
-        job = phase_a.PhaseA(settings, data, torch.device("cpu"), teacher, None)
+        job = TeacherJob(settings, data, torch.device("cpu"), teacher)
         phase_a.training_state(job)
         export_maps.make_schema(job, export, sha256="0" * 64)
         check_student(settings, data, MapShape.of(teacher), teacher.weights())

@@ -8,18 +8,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe import settings as config
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import (
-    IRRELEVANT,
     BaselineSettings,
     DataSettings,
     ExportSettings,
     PhaseASettings,
     PhaseBSettings,
     Settings,
-    older_names,
 )
+from gaupipe.settings import load as config
+from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import read_metrics
 from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
@@ -34,17 +33,12 @@ DISTILLATION = (
     "gamma_schedule",
     "gamma_epochs",
     "layer_map",
-    "layer_weights",
-    "mean_heads",
     "shuffle_maps",
-    "average_maps",
     "match_grid",
     "warm_start",
     "temperature",
     "direction",
-    "preload_gb",
     "head_map",
-    "copy_epochs",
 )
 """Settings of phase B that mean nothing without a teacher."""
 
@@ -91,10 +85,10 @@ def digest(settings: Settings, *more: Any) -> str:
     defaults = config.flatten(Settings())
     changed = {
         name: value
-        for name, value in config.flatten(settings).items()
-        if name not in IRRELEVANT and (name not in defaults or value != defaults[name])
+        for name, value in config.flatten(settings, Scope.ANYTIME).items()
+        if name not in defaults or value != defaults[name]
     }
-    text = json.dumps([older_names.as_recorded(changed), *more], sort_keys=True)
+    text = json.dumps([changed, *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -207,7 +201,7 @@ class Comparison:
     def load(self, data: DataSettings) -> ImageData:
         """A data set, read once."""
         if data not in self.data:
-            self.data[data] = load_data(data)
+            self.data[data] = load_data(data, self.settings.download)
         return self.data[data]
 
     def resolve(self, cell: Cell, changes: dict[str, Any]) -> Settings:

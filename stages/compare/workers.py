@@ -27,13 +27,13 @@ from rich.progress import (
 )
 
 import store
-from gaupipe import settings as config
 from gaupipe.data.batches import load_data
+from gaupipe.settings import load as config
 from gaupipe.system import machine
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
-from gaupipe.training.optimizer import select_device
 from stages import evaluate, export_maps, phase_b
 from stages.compare.speed import Run
 from stages.compare.trainings import Training, as_teacher
@@ -168,7 +168,9 @@ def _teach(group: list[Training]) -> tuple[str, str]:
     }
     with _quietly(teacher.path.with_suffix(".log")) as failures:
         if stores:
-            metrics = phase_a.run(settings, teacher.path, resume=True, students=False)
+            metrics = phase_a.run(
+                settings, teacher.path, resume=teacher.phase_a.exists(), students=False
+            )
             for maps, training in stores.items():
                 export_maps.ensure(
                     teacher.path,
@@ -223,7 +225,7 @@ def _quietly(log: Path) -> Iterator[list[str]]:
 def score_test_split(training: Training) -> dict[str, float]:
     """How good a finished student is on the test split."""
     settings = training.settings
-    data, device = load_data(settings.data), select_device(settings)
+    data, device = load_data(settings.data), select_device(settings.device, settings.threads)
     folder = training.folder / "student"
     student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(device)
     assert data.test is not None  # a comparison asks for it before it trains

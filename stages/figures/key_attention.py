@@ -49,7 +49,7 @@ def save_snapshot(
     for batch in batches.in_order(mine):
         keys = of_keys(attention, batch)
         snapshots |= dict(zip(batch.ids.tolist(), keys, strict=True))
-    whole = distributed.united(snapshots)
+    whole = distributed.all_gather_dict(snapshots)
     if distributed.is_main():
         (folder / SNAPSHOTS).mkdir(parents=True, exist_ok=True)
         in_order = np.stack([whole[number] for number in ids.tolist()])

@@ -6,10 +6,9 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,85 +20,30 @@ from torch.nn.functional import cross_entropy
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches, ImageData, load_data
 from gaupipe.data.buckets import Buckets, check_buckets
-from gaupipe.distillation.kinds import GaussianAttention, check_export, chosen
+from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import IRRELEVANT, PhaseASettings, Settings
-from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
-from gaupipe.teachers.gaussian import Teacher, predict
+from gaupipe.settings import PhaseASettings, RowSettings, Settings
+from gaupipe.system.device import select_device
+from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
-from gaupipe.training.optimizer import build_optimizer, build_vit, select_device
-from gaupipe.training.state import TrainingState, score
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import score
+from gaupipe.training.state import TrainingState
+from gaupipe.vit.build import build_vit
 from stages.figures import attention_images
 from stages.figures.key_attention import save_snapshot
-from stages.phase_a import trained_vit as trained_teacher
-from stages.phase_a.job import TeacherJob
+from stages.phase_a import trained_vit
+from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
-from stages.runs.directory import RunDirectory, without
+from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_resources, make_plan, per_image_in_files, sizes_of
 
-
-@dataclass
-class PhaseA(TeacherJob):
-    """A teacher on its data; ``per_image`` is None for a teacher without parameters of single
-    images."""
-
-    teacher: Teacher
-    per_image: ImageState | BucketedState | None
-
-    @property
-    def has_parameters_of_images(self) -> bool:
-        return self.settings.phase_a.learns_of_images
-
-    @torch.no_grad()
-    def gaussians(self, image_ids: Tensor | None, count: int) -> Tensor:
-        """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
-        a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
-        parameters = None
-        if self.per_image is not None and image_ids is not None:
-            parameters = self.per_image.gather(image_ids, self.device)
-        gaussians = self.teacher.gaussians(parameters)
-        return gaussians.expand(count, *gaussians.shape[1:])
-
-    @torch.no_grad()
-    def show(
-        self, batch: Batch, generator: torch.Generator, maps: bool = False
-    ) -> tuple[GaussianAttention, Tensor]:
-        if self.teacher.predicts_gaussians:
-            logits, gaussians = self.teacher.look(batch.images)
-            return GaussianAttention(self.teacher, gaussians), logits.float().log_softmax(-1)
-        parameters = None
-        if self.per_image is not None:
-            parameters = self.per_image.gather(batch.ids, self.device).detach()
-        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-        gaussians = gaussians.expand(len(batch), *gaussians.shape[1:])  # [B, L, H, T, 4]
-        mode = self.settings.phase_a.mode
-        axes: list[tuple[Tensor, Tensor]] | None = [] if maps else None
-        logits = predict(
-            self.teacher, batch.images, gaussians, mode, self.label_passes, generator, axes
-        )
-        return GaussianAttention(self.teacher, gaussians, parameters, axes), logits
-
-    @property
-    def label_passes(self) -> int:
-        """Forward passes behind one stored prediction."""
-        phase = self.settings.phase_a
-        return phase.label_passes if phase.mode == "stochastic" else 1
-
-    def sha256(self) -> str:
-        return teacher_sha256(self)
-
-    def notes(self) -> dict[str, Any]:
-        return {
-            "mode": self.settings.phase_a.mode,
-            "label_passes": self.label_passes,
-            "data": self.settings.data.model_dump(mode="json", exclude={"buckets"}),
-        }
+UPPER_ACCURACY = 0.98
+"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 
 def run(
@@ -125,50 +69,54 @@ def run(
     """
     run = RunDirectory(run_dir)
 
-    def prepare() -> tuple[Settings, ImageData, PhaseA | None]:
-        asked = run.settled(settings)
-        run.check_free(asked, resume)
-        loggers.check(asked.log.to)
-        images = data or load_data(asked.data)
-        check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
-        if not asked.phase_a.learns_gaussians:
-            return asked, images, None
-        teacher = build_teacher(asked, images)
-        if students:
-            check_student(asked, images, MapShape.of(teacher), teacher.weights())
-            check_export(
-                chosen(asked),
-                asked.phase_b.augment,
-                teacher,
-                teacher.grid,
-                asked.phase_a.learns_of_images,
-                prefix="export.",
-            )
-        if not force:  # before any per-image parameter is made
-            check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
-        return asked, images, build(asked, run.phase_a, images)
+    def resolve() -> TeacherJob | trained_vit.TeacherTraining:
+        request = run.settled(settings)
+        run.check_free(request, resume)
+        loggers.check(request.log.to)
+        images = data or load_data(request.data, request.download)
+        check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
+        if not request.phase_a.learns_gaussians:
+            teacher = trained_vit.check(request, images, students)
+            return teacher or trained_vit.training(request, images)
+        return check(request, images, run, students, force)
 
-    ranks.check_shared(run_dir)
-    settings, images, job = distributed.main_first(prepare)
-    ranks.check_same(settings, images)
-    if job is None:
-        return trained_teacher.run(settings, run, images, resume=resume, students=students)
+    job = ranks.resolve(run_dir, resolve)
+    if isinstance(job, trained_vit.TeacherTraining):
+        return trained_vit.run(job, run, resume)
+    if not job.settings.phase_a.learns_gaussians:
+        return trained_vit.adopt(job, run, resume)
     state = training_state(job)
-    with run.locked():
-        distributed.on_main(lambda: run.start(settings, images, resume))
-        distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
+    with started(run, job.settings, job.data, state, resume):
         train(job, state, run.phase_a)
-        written = distributed.agree(run.teacher_sha256.is_file())
-        if not written:  # a finished teacher does not change
-            digest = teacher_sha256(replace(job, teacher=state.kept))
-            distributed.on_main(lambda: write_whole(run.teacher_sha256, digest + "\n"))
+        write_digest(run, replace(job, teacher=state.kept))
     return state.metrics
+
+
+def check(
+    settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
+) -> TeacherJob[Teacher]:
+    """The teacher before its training. Raises UserError for what neither phase could do, or,
+    without ``students``, phase A; and, unless ``force``, for what the machine cannot hold."""
+    teacher = build_teacher(settings, data)
+    if students:
+        check_student(settings, data, MapShape.of(teacher), teacher.weights())
+        check_export(
+            chosen(settings),
+            settings.phase_b.augment,
+            teacher,
+            teacher.grid,
+            settings.phase_a.learns_of_images,
+            prefix="export.",
+        )
+    if not force:  # before any per-image parameter is made
+        check_resources(make_plan(settings, sizes_of(teacher, data)), run.path)
+    return build(settings, run.phase_a, data)
 
 
 class TeacherLoss(nn.Module):
     """The loss of the teacher on a batch."""
 
-    def __init__(self, job: PhaseA) -> None:
+    def __init__(self, job: TeacherJob[Teacher]) -> None:
         super().__init__()
         self.teacher = job.teacher
         self.forward_teacher = torch.compile(job.teacher) if job.settings.compile else job.teacher
@@ -187,7 +135,7 @@ class TeacherLoss(nn.Module):
         return cross_entropy(logits, batch.labels)
 
 
-def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
+def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path) -> None:
     """Epochs until the training accuracy enters the window or ``max_epochs`` are done."""
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     per_image = job.per_image
@@ -203,7 +151,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
         for epoch in running.epochs():
             draws.seed(settings.seed * 1_000_003 + epoch.number)
             epoch.follow(draws.generators)
-            loss_of = update.replicated(loss_module)
+            loss_of = update.data_parallel(loss_module)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
@@ -220,19 +168,17 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)
+            maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
-            knows_unseen = phase.prior or phase.predicts_gaussians
-            val_acc = (
-                score_teacher(trained, validation, seen=False)["acc"] if knows_unseen else None
-            )
+            val_acc = None  # an image that is not trained has the shared prior alone
+            if phase.prior or phase.predicts_gaussians:
+                val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
-            save_snapshot(folder, epoch.number + 1, settings, data, maps_of(trained))
+            save_snapshot(folder, epoch.number + 1, settings, data, maps)
             if state.finished:
                 buckets = settings.data.num_buckets
-                attention_images.show(
-                    running.steps, data, buckets, maps_of(trained), job.teacher.grid
-                )
+                attention_images.show(running.steps, data, buckets, maps, job.teacher.grid)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
@@ -245,7 +191,7 @@ class Draws:
     """The random numbers of sampled passes: those of an image depend on its bucket and on the
     images before it there, not on the rank."""
 
-    def __init__(self, job: PhaseA, buckets: Buckets) -> None:
+    def __init__(self, job: TeacherJob[Teacher], buckets: Buckets) -> None:
         self.teacher, self.count = job.teacher, buckets.count
         self.generators = {number: torch.Generator(job.device) for number in buckets.of_rank()}
 
@@ -263,37 +209,48 @@ class Draws:
         )
 
 
-def maps_of(job: PhaseA) -> Any:
-    """What :func:`save_snapshot` needs of a teacher."""
+def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
+    """The maps of each block, [B, H, T, T], of training images and their ids."""
 
     def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
         if job.teacher.predicts_gaussians:
             gaussians = job.teacher.eval().look(images.to(job.device))[1]
         else:
-            gaussians = job.gaussians(image_ids, len(image_ids))
+            gaussians = gaussians_of(job, image_ids, len(image_ids))
         return list(expected_map(gaussians, job.teacher.grid).unbind(1))
 
     return maps
 
 
+@torch.no_grad()
+def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
+    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
+    a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
+    parameters = None
+    if job.per_image is not None and image_ids is not None:
+        parameters = job.per_image.gather(image_ids, job.device)
+    gaussians = job.teacher.gaussians(parameters)
+    return gaussians.expand(count, *gaussians.shape[1:])
+
+
 def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
-    """What to say of a training accuracy that ended outside the window; None inside it."""
+    """A line for a training accuracy that ended outside the window; None inside it."""
     rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
     if accuracy < phase.stop_accuracy:
         return (
             f"{phase.max_epochs} epochs were not enough for a training accuracy of "
             f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or {rate}"
         )
-    if accuracy > max(phase.upper_accuracy, phase.stop_accuracy):
+    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
         return (
             f"the training accuracy {accuracy:.4f} is above the window's upper bound "
-            f"{phase.upper_accuracy}: the teacher has begun to memorise; lower {rate}"
+            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
         )
     return None
 
 
 @torch.no_grad()
-def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, float]:
+def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone; a teacher that predicts Gaussians sees no difference. One sampled pass in
     ``stochastic`` mode."""
@@ -301,18 +258,18 @@ def score_teacher(job: PhaseA, batches: Batches, *, seen: bool) -> dict[str, flo
     draws = Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
 
-    def scored():
+    passes = None if job.teacher.passes is None else 1
+
+    def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            generator = draws.generators[bucket]
             gaussians = None
             if not job.teacher.predicts_gaussians:
-                gaussians = job.gaussians(batch.ids if seen else None, len(batch))
-            mode = job.settings.phase_a.mode
-            logits = predict(job.teacher, batch.images, gaussians, mode, generator=generator)
-            yield logits, batch.labels
+                gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            generator = draws.generators[bucket]
+            yield job.teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
-    return score(scored())
+    return score(predictions())
 
 
 def build(
@@ -322,21 +279,24 @@ def build(
     *,
     to_read: bool = False,
     with_images: bool = True,
-) -> PhaseA:
+) -> TeacherJob[Teacher]:
     """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
     are to lie in ``folder``/rows. ``to_read``: a teacher that is not trained any more, which has
     the parameters of all images and not only of this rank's; ``with_images`` False leaves them out.
     Writes nothing; raises UserError for what is wrong."""
-    device = select_device(settings)
+    device = select_device(settings.device, settings.threads)
     teacher = build_teacher(settings, data)
-    per_image: ImageState | BucketedState | None = None
-    learns_of_images = with_images and settings.phase_a.learns_of_images
-    rows, images = folder / "rows", len(data.train)
-    if learns_of_images and settings.data.buckets is None:
-        per_image = build_per_image(settings, teacher, images, rows, to_read=to_read)
-    elif learns_of_images:
-        per_image = build_buckets(settings, teacher, images, rows, to_read)
-    return PhaseA(settings, data, device, teacher.to(device), per_image)
+    per_image = None
+    if with_images and settings.phase_a.learns_of_images:
+        per_image = build_per_image(
+            settings.phase_a.rows,
+            Buckets(len(data.train), settings.data.num_buckets),
+            teacher.per_image_shape,
+            folder / "rows",
+            settings.seed,
+            to_read=to_read,
+        )
+    return TeacherJob(settings, data, device, teacher.to(device), per_image)
 
 
 def build_teacher(settings: Settings, data: ImageData) -> Teacher:
@@ -344,59 +304,45 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
     phase = settings.phase_a
     torch.manual_seed(settings.seed)
     sizes = phase.compression
-    compression = (sizes.embedding, sizes.hidden) if sizes else None
-    vit = build_vit(settings.model, data, "gaussian")
-    teacher = Teacher(
-        vit, phase.parametrisation, phase.prior, compression, phase.predicts_gaussians
+    return Teacher(
+        build_vit(settings.model, data, "gaussian"),
+        phase.parametrisation,
+        phase.prior,
+        (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
+        phase.predicts_gaussians,
+        phase.label_passes if phase.mode == "stochastic" else None,
     )
-    if teacher.decoder and not phase.learns_of_images:
-        teacher.decoder.requires_grad_(False)  # nothing is decoded
-    return teacher
 
 
-def build_buckets(
-    settings: Settings, teacher: Teacher, num_images: int, folder: Path, to_read: bool
+def build_per_image(
+    rows: RowSettings,
+    buckets: Buckets,
+    shape: tuple[int, ...],
+    folder: Path,
+    seed: int,
+    *,
+    to_read: bool = False,
 ) -> BucketedState:
-    """The per-image parameters of this rank's buckets, or ``to_read`` of all, at their start."""
-    assert settings.data.buckets is not None
-    buckets = Buckets(num_images, settings.data.buckets)
+    """The per-image parameters of this rank's buckets, or ``to_read`` of all, at their start: of
+    this ``shape``, in memory or, beyond the budget, in files in ``folder``."""
+    in_files = per_image_in_files(rows, buckets.images, math.prod(shape))
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
-        place = folder / f"bucket-{bucket:04d}"
-        return build_per_image(settings, teacher, num_images, place, image_ids, to_read=to_read)
+        return ImageState(
+            len(image_ids),
+            torch.zeros(shape),
+            lr=rows.lr,
+            folder=folder / f"bucket-{bucket:04d}" if in_files else None,
+            initial_std=rows.initial_std,
+            seed=seed,
+            drawn_as=torch.from_numpy(image_ids),
+            to_read=to_read,
+        )
 
     return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
 
 
-def build_per_image(
-    settings: Settings,
-    teacher: Teacher,
-    num_images: int,
-    folder: Path,
-    image_ids: np.ndarray | None = None,
-    *,
-    to_read: bool = False,
-) -> ImageState:
-    """The per-image parameters at their start, in memory or, beyond the budget, in files: those of
-    all ``num_images``, or of the images ``image_ids`` among them."""
-    optim = settings.phase_a.rows
-    in_files = per_image_in_files(optim, num_images, math.prod(teacher.per_image_shape))
-    return ImageState(
-        num_images if image_ids is None else len(image_ids),
-        torch.zeros(teacher.per_image_shape),
-        lr=optim.lr,
-        betas=optim.betas,
-        eps=optim.eps,
-        moments_dtype=getattr(torch, optim.moments),
-        folder=folder if in_files else None,
-        initial_std=optim.initial_std,
-        seed=settings.seed,
-        drawn_as=None if image_ids is None else torch.from_numpy(image_ids),
-        to_read=to_read,
-    )
-
-
-def training_state(job: PhaseA) -> TrainingState[Teacher]:
+def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
@@ -416,14 +362,8 @@ def training_state(job: PhaseA) -> TrainingState[Teacher]:
         phase.optim,
         job.settings.precision,
         job.per_image,
-        identity=identity(job),
+        identity=trained_vit.identity(job.settings, job.data),
     )
-
-
-def identity(job: PhaseA) -> dict[str, Any]:
-    """What a checkpoint belongs to: every setting that phase A reads, and the data set."""
-    read = without(job.settings, ("phase_b.", "baseline.", "export.", *IRRELEVANT))
-    return read | {"the data set": job.data.sha256}
 
 
 def load(
@@ -438,39 +378,13 @@ def load(
     if phase A has not finished."""
     settings = run.settings()
     if download:
-        phase = settings.phase_a.model_copy(update={"download": True})
-        settings = settings.model_copy(update={"phase_a": phase})
-    data = data or load_data(settings.data)
+        settings = settings.model_copy(update={"download": True})
+    data = data or load_data(settings.data, settings.download)
     if not settings.phase_a.learns_gaussians:
-        return trained_teacher.load(run, settings, data)
+        return trained_vit.load(run, settings, data)
     job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)
     state = training_state(job)
     if not state.load(run.phase_a / "checkpoint") or not state.finished:
-        raise UserError(
-            f"{run.path}: phase A has not finished; 'gaupipe phase-a {run.config} --run-dir "
-            f"{run.path} --resume' does that"
-        )
+        raise trained_vit.unfinished(run)
     job.teacher = state.kept.eval()
     return job
-
-
-def teacher_sha256(job: PhaseA) -> str:
-    """A digest of the teacher's weights and per-image parameters. Of parameters in buckets it is
-    made from the digests of the buckets, so that no rank reads all; others rank 0 reads for all."""
-
-    def digest(parts: Iterable[bytes | memoryview]) -> str:
-        whole = hashlib.sha256()
-        for name, tensor in sorted(job.teacher.state_dict().items()):
-            whole.update(name.encode())
-            whole.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
-        for part in parts:
-            whole.update(part)
-        return whole.hexdigest()
-
-    per_image = job.per_image
-    if per_image is None:
-        return digest([])
-    if isinstance(per_image, BucketedState):
-        return digest([" ".join(["buckets", *per_image.sha256s()]).encode()])
-    read = (np.ascontiguousarray(parameters.numpy()).data for parameters in per_image.chunks())
-    return distributed.agree(distributed.on_main(lambda: digest(read)))

@@ -1,9 +1,13 @@
-"""What export, verification and phase B ask of a finished teacher, whatever it is."""
+"""A teacher on the data of a run, whatever it is: what phase A, export, verification and phase B
+ask of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,18 +17,26 @@ from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
+from gaupipe.system.files import write_whole
 from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training.state import TrainingState
+from stages.runs.directory import RunDirectory, say_if_afresh
+
+Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
 
 @dataclass
-class TeacherJob:
-    """A teacher on the data of a run."""
+class TeacherJob(Generic[Kind]):
+    """A teacher on the data of a run; ``per_image`` is None for a teacher without parameters of
+    single images."""
 
     settings: Settings
     data: ImageData
     device: torch.device
-    teacher: Teacher | VitTeacher
+    teacher: Kind
+    per_image: BucketedState | None = None
 
     @property
     def shape(self) -> MapShape:
@@ -34,7 +46,7 @@ class TeacherJob:
     @property
     def has_parameters_of_images(self) -> bool:
         """Whether the teacher keeps numbers of single images."""
-        return False
+        return self.settings.phase_a.learns_of_images
 
     def batches(self, split: Split, batch_size: int | None = None, keep: bool = False) -> Batches:
         """Batches of a split, by default of the size for evaluation."""
@@ -42,20 +54,27 @@ class TeacherJob:
         size = batch_size or data.eval_batch_size
         return Batches(split, self.data, self.device, size, data.workers, data.num_buckets, keep)
 
-    def show(
-        self, batch: Batch, generator: torch.Generator, maps: bool = False
-    ) -> tuple[Attention, Tensor]:
-        """The attention of a batch and its log-probabilities [B, C]. ``generator`` is for draws.
-        ``maps`` says that the maps are wanted: what the forward pass knows of them is kept."""
-        raise NotImplementedError
+    def forward_with_maps(
+        self, batch: Batch, generator: torch.Generator
+    ) -> tuple[Tensor, Attention]:
+        """The log-probabilities [B, C] of a batch of training images and their attention.
+        ``generator`` is for draws."""
+        parameters = None
+        if self.per_image is not None:
+            parameters = self.per_image.gather(batch.ids, self.device).detach()
+        return self.teacher.forward_with_maps(batch.images, parameters, generator)
 
     def sha256(self) -> str:
-        """A digest of everything that the teacher has learned."""
-        raise NotImplementedError
+        """A digest of everything that a finished teacher has learned. Collective."""
+        return self._sha256
+
+    @cached_property
+    def _sha256(self) -> str:
+        return self.teacher.sha256(self.per_image)
 
     def common_sha256(self) -> str:
-        """:meth:`sha256`, which has to be the same on all ranks. Raises Agreed, on every rank,
-        where ranks hold other teachers."""
+        """:meth:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
+        rank, where ranks hold other teachers."""
         sha256 = self.sha256()
         distributed.check_same(
             {f"teacher {self.settings.phase_a.teacher}, sha256": sha256},
@@ -64,5 +83,29 @@ class TeacherJob:
         return sha256
 
     def notes(self) -> dict[str, Any]:
-        """What the teacher's store says of it beside the schema, as JSON."""
-        raise NotImplementedError
+        """The teacher's settings in the attributes of its store, as JSON."""
+        phase, data = self.settings.phase_a, self.settings.data
+        notes: dict[str, Any] = {"data": data.model_dump(mode="json", exclude={"buckets"})}
+        if isinstance(self.teacher, VitTeacher):
+            return {"teacher": phase.teacher, "predicts": self.teacher.predicts, **notes}
+        return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
+
+
+@contextmanager
+def started(
+    run: RunDirectory, settings: Settings, data: ImageData, state: TrainingState, resume: bool
+) -> Iterator[None]:
+    """Holds a run directory while its teacher is trained, with the request written to it and the
+    ``state`` of its last checkpoint."""
+    with run.locked():
+        distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
+        distributed.on_main(lambda: run.start(settings, data, resume))
+        distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
+        yield
+
+
+def write_digest(run: RunDirectory, job: TeacherJob) -> None:
+    """Writes the digest of a finished teacher, which does not change any more. Collective."""
+    if not distributed.broadcast(run.teacher_sha256.is_file()):
+        sha256 = job.sha256()
+        distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))

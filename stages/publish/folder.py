@@ -15,13 +15,13 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__
-from gaupipe import settings as config
 from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import Settings
+from gaupipe.settings import load as config
 from gaupipe.system import digests
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
-from gaupipe.training.optimizer import select_device
 from gaupipe.vit.saving import STUDENT_FILES
 from stages.evaluate import check_data, load_student, metrics, predictions
 from stages.publish import model_card
@@ -95,7 +95,7 @@ def with_label_names(file: Path, names: tuple[str, ...]) -> None:
 
 def score(settings: Settings, student: VisionTransformer, data: ImageData) -> dict[str, dict]:
     """{"validation": scores, "test": scores}, without the test split where there is none."""
-    device = select_device(settings)
+    device = select_device(settings.device, settings.threads)
     student = student.to(device)
     splits = {"validation": data.val, "test": data.test}
     return {

@@ -18,7 +18,7 @@ from gaupipe.attention import ATTENTION
 from gaupipe.data.batches import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
-from gaupipe.teachers.vit import LOCAL
+from gaupipe.teachers.pretrained import LOCAL
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.evaluate import read_json, stores_of
 from stages.runs import kept_epochs
@@ -207,8 +207,8 @@ def best_epoch(folder: Path, settings: Settings) -> list[str]:
     if settings.phase_b.keep != "best":
         return []
     return [
-        f"weights: of epoch {kept_epochs.of_student(folder)}, the best by "
-        f"{settings.phase_b.best_by}, so they were chosen on the validation images"
+        f"weights: of epoch {kept_epochs.of_student(folder)}, the best by val_acc, so they were "
+        "chosen on the validation images"
     ]
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from gaupipe.settings import FILE_IMAGE_SIZE, Settings, place
+from gaupipe.settings import FILE_IMAGE_SIZE, Settings
+from gaupipe.settings.load import set_value
 from gaupipe.data.folder_facts import FolderFacts
 
 MINUTES = 10
@@ -108,7 +109,7 @@ class Choices:
         if leaf in section:
             value, reason = section[leaf], reason and AS_SET
         else:
-            place(self.tree, key, value, key)
+            set_value(self.tree, key, value, key)
         if reason:
             self.reasons[key] = reason
         return value
@@ -319,7 +320,7 @@ def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
         chosen.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         size = chosen.given("data.image_size")
         chosen.choose("phase_a.teacher_args.img_size", size)
-        chosen.choose("phase_b.mean_heads", True)
+        chosen.choose("phase_b.head_map", "mean")
         chosen.choose("phase_b.match_grid", True)
 
 

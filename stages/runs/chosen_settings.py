@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gaupipe import __version__, settings as config
+from gaupipe import __version__
+from gaupipe.settings import load as config
 from stages.runs import choices
 from gaupipe.settings import Settings
 from gaupipe.data.batches import load_data

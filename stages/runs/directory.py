@@ -8,14 +8,16 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaupipe import settings as config
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from gaupipe.settings import Settings
+from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 
@@ -126,12 +128,11 @@ class RunDirectory:
         students of one teacher cannot differ."""
         of_run = self.settings()
         settings = config.load(self.config, overrides)
-        for key in changed(of_run, settings):
-            if not allowed(key, config.IN_PHASE_B):
-                raise UserError(
-                    f"--set {key}: belongs to the run, not to one student: start another run "
-                    f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
-                )
+        for key in config.changed(of_run, settings, Scope.STUDENT | Scope.PHASE | Scope.ANYTIME):
+            raise UserError(
+                f"--set {key}: belongs to the run, not to one student: start another run "
+                f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
+            )
         return settings
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
@@ -149,13 +150,12 @@ class RunDirectory:
         """Raises UserError if the folder holds something else than a run with these settings."""
         if self.config.is_file():
             old = self.settings()
-            for key in changed(old, settings):
-                if not allowed(key, FREE):
-                    before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
-                    raise UserError(
-                        f"{self.path} holds a run with other settings ({key} is {before}, "
-                        f"asked {now}); choose another --run-dir or remove it"
-                    )
+            for key in config.changed(old, settings, Scope.COMMAND | Scope.EXPORT | Scope.ANYTIME):
+                before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
+                raise UserError(
+                    f"{self.path} holds a run with other settings ({key} is {before}, "
+                    f"asked {now}); choose another --run-dir or remove it"
+                )
         elif self.path.is_file() or (
             self.path.is_dir()
             and not all(
@@ -206,7 +206,7 @@ class RunDirectory:
         if settings.data.buckets is None and self.config.is_file():
             before = config.load(self.config).data.buckets
             return with_buckets(settings, before)
-        return with_buckets(settings, distributed.size())
+        return with_buckets(settings, distributed.world_size())
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
@@ -227,10 +227,6 @@ def with_data(settings: Settings, **changes: Any) -> Settings:
     """The settings with other ones in their section ``data``."""
     data = settings.data.model_copy(update=changes)
     return settings.model_copy(update={"data": data})
-
-
-FREE = ("phase_b.student", "export.", *config.IRRELEVANT)
-"""Settings that may differ between the commands of a run."""
 
 
 def last_used() -> RunDirectory:
@@ -291,31 +287,20 @@ def lock_of_process(folder: Path, what: str, shared: bool = False) -> Iterator[N
             raise
 
 
+def say_if_afresh(folder: Path, resume: bool) -> None:
+    """Says that ``--resume`` has no checkpoint in ``folder`` to continue from."""
+    if not resume or (folder / "checkpoint" / "state.pt").is_file():
+        return
+    settings = "it was begun with" if folder.exists() else "of this command"
+    print(
+        f"gaupipe: {folder}: nothing was saved to resume: starts afresh with the settings {settings}",
+        file=sys.stderr,
+    )
+
+
 def check_name(name: str) -> None:
     """Raises UserError for a student's name that cannot be a folder's."""
     if not STUDENT_NAME.fullmatch(name):
         raise UserError(
             f"--name {name!r}: should be up to 100 letters, digits and _ . + = -, such as gamma03"
         )
-
-
-def changed(old: Settings, new: Settings) -> list[str]:
-    """Names of the settings in which two settings differ."""
-    flat_old, flat_new = config.flatten(old), config.flatten(new)
-    return [key for key in flat_old | flat_new if flat_old.get(key) != flat_new.get(key)]
-
-
-def without(settings: Settings, names: Iterable[str]) -> dict[str, Any]:
-    """The flat settings but for ``names``, as ``allowed`` takes them."""
-    return {
-        key: value for key, value in config.flatten(settings).items() if not allowed(key, names)
-    }
-
-
-def allowed(key: str, names: Iterable[str]) -> bool:
-    """Whether a setting is one of ``names``, of which one that ends in a dot stands for all of
-    its section."""
-    return any(
-        key == name or (name.endswith(".") and key.startswith(name)) or key.startswith(f"{name}.")
-        for name in names
-    )

@@ -1,4 +1,4 @@
-"""Which epoch a student is of: the last, or the best on the validation images."""
+"""The epoch that a student is of: the last, or the best on the validation images."""
 
 from __future__ import annotations
 
@@ -11,91 +11,76 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.system import digests
-from gaupipe.settings import PhaseBSettings
 from gaupipe.data.batches import ImageData
+from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.vit.saving import save_student
 from gaupipe.training.state import TrainingState
+from gaupipe.vit.saving import save_student
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""
-WEIGHTS = "sha256"
-"""In it: the digest of that folder's weights. A file without it is believed."""
 REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
 def save(
-    state: TrainingState[VisionTransformer], folder: Path, phase: PhaseBSettings, data: ImageData
+    state: TrainingState[VisionTransformer], folder: Path, keep: str, data: ImageData
 ) -> None:
-    """Writes ``folder``/student, of the epoch that ``phase.keep`` names. Where best and last epoch
-    are different ones, the folder ``best`` or ``last`` beside it has the other.
-
-    Raises UserError for the best epoch of a training that an earlier version finished.
-    """
-    last, best = len(state.metrics), state.best and state.best["epoch"]
-    if phase.keep == "best" and best is None:
-        raise UserError(
-            f"{folder}: phase_b.keep=best: an earlier version of gaupipe trained this student and "
-            "kept its last epoch alone: take phase_b.keep=last"
-        )
+    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``keep`` says. Where
+    these are different ones, the folder ``best`` or ``last`` beside it has the other."""
+    assert state.best is not None  # the training has ended
+    last, best = len(state.metrics), state.best["epoch"]
     students = {"last": state.kept}
-    if state.best and best != last:
+    if best != last:
         students["best"] = copy.deepcopy(state.kept)
         students["best"].load_state_dict(state.best["modules"])
-    chosen = phase.keep if phase.keep in students else "last"  # the last is the best
+    student = students.pop(keep, None) or students.pop("last")  # the last may be the best
     for name in ("last", "best"):
-        if name in students and name != chosen:
+        if name in students:
             save_student(students[name], folder / name, **data.data_config)
         elif (folder / name).is_dir():
             shutil.rmtree(folder / name)
-    epoch = best if phase.keep == "best" else last
-    said = {"epoch": epoch, "keep": phase.keep, "best": best, "best_by": phase.best_by}
+    entry = {"epoch": best if keep == "best" else last, "keep": keep, "best": best, "last": last}
     # no digest until the weights are there: a reader sees that this was interrupted
-    _write(folder, {**said, "last": last, WEIGHTS: None})
-    save_student(students[chosen], folder / "student", **data.data_config)
-    _write(folder, {**said, "last": last, WEIGHTS: _weights(folder)})
+    _write(folder, {**entry, "sha256": None})
+    save_student(student, folder / "student", **data.data_config)
+    _write(folder, {**entry, "sha256": _weights(folder)})
 
 
 def finished(folder: Path) -> bool:
     """Whether ``folder``/student is there, and its saving was not interrupted."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        if json.loads((folder / FILE).read_bytes())[WEIGHTS] is None:
-            return False
-    return (folder / "student").is_dir()
+        return json.loads((folder / FILE).read_bytes())["sha256"] is not None
+    return False
 
 
 def check(folder: Path, epochs: int) -> dict[str, Any]:
-    """What student.json says; {} before version 0.2, which had none.
-
-    Raises UserError where ``folder``/student ended after another number of epochs than its
-    metrics: files of two trainings were copied into one folder.
-    """
-    said = _said(folder)
-    if said.get("last", epochs) != epochs:
+    """The content of student.json. Raises UserError where ``folder``/student ended after another
+    number of epochs than its metrics: files of two trainings were copied into one folder."""
+    entry = _read(folder)
+    if entry["last"] != epochs:
         raise UserError(
-            f"{folder}: student.json is of {said['last']} epochs of training, metrics.jsonl has "
+            f"{folder}: student.json is of {entry['last']} epochs of training, metrics.jsonl has "
             f"{epochs}: the files are not of one training; remove the folder, and it is "
             "trained again"
         )
-    return said
+    return entry
 
 
-def of_student(folder: Path) -> int | None:
-    """The number of the epoch, from 1, that ``folder``/student is of; None where it is not said, as
-    before version 0.2: the last. Raises UserError where student.json is of other weights."""
-    return _said(folder).get("epoch")
+def of_student(folder: Path) -> int:
+    """The number of the epoch, from 1, that ``folder``/student is of. Raises UserError where
+    student.json is damaged or of other weights."""
+    return _read(folder)["epoch"]
 
 
 def entry_of_student(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """What ``metrics`` say of the epoch that ``folder``/student is of. Raises UserError as
+    """The line of ``metrics`` for the epoch that ``folder``/student is of. Raises UserError as
     :func:`check` and :func:`of_student` do."""
-    return metrics[check(folder, len(metrics)).get("epoch", len(metrics)) - 1]
+    return metrics[check(folder, len(metrics))["epoch"] - 1]
 
 
-def _write(folder: Path, said: dict[str, Any]) -> None:
-    write_whole(folder / FILE, json.dumps(said) + "\n")
+def _write(folder: Path, entry: dict[str, Any]) -> None:
+    write_whole(folder / FILE, json.dumps(entry) + "\n")
 
 
 def _weights(folder: Path) -> str | None:
@@ -103,23 +88,21 @@ def _weights(folder: Path) -> str | None:
     return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """What student.json says; {} before version 0.2, which had none. Raises UserError for what
-    cannot be read, and where the weights beside it are others."""
+def _read(folder: Path) -> dict[str, Any]:
+    """The content of student.json. Raises UserError for what cannot be read, and where the weights
+    beside it are others."""
     path = folder / FILE
     try:
-        said = json.loads(path.read_bytes())
-        epochs = range(1, said["last"] + 1)
-        damaged = said["epoch"] not in epochs or said["last"] not in epochs
-    except FileNotFoundError:
-        return {}
+        entry = json.loads(path.read_bytes())
+        epochs = range(1, entry["last"] + 1)
+        if not {entry["epoch"], entry["last"]} <= {*epochs}:
+            raise ValueError("it names an epoch that has not been")
+        sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        said, damaged = {}, True
-    if damaged:
-        raise UserError(f"{path} is damaged: {REMEDY}")
-    if WEIGHTS in said and _weights(folder) not in (None, said[WEIGHTS]):
+        raise UserError(f"{path} is missing or damaged: {REMEDY}") from None
+    if _weights(folder) not in (None, sha256):
         raise UserError(
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
             f"interruption: {REMEDY}"
         )
-    return said
+    return entry

@@ -8,28 +8,27 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from gaupipe.system import distributed
-from gaupipe.settings import IRRELEVANT, Settings
+from gaupipe.settings import Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.data.batches import ImageData
-from stages.runs.directory import TOKEN, without
+from stages.runs.directory import TOKEN
 
 VISIBLE_WITHIN = 60.0
 """Seconds after which a file is on no disk that this machine sees. A network file system may go on
 for as long with what it knows of a folder (NFS: ``acdirmax``)."""
 
 
-TOGETHER = ("checkpoint_steps", "key_snapshots")
-"""Settings that do not affect results, but say when ranks do something together."""
-
-
 def check_same(settings: Settings, data: ImageData) -> None:
-    """Raises Agreed, on every rank, where ranks have other settings or another data set. The digest
-    is the one that was made when the data set was read."""
-    apart = [name for name in IRRELEVANT if name not in TOGETHER]
-    distributed.check_same(without(settings, apart), "every process should get the same settings")
+    """Raises ErrorOnAllRanks, on every rank, where ranks have other settings or another data set.
+    The digest is the one that was made when the data set was read."""
+    same = flatten(settings, Scope.MACHINE)
+    distributed.check_same(same, "every process should get the same settings")
     for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
         distributed.check_same(
             {f"data set {data.name}, sha256 of the {what} images": digest},
@@ -38,21 +37,43 @@ def check_same(settings: Settings, data: ImageData) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Raises Agreed, on every rank, where ranks do not see the same ``folder``, which need not be
-    there yet. Leaves nothing behind."""
-    if distributed.size() == 1:
+    """Raises ErrorOnAllRanks, on every rank, where ranks do not see the same ``folder``, which need
+    not be there yet. Leaves nothing behind."""
+    if distributed.world_size() == 1:
         return
     with contextlib.ExitStack() as held:
         made = distributed.on_main(lambda: held.enter_context(token_near(folder)))
-        token = distributed.agree(made)
-        everyone = distributed.gathered((socket.gethostname(), sees(folder, token)))
+        token = distributed.broadcast(made)
+        everyone = distributed.all_gather_object((socket.gethostname(), sees(folder, token)))
     machine = everyone[0][0]
     for number, (elsewhere, seen) in enumerate(everyone):
         if not seen:
-            raise distributed.Agreed(
+            raise distributed.ErrorOnAllRanks(
                 f"{folder}: rank {number} (on {elsewhere}) does not see what rank 0 (on {machine}) "
                 "writes there: name a folder on a disk that all processes share"
             )
+
+
+class Request(Protocol):
+    """A stage's request, resolved."""
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def data(self) -> ImageData: ...
+
+
+R = TypeVar("R", bound=Request)
+
+
+def resolve(folder: Path, request: Callable[[], R]) -> R:
+    """A stage's request, resolved by ``request`` on every rank: with the same settings and data,
+    and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any refuses it."""
+    check_shared(folder)
+    resolved = distributed.main_first(request)
+    check_same(resolved.settings, resolved.data)
+    return resolved
 
 
 Token = tuple[str, tuple[str, ...]]

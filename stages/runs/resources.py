@@ -143,7 +143,7 @@ def make_plan(settings: Settings, sizes: Sizes) -> Plan:
 
 def per_image_bytes(rows: RowSettings, images: int, size: int) -> int:
     """Bytes of one copy of the per-image parameters, ``size`` numbers each, and their moments."""
-    return images * record_words(size, getattr(torch, rows.moments)) * 4
+    return images * record_words(size) * 4
 
 
 def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
@@ -184,7 +184,7 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset_sha256="",
             teacher_sha256="",
             embedding_dim=(
-                phase.compression.embedding if phase.compression and kind == "embedding" else None
+                phase.compression.embedding if kind == "embedding" else None
             ),
             encoding=(export.encoding if usual else None) or KINDS[kind].default_encoding,
             k=k,
@@ -225,9 +225,9 @@ def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
 def check_memory(job: str, plan: Plan) -> None:
     """Raises UserError if the memory cannot hold a job: what all processes of this machine need."""
     available = available_memory()
-    here = distributed.place() if distributed.size() > 1 else distributed.Place()
+    here = distributed.launch() if distributed.world_size() > 1 else distributed.Launch()
     per_image = plan.memory_bytes - plan.fixed_memory_bytes
-    needed = here.local_size * (plan.fixed_memory_bytes + per_image // here.size)
+    needed = here.local_world_size * (plan.fixed_memory_bytes + per_image // here.world_size)
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are "

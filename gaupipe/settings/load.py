@@ -1,0 +1,220 @@
+"""Settings from YAML files, from the configurations that gaupipe ships, and from
+``--set a.b=c``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import yaml
+from pydantic import ValidationError
+
+from gaupipe.settings import Settings, scope
+from gaupipe.settings.sections import Scope, fields_of, problem
+from gaupipe.system.errors import UserError
+
+MAX_BYTES = 10**6
+"""Size of the largest YAML file that is read; yaml takes seconds for a megabyte."""
+
+MAX_DEPTH = 20
+"""Levels that a settings file may nest; the settings have four."""
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
+    """Settings from a YAML file, or from the configuration of this name that gaupipe ships.
+
+    ``overrides`` are ``a.b=value`` strings, the value in YAML. Raises UserError with one line for
+    whatever is wrong.
+    """
+    tree = read_yaml(source)
+    tree = {} if tree is None else tree
+    if not isinstance(tree, dict):
+        raise UserError(
+            f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
+        )
+    return parse(with_overrides(tree, overrides), str(source))
+
+
+def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
+    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. Raises
+    UserError for text that is no such setting."""
+    for override in overrides:
+        _apply(tree, override)
+    return tree
+
+
+def parse(tree: dict, where: str) -> Settings:
+    """Validates a nested dict of settings; ``where`` names it in messages. Raises UserError."""
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{where}: {problem(error, Settings)}") from None
+
+
+def dump(settings: Settings) -> str:
+    """The resolved settings as YAML; ``load`` of it gives the same settings."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
+
+
+def flatten(settings: Settings, without: Scope = Scope.RUN) -> dict[str, Any]:
+    """{"a.b": value} of every setting, as JSON values; none whose scope is one of ``without``."""
+    leaves = _leaves(settings.model_dump(mode="json"), "")
+    return {name: value for name, value in leaves if not scope(name) & without}
+
+
+def changed(old: Settings, new: Settings, without: Scope = Scope.RUN) -> list[str]:
+    """Names of the settings in which two settings differ; none whose scope is one of
+    ``without``."""
+    before, now = flatten(old, without), flatten(new, without)
+    return [name for name in before | now if before.get(name) != now.get(name)]
+
+
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(tree, dict) or not tree:
+        yield name, tree
+        return
+    for key, branch in tree.items():
+        yield from _leaves(branch, f"{name}.{key}" if name else key)
+
+
+def shipped(kind: str = "") -> list[str]:
+    """Names of the configurations inside the package, or of what lies in a folder beside them:
+    ``sweeps``."""
+    return sorted(
+        path.name.removesuffix(".yaml")
+        for path in (resources.files("gaupipe.configs") / kind).iterdir()
+        if path.name.endswith(".yaml")
+    )
+
+
+def read_yaml(source: str | Path, kind: str = "") -> Any:
+    """What a YAML file holds, or the one of this name that is :func:`shipped`. Raises UserError."""
+    path: Any = Path(source)
+    if not path.is_file():
+        if str(source) not in shipped(kind):
+            raise UserError(
+                f"no file {str(source)!r}: give the path of a YAML file or one of "
+                f"{', '.join(shipped(kind))} (shipped with gaupipe)"
+            )
+        path = resources.files("gaupipe.configs") / kind / f"{source}.yaml"
+    try:
+        text = path.read_bytes()
+        if len(text) > MAX_BYTES:
+            raise ValueError(f"{len(text):,} bytes; at most {MAX_BYTES:,} are read")
+        return _parse_yaml(text.decode("utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without what a settings file cannot mean: a key given twice, dates, which are read as
+    text, or aliases, which can refer to themselves."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            alias = self.peek_event()
+            raise yaml.MarkedYAMLError(
+                problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+        mapping, seen = super().construct_mapping(node, deep), set()
+        for key, _ in node.value if len(mapping) < len(node.value) else ():
+            name = self.construct_object(key, deep=True)
+            if name in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name!r} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(name)
+        return mapping
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _parse_yaml(text: str) -> Any:
+    """The value that a YAML text stands for. Raises ValueError for whatever is no plain, finite
+    value."""
+    try:
+        value = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # what yaml's constructors raise of '!!timestamp x', '!!int ""' and the like
+        raise ValueError(error) from None
+    except RecursionError:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    _refuse_unusable(value)
+    return value
+
+
+def _refuse_unusable(value: Any, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not a finite number")
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ValueError("a whole number has more digits than a setting can have")
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _refuse_unusable(part, depth + 1)
+
+
+def _apply(tree: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {override!r}: should look like phase_b.epochs=20")
+    try:
+        value = _parse_yaml(text)
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--set {override!r}: {text!r} is not a YAML value ({reason})") from None
+    if _is_text(key):
+        if isinstance(value, int | float):  # a folder may be called 2024
+            value = text.strip()
+    elif isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    set_value(tree, key, value, f"--set {override!r}")
+
+
+def _is_text(key: str) -> bool:
+    """Whether the setting "a.b" is a text or a path, or none."""
+    *parents, leaf = key.split(".")
+    try:
+        annotation = fields_of(Settings, parents)[leaf].annotation
+    except KeyError:
+        return False
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    return str in kinds or Path in kinds
+
+
+def set_value(tree: dict, key: str, value: Any, where: str) -> None:
+    """Sets "a.b" in a nested dict. Raises UserError, naming ``where``, if "a" is a value."""
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{where}: {parent!r} is a value, not a section")
+    tree[leaf] = value
+
+
+def check_used(overrides: Sequence[str], settings: Settings) -> None:
+    """Raises UserError for an ``a.b=value`` that plain training does not read, as another setting
+    takes its place."""
+    other = {"phase_b.epochs": "baseline.epochs"} if settings.baseline.epochs else {}
+    other |= {f"phase_b.optim.{name}": f"baseline.optim.{name}" for name in settings.baseline.optim}
+    for name in (override.partition("=")[0] for override in overrides):
+        for unused, instead in other.items():
+            if f"{unused}.".startswith(f"{name}."):
+                raise UserError(
+                    f"--set {name}: {instead} of the configuration takes its place in plain "
+                    f"training: --set {instead}"
+                )

@@ -1,0 +1,163 @@
+"""The step that a batch makes: schedule, loss over all ranks, gradients, clipping, average."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gaupipe.system import distributed
+from gaupipe.system.signals import Pauses
+from gaupipe.training.state import TrainingState
+
+
+class Update:
+    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a
+    step."""
+
+    def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
+        """``steps`` is the number of batches in an epoch. ``pauses`` are told of each step, and
+        learn with each batch what the other ranks request; None requests
+        nothing."""
+        self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
+        self.losses: nn.Module | None = None
+        self.batch = len(state.metrics) * steps + state.batches
+        self.stepped = False
+        """Whether the network made a step after the last batch."""
+        self.grad_norm: Tensor | None = None
+        """The norm of the gradient in the last step, before it was clipped."""
+        self.log_norm = False
+        """Whether somebody wants the norm where gradients are not clipped."""
+        self.device = next(state.modules.parameters()).device
+        self.parameters = [
+            parameter for group in state.optimizer.param_groups for parameter in group["params"]
+        ]
+
+    def data_parallel(self, losses: nn.Module) -> nn.Module:
+        """The ``losses`` module of an epoch, with gradients that are means over all ranks. Made
+        anew for every epoch, so that ranks sum gradients in the same order after an
+        interruption."""
+        self.losses = distributed.data_parallel(losses)
+        if isinstance(self.losses, DistributedDataParallel) and self.batch % self.steps:
+            return Rehearsed(self.losses, self.parameters)
+        return self.losses
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """The context of a forward pass: the settings' precision, and gradients that wait for the
+        last of the batches that are accumulated before ranks exchange them."""
+        dtype = getattr(torch, self.state.precision)
+        waits: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
+            waits = self.losses.no_sync()
+        with waits, torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            yield
+
+    def _steps_now(self) -> bool:
+        """Whether the network makes a step after this batch."""
+        step = self.batch % self.steps + 1
+        return step % self.state.optim.accumulate == 0 or step == self.steps
+
+    def __call__(self, loss: Tensor, weight: float = 1.0) -> None:
+        """Goes back from the loss of one batch, the mean over its images on this rank, of that
+        :attr:`~gaupipe.data.batches.Batch.weight`. Raises ErrorOnAllRanks for a loss that is not
+        finite, on any rank."""
+        state, accumulate = self.state, self.state.optim.accumulate
+        epoch, step = divmod(self.batch, self.steps)
+        state.schedule.step_update(self.batch)
+        if weight != 1.0:
+            loss = loss * weight
+        of_world = self._shared(loss.detach())
+        if not torch.isfinite(of_world):
+            raise distributed.ErrorOnAllRanks(self._diverged(of_world, epoch, step))
+        # the last steps of an epoch may be fewer than the others accumulate
+        self.group = min(accumulate, self.steps - step // accumulate * accumulate)
+        self.scale, self.weight = state.scaler.get_scale(), weight
+        state.scaler.scale(loss / self.group).backward()
+        self.stepped = self._steps_now()
+        if self.stepped:
+            self._step()
+        self.batch += 1
+
+    def _shared(self, loss: Tensor) -> Tensor:
+        """The mean of a loss over ranks. Their requests for a pause travel along."""
+        requests = self.pauses.requests()
+        if distributed.world_size() > 1:
+            mine = torch.cat([loss.view(1), loss.new_tensor(requests)])
+            loss, *shared = distributed.all_reduce_sum(mine).unbind()
+            loss, requests = loss / distributed.world_size(), torch.stack(shared).tolist()
+        self.pauses.take_sum(requests)
+        return loss
+
+    def per_image_gradient(self, parameters: Tensor) -> Tensor:
+        """The gradient of per-image parameters [B, ...], for each image that of its own loss,
+        whatever the size of the batch."""
+        gradient = parameters.grad
+        assert gradient is not None  # the loss has gone back
+        return gradient * (len(parameters) * self.group / (self.scale * self.weight))
+
+    def _step(self) -> None:
+        state = self.state
+        if state.optim.clip_grad is not None:
+            state.scaler.unscale_(state.optimizer)
+            self.grad_norm = nn.utils.clip_grad_norm_(self.parameters, state.optim.clip_grad)
+        elif self.log_norm:
+            gradients = [one.grad for one in self.parameters if one.grad is not None]
+            self.grad_norm = nn.utils.get_total_norm(gradients) / state.scaler.get_scale()
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        if state.ema:
+            state.ema.update(state.modules)
+
+    def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
+        state = self.state
+        where = f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps}"
+        if self.batch == 0:
+            return (
+                f"{where}, before any weight has changed: the weights start too large for "
+                f"{state.precision}: lower model.init_std and model.pos_embed_std, or set "
+                "precision=float32"
+            )
+        return (
+            f"{where} (lr {state.optimizer.param_groups[0]['lr']:.3g}, {state.precision}, "
+            f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; the "
+            "last checkpoint is kept"
+        )
+
+
+class Rehearsed(nn.Module):
+    """DistributedDataParallel ``losses`` for an epoch that goes on in its middle.
+
+    DistributedDataParallel sums the gradients of its first backward pass in one order, and in
+    another one from then on, which is that in which they came. Three ranks or more see the
+    difference in the last bits. So the first batch goes forward and back once without effect.
+    """
+
+    def __init__(self, losses: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.losses, self.trained, self.rehearsed = losses, parameters, False
+
+    def forward(self, *arguments: Any) -> Any:
+        if not self.rehearsed:
+            self._rehearse(arguments)
+            self.rehearsed = True
+        return self.losses(*arguments)
+
+    def _rehearse(self, arguments: tuple) -> None:
+        waits, self.losses.require_backward_grad_sync = (
+            self.losses.require_backward_grad_sync,
+            True,
+        )
+        device = self.trained[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            losses = self.losses(*arguments)
+            (losses["loss"] if isinstance(losses, dict) else losses).backward()
+        self.losses.require_backward_grad_sync = waits
+        for tensor in (*self.trained, *arguments):
+            if isinstance(tensor, Tensor):
+                tensor.grad = None

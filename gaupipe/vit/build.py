@@ -1,0 +1,84 @@
+"""The ViT that the settings name, sized for a data set."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import TYPE_CHECKING, Any
+
+import timm
+from timm.models.vision_transformer import VisionTransformer
+
+import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe.settings import ModelSettings
+from gaupipe.system.errors import UserError
+from gaupipe.vit.initialisation import start_weights
+
+if TYPE_CHECKING:
+    from gaupipe.data.batches import ImageData
+
+
+def build_vit(
+    model: ModelSettings,
+    data: ImageData,
+    attention: str = "standard",
+    device: str | None = None,
+    changes: tuple[str, dict[str, Any]] = ("model.args", {}),
+    **options: Any,
+) -> VisionTransformer:
+    """The timm model that the settings name, sized for the data, its weights started as the
+    settings say.
+
+    ``device`` "meta" builds it without weights, to see whether it can be built. ``changes`` are a
+    setting, for messages, and its keywords, which win over those of ``model.args``. Raises
+    UserError where it cannot be built, and for images that patches do not cover.
+    """
+    if not timm.is_model(model.name):
+        near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
+        raise UserError(f"model.name: unknown model {model.name!r}; did you mean {near[0]!r}?")
+    setting, changed = changes
+    args = {**model.args, **changed}
+    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    try:
+        placed: dict[str, Any] = {"device": device} if device else {}
+        vit = timm.create_model(
+            model.name, attention=attention, **{**sizes, **args}, **options, **placed
+        )
+        assert isinstance(vit, VisionTransformer)  # no other model of timm's takes an attention
+        of_patches = setting if "patch_size" in changed else "model.args"
+        _check_patches(vit.patch_embed.patch_size, data.image_size, of_patches)
+        start_weights(vit, model)
+    except UserError:
+        raise
+    except Exception as error:  # whatever timm's classes make of keywords they were not written for
+        if "unexpected keyword argument 'attention'" in str(error):
+            known = ", ".join(timm.list_models("gauvit_*_patch*"))
+            raise UserError(
+                f"model.name: {model.name} has no choice of attentions: take one of {known}"
+            ) from None
+        settings = f"model.args and {setting}" if changed else "model.args"
+        raise UserError(
+            f"{settings}: {model.name} cannot be built for {data.image_size}-pixel images with "
+            f"{args}: {_reason(error)}"
+        ) from None
+    return vit
+
+
+def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> None:
+    """timm drops the border of an image that is no whole number of patches high and wide."""
+    step = math.lcm(*patch)
+    if image_size % step:
+        below, above = image_size // step * step, -(-image_size // step) * step
+        near = f"{below} or {above}" if below else str(above)
+        raise UserError(
+            f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
+            f"{image_size} x {image_size}; {near} would fit, or another {setting}.patch_size"
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, with its type where that says more."""
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, ValueError | RuntimeError) and text:
+        return text
+    return f"{type(error).__name__} {text}".strip()
