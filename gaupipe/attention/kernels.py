@@ -153,6 +153,7 @@ def flex_with_normaliser(
     heads, more = flex_attention(
         q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
     )
+    assert more.lse is not None
     return heads, more.lse
 
 

@@ -68,13 +68,14 @@ def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: A
     as ever. Raises UserError for an option that ``cls`` does not have.
     """
     check_options(cls, options)
-    if not issubclass(cls.in_models(options), cls):
-        return cls.in_models(options)
+    made: Any = cls.in_models(options)
+    if made is not cls:
+        return made
 
     def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
-        return cls(*args, **options, **more, **kwargs)
+        return made(*args, **options, **more, **kwargs)
 
-    return type("Bound", (cls,), {"__new__": new})
+    return type("Bound", (made,), {"__new__": new})
 
 
 def count_parameters(module: nn.Module) -> int:

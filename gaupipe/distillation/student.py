@@ -69,7 +69,8 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     if phase.gamma:
-        check_maps([in_steps(block.attn) for block in student.blocks])
+        blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
+        check_maps([in_steps(block.attn) for block in blocks])
     shape = MapShape.of(student)
     layers = layer_map(phase, shape.layers, schema.layers)
     if len(layers) != shape.layers or any((layer or 0) >= schema.layers for layer in layers):

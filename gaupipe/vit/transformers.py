@@ -256,7 +256,11 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
 def family(config: type, model: type) -> tuple[Any, Any]:
     """The configuration and the model that :func:`convert` makes of two classes of transformers,
     known to its ``Auto`` classes."""
-    fields = {"gau_attention": "belief", "gau_options": None, "__module__": __name__}
+    fields: dict[str, Any] = {
+        "gau_attention": "belief",
+        "gau_options": None,
+        "__module__": __name__,
+    }
     fields["__annotations__"] = {"gau_attention": str, "gau_options": dict | None}
     fields["model_type"] = f"gau_{config.model_type}"  # type: ignore[attr-defined]
     gau_config: Any = type(f"Gau{config.__name__}", (config,), fields)
@@ -312,7 +316,7 @@ def register() -> None:
         return accepted(self, requested, *args, **kwargs)
 
     if not hasattr(accepted, "__wrapped__"):
-        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign]
+        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore
 
 
 register()
