@@ -73,7 +73,7 @@ def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: A
         return made
 
     def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
-        return made(*args, **options, **more, **kwargs)
+        return made(*args, **options, **more, **kwargs)  # type: ignore[misc]
 
     return type("Bound", (made,), {"__new__": new})
 
