@@ -316,7 +316,7 @@ def register() -> None:
         return accepted(self, requested, *args, **kwargs)
 
     if not hasattr(accepted, "__wrapped__"):
-        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore
+        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign, assignment]
 
 
 register()
