@@ -40,7 +40,6 @@ STUDENTS = {  # name in the table: (key, options)
     "belief_star": ("belief_star", {}),
     "belief2": ("belief2", {}),
     "belief2 zz=False": ("belief2", {"zz": False}),
-    "belief2 padded": ("belief2", {}),  # V padded with zeros to the width of [Q, Z]
 }
 LAYERS = {  # name: (width, heads); a layer is timed at every number of tokens asked for
     "atto": (384, 12),
@@ -111,7 +110,7 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     layers = {BASELINE: Attention(width, heads, qkv_bias=True)}
     for name in names:
         key, options = STUDENTS[name]
-        layers[name] = as_named(name, ATTENTION[key](width, heads, qkv_bias=True, **options))
+        layers[name] = ATTENTION[key](width, heads, qkv_bias=True, **options)
     for tokens in map(int, arguments.lengths.split(",")):
         x = torch.randn(max(1, arguments.tokens // tokens), tokens, width, device=arguments.device)
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
@@ -130,18 +129,15 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
     """Yields (row, ratios) of a whole model, forward + backward."""
     entrypoint, sizes, image_size = MODELS[shape]
     models = {BASELINE: timm.create_model(entrypoint, **sizes)}
-    for block in models[BASELINE].blocks:
-        block.attn = Attention(block.attn.qkv.in_features, block.attn.num_heads, qkv_bias=True)
     for name in names:
         key, options = STUDENTS[name]
-        model = timm.create_model(
+        models[name] = timm.create_model(
             entrypoint,
             attention=key,
             attention_options=options,
             match_params=arguments.match_params,
             **sizes,
         )
-        models[name] = as_named(name, model)
     tokens = models[BASELINE].patch_embed.num_patches
     x = torch.randn(
         max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device
@@ -151,14 +147,6 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         f"{shape}, T={models[BASELINE].pos_embed.shape[1]}",
         interleaved(steps, arguments.rounds, arguments.device),
     )
-
-
-def as_named(name: str, module: nn.Module) -> nn.Module:
-    """The module itself; as "belief2 padded" with the fused kernel, which needs V to be padded."""
-    if name == "belief2 padded":
-        for attention in module.modules():
-            attention.sums_scores = lambda x: False
-    return module
 
 
 def steps_of(

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, sample
-from gaupipe.vit.models import run_blocks
+from gaupipe.models import run_blocks
 
 SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
 Read = Callable[[Tensor, Tensor, tuple[int, int]], Tensor]

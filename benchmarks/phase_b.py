@@ -4,11 +4,10 @@ for maps.
     python benchmarks/phase_b.py    Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
     python benchmarks/phase_b.py --students standard --kinds topk,dense    other kinds of stores
-    python benchmarks/phase_b.py --feature-queries 1,0.25    L_feat on all queries, and on a quarter
 
-One process; a round runs one plain and, for every share of the queries, one distilled training step
-(forward, backward, AdamW) of the same model on the same images in random order, and the ratio to
-the plain step is taken within the round; the table shows the median with the quartiles in brackets.
+One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of
+the same model on the same images in random order, and the ratio to the plain step is taken within
+the round; the table shows the median with the quartiles in brackets.
 The maps come from a real store, by default of Gaussians, on disk through the reader's prefetch, in
 shuffled order; "wait" is the share of the distilled step in which it is waited for. On a CPU the
 time is the processor's, reading included, so that what else runs on the machine counts less. Memory
@@ -25,7 +24,6 @@ import random
 import statistics
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +34,7 @@ from timing import seconds, spread
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe.attention import STUDENTS
-from gaupipe.data.augment import draw_queries
-from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.losses import hard_loss, soft_loss
 from gaupipe.maps.gaussians import expected_map
@@ -57,7 +54,6 @@ def main() -> None:
     parser.add_argument("--students", default=",".join(STUDENTS))
     parser.add_argument("--kinds", default="gaussian", help="of " + ", ".join(STORES))
     parser.add_argument("--tokens", default="64,196", help="of " + ", ".join(map(str, SIZES)))
-    parser.add_argument("--feature-queries", default="1,0.25", help="shares of the queries")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
@@ -66,21 +62,18 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     kinds = arguments.kinds.split(",")
     device = torch.device(arguments.device)
-    shares = [float(share) for share in arguments.feature_queries.split(",")]
-    print(f"{'attention':<12} {'store':<8} tokens queries  {'time':<18} {'memory':<7} wait")
+    print(f"{'attention':<12} {'store':<8} tokens  {'time':<18} {'memory':<7} wait")
     sizes = [(int(tokens), kind) for tokens in arguments.tokens.split(",") for kind in kinds]
     for tokens, kind in sizes:
         with tempfile.TemporaryDirectory() as folder:
             maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 batch = arguments.tokens_per_batch // tokens
-                measured = measure(key, tokens, maps, batch, arguments.rounds, shares, device)
-                for share, (times, memory, wait) in measured.items():
-                    print(
-                        f"{key:<12} {kind:<8} {tokens:>6} {share:>7}  {spread(times)}  "
-                        f"{memory:<7.2f} {wait:.1%}",
-                        flush=True,
-                    )
+                ratios, memory, wait = measure(key, tokens, maps, batch, arguments.rounds, device)
+                print(
+                    f"{key:<12} {kind:<8} {tokens:>6}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}",
+                    flush=True,
+                )
 
 
 def measure(
@@ -89,20 +82,17 @@ def measure(
     maps: store.Store,
     batch: int,
     rounds: int,
-    shares: list[float],
     device: torch.device,
-) -> dict[float, tuple[list[float], float, float]]:
-    """For every share of the queries (ratios of step time, ratio of memory, share of the distilled
-    step spent waiting for maps)."""
+) -> tuple[list[float], float, float]:
+    """Ratios of step time, ratio of memory, share of the distilled step spent waiting for maps."""
     torch.manual_seed(0)
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
-    count = len(shares) * (rounds + 4)
-    order = [rng.permutation(len(maps))[:batch] for _ in range(count)]
-    targets = zip(order, maps.prefetch(order), strict=True)
+    targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(rounds + 4)])
+    with_loss = FeatureLoss(model)
     read = KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
@@ -110,19 +100,17 @@ def measure(
         loss = hard_loss(model(images), labels)
         update(loss)
 
-    def distilled(share: float) -> None:
+    def distilled() -> None:
         nonlocal waited
         started = time.perf_counter()
-        image_ids, stored = next(targets)
+        stored = next(targets)
         waited = time.perf_counter() - started
         teacher = TeacherMaps(
             read(stored),
             list(range(maps.schema.layers)),
             maps.schema.grid,
         )
-        if share < 1:
-            teacher.queries = draw_queries(0, 0, image_ids, tokens, share).to(device)
-        logits, feature = forward_with_feature_loss(model, images, teacher)
+        logits, feature = with_loss(images, teacher)
         soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device).float().softmax(-1))
         update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
 
@@ -131,24 +119,20 @@ def measure(
         loss.backward()
         optimizer.step()
 
-    steps = {None: plain, **{share: partial(distilled, share) for share in shares}}
-    for step in steps.values():
+    steps = (plain, distilled)
+    for step in steps:
         step()
-    memory = {share: peak_memory(step, device) for share, step in steps.items()}
-    ratios, waits = ({share: [] for share in shares} for _ in range(2))
+    memory = {step: peak_memory(step, device) for step in steps}
+    ratios, waits = [], []
     for _ in range(rounds):
         took = {}
-        for share in random.sample([*steps], len(steps)):
+        for step in random.sample(steps, len(steps)):
             started = time.perf_counter()
-            took[share] = seconds(steps[share], device)
-            if share is not None:
-                waits[share].append(waited / (time.perf_counter() - started))
-        for share in shares:
-            ratios[share].append(took[share] / took[None])
-    return {
-        share: (ratios[share], memory[share] / memory[None], statistics.median(waits[share]))
-        for share in shares
-    }
+            took[step] = seconds(step, device)
+            if step is distilled:
+                waits.append(waited / (time.perf_counter() - started))
+        ratios.append(took[distilled] / took[plain])
+    return ratios, memory[distilled] / memory[plain], statistics.median(waits)
 
 
 def peak_memory(step, device: torch.device) -> float:

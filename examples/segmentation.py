@@ -28,7 +28,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from cells import in_one_line, kept, mean_and_spread, write_json
-from gaupipe.attention import COMPARING
+from gaupipe.attention import comparing
 from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
@@ -64,7 +64,7 @@ def arguments():
     add("--pretrained", action="store_true", help="timm's weights, if they are on this machine")
     add("--download", action="store_true", help="timm's weights, fetched where they are not here")
     default = ["standard", "belief", "belief_star", "belief2"]
-    add("--attention", choices=COMPARING, nargs="+", default=default)
+    add("--attention", choices=comparing(), nargs="+", default=default)
     add("--seeds", type=int, nargs="+", default=[0])
     add("--out", type=Path, default=Path("runs/segmentation"))
     add("--classes", type=positive, default=11, help="masks hold numbers below this")

@@ -4,14 +4,9 @@ Importing this module registers the ``gauvit_*`` models and the ``gau_*`` attent
 """
 
 from gaupipe.vit.convert import convert
-from gaupipe.vit.models import (
-    STUDENT_FILES,
-    GauViT,
-    ReZeroBlock,
-    forward_with_maps,
-    run_blocks,
-    save_student,
-)
+from gaupipe.vit.forward import forward_with_maps, run_blocks
+from gaupipe.vit.models import GauViT, ReZeroBlock
+from gaupipe.vit.saving import STUDENT_FILES, save_student
 
 __all__ = [
     "STUDENT_FILES",

@@ -4,30 +4,5 @@ Importing this module registers ``gau_belief``, ``gau_xsa`` and ``gau_attentionx
 ``attn_implementation``, and the ``gau_*`` language models with ``AutoConfig`` and ``AutoModel``.
 """
 
-from gaupipe.vit.transformers import (
-    GauGPT2Config,
-    GauGPT2LMHeadModel,
-    GauLlamaConfig,
-    GauLlamaForCausalLM,
-    GauMistralConfig,
-    GauMistralForCausalLM,
-    GauQwen2Config,
-    GauQwen2ForCausalLM,
-    GauQwen3Config,
-    GauQwen3ForCausalLM,
-    convert,
-)
-
-__all__ = [
-    "GauGPT2Config",
-    "GauGPT2LMHeadModel",
-    "GauLlamaConfig",
-    "GauLlamaForCausalLM",
-    "GauMistralConfig",
-    "GauMistralForCausalLM",
-    "GauQwen2Config",
-    "GauQwen2ForCausalLM",
-    "GauQwen3Config",
-    "GauQwen3ForCausalLM",
-    "convert",
-]
+from gaupipe.vit.transformers import *  # noqa: F403
+from gaupipe.vit.transformers import __all__  # noqa: F401

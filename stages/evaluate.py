@@ -28,7 +28,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.vit.models import forward_with_maps
+from gaupipe.vit.forward import forward_with_maps
 from gaupipe.vit.saving import load_folder
 from stages import phase_b
 from stages.phase_a import gaussian as phase_a

@@ -20,7 +20,7 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch, Batches, ImageData, load_data
-from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, Reader, of_block
 from gaupipe.distillation.losses import gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
@@ -117,8 +117,7 @@ class PhaseB(Training):
             self.read(batch.stored),
             layer_map(phase, depth, self.teacher_store.schema.layers),
             tuple(self.student.patch_embed.grid_size),
-            heads=None if phase.head_map == "mean" else phase.head_map,
-            mean_heads=phase.head_map == "mean",
+            heads=phase.head_map,
             geometry=batch.geometry,
             mixed=batch.mixed,
         )
@@ -136,21 +135,18 @@ class StudentLosses(LabelLosses):
     def __init__(self, job: PhaseB) -> None:
         super().__init__(job)
         self.job = job
-        compiled = torch.compile if job.settings.compile else (lambda function: function)
-        self.forward_with_loss = compiled(forward_with_feature_loss)
+        phase, compile = job.settings.phase_b, job.settings.compile
+        if phase.gamma:
+            with_loss = FeatureLoss(job.student, phase.temperature, phase.direction, compile)
+            self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
         """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
         means over the batch. L_feat is there unless ``gamma``, its weight, is 0."""
         phase, more = self.job.settings.phase_b, {}
         if gamma:
-            logits, more["loss_feat"] = self.forward_with_loss(
-                self.student,
-                batch.images,
-                self.job.teacher_maps(batch),
-                temperature=phase.temperature,
-                direction=phase.direction,
-            )  # [B, C], scalar
+            maps = self.job.teacher_maps(batch)
+            logits, more["loss_feat"] = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
         else:
             logits = self.forward_student(batch.images)  # [B, C]
         logits = logits.float()

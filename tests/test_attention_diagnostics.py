@@ -5,13 +5,14 @@ import pytest
 import timm
 import torch
 
-from gaupipe.attention import ATTENTION
+from gaupipe.attention import comparing
+from gaupipe.attention.standard import in_steps
 from gaupipe.vit.diagnostics import belief_geometry
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("key", [key for key in ATTENTION if key != "gaussian"])
+@pytest.mark.parametrize("key", comparing())
 def test_the_geometry_of_the_first_block(key):
     torch.manual_seed(0)
     model = timm.create_model("gauvit_pico_patch2_8", attention=key, depth=2).eval()
@@ -20,7 +21,7 @@ def test_the_geometry_of_the_first_block(key):
 
     with torch.no_grad():
         x = model.patch_embed(images) + model.pos_embed
-        attention = model.blocks[0].attn
+        attention = in_steps(model.blocks[0].attn)
         tokens = model.blocks[0].norm1(x)
         _, rows = attention.forward_with_map(tokens)
         v = torch.nn.functional.linear(tokens, attention.qkv.weight[128:], attention.qkv.bias[128:])

@@ -6,13 +6,13 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.attention import ATTENTION
+from gaupipe.attention import ATTENTION, comparing
+from gaupipe.models import convert, forward_with_maps, save_student
 from gaupipe.system.errors import UserError
-from gaupipe.vit.models import convert, forward_with_maps, save_student
 
 torch.set_num_threads(1)
 
-STUDENTS = [key for key in ATTENTION if key != "gaussian"]
+STUDENTS = comparing()
 SOURCES = {
     "class token": dict(model_name="vit_tiny_patch16_224", img_size=64),
     "DeiT, distilled": dict(model_name="deit_tiny_distilled_patch16_224", img_size=64),

@@ -16,6 +16,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from gaupipe.models import save_student
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests
 from gaupipe.system import files as folders
@@ -23,7 +24,6 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.models import save_student
 from stages import evaluate
 
 PICO = "gauvit_pico_patch2_8"

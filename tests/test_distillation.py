@@ -9,13 +9,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import gaupipe.vit.models  # noqa: F401
-from gaupipe.attention import COMPARING, STUDENTS
-from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
+from gaupipe.attention import STUDENTS, comparing
+from gaupipe.attention.standard import in_steps
+from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import StoredGaussians, StoredRows
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import take_queries
-from gaupipe.vit.models import forward_with_maps, run_blocks
+from gaupipe.models import forward_with_maps, run_blocks
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
 
@@ -73,13 +74,12 @@ def test_loss_and_gradients_equal_those_on_explicit_maps(attention, temperature,
     hidden = torch.eye(16, dtype=torch.bool) if attention == "attentionx" else None
     logits, rows = forward_with_maps(model, images)
     expected = sum(
-        w * feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
-        for layer, (w, row) in enumerate(zip((1.0, 0.5), rows, strict=True))
+        feature_loss(row, expected_map(stored[:, layer], GRID), temperature, direction, hidden)
+        for layer, row in enumerate(rows)
     )
     oracle = gradients(model, cross_entropy(logits, labels) + expected)
-    logits, loss = forward_with_feature_loss(
-        model, images, teacher_maps(stored, form), [1.0, 0.5], temperature, direction
-    )
+    pass_with_loss = FeatureLoss(model, temperature, direction)
+    logits, loss = pass_with_loss(images, teacher_maps(stored, form))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, model(images), rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(
@@ -95,7 +95,7 @@ def test_the_pass_compiles_without_graph_breaks(attention):
     model, images, stored = student(attention), torch.randn(B, 1, 8, 8), gaussians()
 
     def loss(images: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
-        return forward_with_feature_loss(model, images, teacher_maps(stored))[1]
+        return FeatureLoss(model)(images, teacher_maps(stored))[1]
 
     oracle = gradients(model, loss(images, stored))
     for ours, theirs in zip(
@@ -122,7 +122,7 @@ def test_a_teacher_that_looks_only_at_what_is_hidden():
         for layer, row in enumerate(rows)
     )
     oracle = gradients(model, expected)
-    _, loss = forward_with_feature_loss(model, images, teacher_maps(stored))
+    _, loss = FeatureLoss(model)(images, teacher_maps(stored))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     for ours, theirs in zip(gradients(model, loss), oracle, strict=True):
         torch.testing.assert_close(
@@ -157,7 +157,7 @@ def rows_by_loops(model, images) -> list[np.ndarray]:
     model, prefix, found = copy.deepcopy(model).double(), model.num_prefix_tokens, []
 
     def attend(layer, attention, tokens):
-        q, k, _ = (x.detach().numpy() for x in attention.project(tokens))
+        q, k, _ = (x.detach().numpy() for x in in_steps(attention).project(tokens))
         scores = q @ k.swapaxes(-1, -2) * attention.scale
         if getattr(attention, "mask_diagonal", False):
             scores[..., np.arange(scores.shape[-1]), np.arange(scores.shape[-1])] = -np.inf
@@ -177,7 +177,7 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("tokens", PREFIXES)
-@pytest.mark.parametrize("attention", COMPARING)
+@pytest.mark.parametrize("attention", comparing())
 def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tokens):
     """The value against loops, the gradient against a difference along a random direction."""
     model, images, stored = (
@@ -198,7 +198,7 @@ def test_class_and_register_tokens_are_left_out_of_the_comparison(attention, tok
             total += (wanted[seen] * np.log(wanted[seen] / rows[seen])).sum() / (B * H * 16)
         return total
 
-    logits, loss = forward_with_feature_loss(model, images, teacher_maps(stored))
+    logits, loss = FeatureLoss(model)(images, teacher_maps(stored))
     assert loss.item() == pytest.approx(by_loops(), rel=1e-5)
     torch.testing.assert_close(logits, model(images))
     loss.backward()
@@ -230,8 +230,8 @@ def test_a_layer_map_and_mean_heads_and_a_dense_store():
         for own, theirs in ((0, 1), (2, 0))
     )
     for form in ("gaussian", "maps"):
-        teacher = teacher_maps(stored, form, layers=[1, None, 0], mean_heads=True)
-        _, loss = forward_with_feature_loss(model, images, teacher)
+        teacher = teacher_maps(stored, form, layers=[1, None, 0], heads="mean")
+        _, loss = FeatureLoss(model)(images, teacher)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 

@@ -43,7 +43,6 @@ CASES = {
         "phase_a.optim.ema=0.9",
         "phase_b.gamma=0.2",
         "phase_b.augment.mixup=0.5",
-        "phase_b.feature_queries=0.25",
         "phase_b.optim.accumulate=2",
     ],
     "files": [
@@ -349,8 +348,8 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
     from gaupipe.data.batches import load_data
+    from gaupipe.models import save_student
     from gaupipe.vit.build import build_vit
-    from gaupipe.vit.models import save_student
 
     place = tmp_path_factory.mktemp("machines")
     settings = config.load("digits", TINY)

@@ -14,13 +14,13 @@ from gaupipe.attention.standard import StandardAttention
 from gaupipe.data.batches import load_data
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.models import convert, forward_with_maps, save_student
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
-from gaupipe.vit.models import convert, forward_with_maps, save_student
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory

@@ -11,16 +11,18 @@ import pytest
 import timm
 import torch
 from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
+from timm.models import create_feature_extractor
 from timm.models.vision_transformer import ATTN_LAYERS, VisionTransformer
 
 import gaupipe  # noqa: F401
-from gaupipe.attention import ATTENTION
+from gaupipe.attention import ATTENTION, comparing
+from gaupipe.models import forward_with_maps, run_blocks, save_student
 from gaupipe.system.errors import UserError
-from gaupipe.vit.models import forward_with_maps, run_blocks, save_student
+from gaupipe.vit.forward import embed
 
 torch.set_num_threads(1)
 
-STUDENTS = [key for key in ATTENTION if key != "gaussian"]
+STUDENTS = comparing()
 PICO = "gauvit_pico_patch2_8"
 DEIT_S = dict(
     embed_dim=384,
@@ -220,6 +222,35 @@ def test_a_whole_model_compiles_without_graph_breaks():
         torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x)
     )
     torch._dynamo.reset()
+
+
+GRAPHS = [dict(attention=key) for key in ATTENTION] + [
+    dict(attention_options={"prior": True}),
+    dict(attention="attentionx", attention_options={"mask_diagonal": False}),
+    dict(attention="belief_star", attention_options={"signal": "projected"}, rezero=True),
+    dict(attention="belief2", class_token=True, reg_tokens=2, qk_norm=True, mlp_ratio=0),
+]
+
+
+@pytest.mark.parametrize("kwargs", GRAPHS, ids=str)
+def test_timms_feature_extractor_works_with_every_attention(kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(PICO, depth=2, **kwargs).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    x = images(model)
+    extractor = create_feature_extractor(model, ["blocks.0", "head"])
+    features, logits = extractor(x).values()
+    torch.testing.assert_close(logits, model(x))
+    torch.testing.assert_close(features, model.blocks[0](embed(model, x)))
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
+
+
+def test_standard_attention_without_a_prior_is_timms_own_and_becomes_torchscript():
+    model = timm.create_model(PICO, depth=2).eval()
+    assert {type(block.attn) for block in model.blocks} == {timm.layers.Attention}
+    x = images(model)
+    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
 # ---- ReZero --------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.models import convert, forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
-from gaupipe.vit.models import convert, forward_with_maps
 from stages import evaluate, export_maps, phase_b
 from stages import train as student_training
 from stages.figures import key_attention

@@ -9,7 +9,7 @@ import timm
 import torch
 from PIL import Image
 
-from gaupipe.vit.models import convert, save_student
+from gaupipe.models import convert, save_student
 
 H, W = 24, 32  # of the image files
 SMALL = [

@@ -21,12 +21,12 @@ from arguments import sets
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.kinds import KINDS, chosen
+from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import ExportSettings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.models import forward_with_maps, save_student
 from processes import exit_code, kill_in_write
 from stages import evaluate, export_maps, inspect_maps, phase_b
 from stages.phase_a import gaussian as phase_a

@@ -8,10 +8,19 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
     DynamicCache,
+    FalconConfig,
     GPT2Config,
+    GPTJConfig,
+    GPTNeoConfig,
     LlamaConfig,
+    MarianConfig,
     MistralConfig,
     OPTConfig,
     Qwen2Config,
@@ -361,3 +370,45 @@ def test_what_the_functions_cannot_do_is_refused():
         model_of("gpt2", "belief2").set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="add_cross_attention"):
         ours.GauGPT2LMHeadModel(ours.GauGPT2Config(n_layer=1, add_cross_attention=True))
+
+
+SMALL = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+SEQ2SEQ = dict(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
+SEQ2SEQ |= dict(decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16)
+SEQ2SEQ |= dict(vocab_size=9, pad_token_id=0, eos_token_id=0, decoder_start_token_id=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_to_a_source_of_the_same_length_is_refused(implementation):
+    """However many tokens it has. A decoder without a source is not refused."""
+    ids, source = torch.ones(1, 4, dtype=torch.int64), torch.randn(1, 4, 16)
+    gpt2 = GPT2Config(vocab_size=9, n_embd=16, n_layer=1, n_head=2, add_cross_attention=True)
+    bert = BertConfig(**SMALL, intermediate_size=16, is_decoder=True, add_cross_attention=True)
+    for config, given in (
+        (BartConfig(**SEQ2SEQ, forced_eos_token_id=None), dict(decoder_input_ids=ids)),
+        (MarianConfig(**SEQ2SEQ, forced_eos_token_id=None), dict(decoder_input_ids=ids)),
+        (gpt2, dict(encoder_hidden_states=source)),
+        (bert, dict(encoder_hidden_states=source)),
+    ):
+        model = AutoModel.from_config(config, attn_implementation=implementation)
+        with pytest.raises(UserError, match="cross-attention"):
+            model(ids, **given)
+    bert.add_cross_attention = False
+    assert BertModel._from_config(bert, attn_implementation=implementation)(ids)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DebertaV2Config(**SMALL, intermediate_size=16),
+        GPTJConfig(vocab_size=9, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
+        FalconConfig(**SMALL),
+        GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_models_that_do_not_look_their_attention_up_are_refused(config):
+    """They would compute standard attention, or end in a KeyError."""
+    with pytest.raises(UserError, match="has its own attention") as error:
+        AutoModel.from_config(config, attn_implementation="gau_belief")
+    assert "\n" not in str(error.value)

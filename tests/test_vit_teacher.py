@@ -13,10 +13,10 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS
+from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import check_fit, load_vit
 from gaupipe.teachers.vit import VitTeacher, softmax_of_scores
-from gaupipe.vit.models import forward_with_maps, save_student
 
 CACHE = "gaupipe.teachers.pretrained.try_to_load_from_cache"
 

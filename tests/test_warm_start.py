@@ -5,15 +5,15 @@ import timm
 import torch
 
 import gaupipe.vit.models  # noqa: F401
-from gaupipe.attention import COMPARING, STUDENTS
+from gaupipe.attention import STUDENTS, comparing
 from gaupipe.data.batches import Batches, load_data
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map
+from gaupipe.models import forward_with_maps
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.scores import score_model
-from gaupipe.vit.models import forward_with_maps
 from stages import export_maps, phase_b, run
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory
@@ -64,7 +64,7 @@ def prior() -> list[torch.Tensor]:
     return [expected_map(torch.cat([means, stds], dim=-1).unsqueeze(0), GRID)] * L
 
 
-@pytest.mark.parametrize("attention", COMPARING)
+@pytest.mark.parametrize("attention", comparing())
 def test_q_and_k_fitted_to_a_map_give_rows_like_it_and_change_nothing_else(attention):
     model, images = vit(attention), torch.randn(64, 1, 8, 8)
     torch.nn.init.trunc_normal_(model.pos_embed, std=0.5)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["ATTENTION", "COMPARING", "STUDENTS"]
+__all__ = ["ATTENTION", "STUDENTS", "comparing"]
 
 
 class _Attentions(Mapping[str, Any]):
@@ -45,5 +45,8 @@ ATTENTION: Mapping[str, Any] = _Attentions(
 STUDENTS = tuple(ATTENTION)
 """Keys of the attentions that a student can have."""
 
-COMPARING = tuple(key for key in ATTENTION if key != "gaussian")
-"""Keys of the attentions that compare queries with keys: trained ones can be converted to them."""
+
+def comparing() -> tuple[str, ...]:
+    """Keys of the attentions that compare queries with keys: trained ones can be converted to
+    them."""
+    return tuple(key for key, attention in ATTENTION.items() if attention.compares)

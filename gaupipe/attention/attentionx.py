@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.fx
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention, matrix_of_mh
+from gaupipe.attention.base import StudentAttention, causal_mask, hidden_by, matrix_of_mh
 
 
 class AttentionX(StudentAttention):
@@ -13,9 +14,9 @@ class AttentionX(StudentAttention):
 
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
     ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
-    one of a causal sequence) attends to nothing: MH = 0, update V W, and all
-    its log-probabilities are -inf, as the diagonal is. In an additive mask a key is hidden
-    from half the type's lowest number on.
+    one of a causal sequence) attends to nothing: MH = 0, update V W, and all its log-probabilities
+    are -inf, as the diagonal is. :func:`~gaupipe.attention.base.hidden_by` says which keys an
+    additive mask hides.
     """
 
     def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:
@@ -41,38 +42,27 @@ class AttentionX(StudentAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor:
-        if not self.mask_diagonal:
-            return super().attend(q, k, v, attn_mask, is_causal)
-        visible = without_diagonal(q, attn_mask, is_causal)
-        if attn_mask is None and not is_causal and q.shape[-2] > 1:
-            return super().attend(q, k, v, visible, False)
-        # not every kernel defines a query without keys: it reads all of them, and then nothing
-        keyless = (visible == -torch.inf).all(-1, keepdim=True)
-        heads = super().attend(q, k, v, visible.masked_fill(keyless, 0), False)
-        return heads.masked_fill(keyless, 0)
+        if self.mask_diagonal:
+            attn_mask, is_causal = without_diagonal(q, attn_mask, is_causal), False
+        return super().attend(q, k, v, attn_mask, is_causal)
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if not self.mask_diagonal:
-            return super().log_map(q, k, attn_mask, is_causal)
-        return super().log_map(q, k, without_diagonal(q, attn_mask, is_causal), False)
+        if self.mask_diagonal:
+            attn_mask, is_causal = without_diagonal(q, attn_mask, is_causal), False
+        return super().log_map(q, k, attn_mask, is_causal)
 
 
+@torch.fx.wrap
 def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The additive mask, in the type of q [B, H, T, d_m] unless ``attn_mask`` has another one, that
-    hides the diagonal and what else is not to be seen.
-
-    What ``attn_mask`` adds to a score hides the key from half the type's lowest number on, which
-    stands for -inf in many programs: against it alone a token whose only visible key was itself
-    would read all the hidden ones.
-    """
+    """The additive mask, in the type of q [B, H, T, .], that hides the diagonal and what else is
+    not to be seen: -inf also where ``attn_mask`` has a lowest number, against which alone a token
+    whose only visible key was itself would read all the hidden ones."""
     tokens = q.shape[-2]
-    hidden = torch.eye(tokens, dtype=torch.bool, device=q.device)
+    visible = ~torch.eye(tokens, dtype=torch.bool, device=q.device)
     if is_causal:
-        hidden = torch.ones_like(hidden).triu()
+        visible = causal_mask(visible, tokens)
     if attn_mask is None:
-        attn_mask = torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device)
-    elif attn_mask.dtype == torch.bool:
-        hidden, attn_mask = hidden | ~attn_mask, torch.zeros_like(attn_mask, dtype=q.dtype)
-    else:
-        hidden = hidden | (attn_mask <= torch.finfo(attn_mask.dtype).min / 2)
-    return attn_mask.masked_fill(hidden, -torch.inf)
+        return torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -torch.inf)
+    hidden = hidden_by(attn_mask) | ~visible
+    scores = torch.zeros_like(attn_mask) if attn_mask.dtype == torch.bool else attn_mask
+    return scores.to(q.dtype).masked_fill(hidden, -torch.inf)

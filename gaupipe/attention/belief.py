@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice
+from gaupipe.attention.base import StudentAttention, choice
 from gaupipe.attention.kernels import perpendicular
 
 SIGNALS = {

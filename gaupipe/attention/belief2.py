@@ -7,9 +7,8 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh
+from gaupipe.attention.base import StudentAttention, choice, matrix_of_mh
 from gaupipe.attention.kernels import perpendicular
-from gaupipe.attention.summed_scores import has_summed_scores, summed_scores_attention
 
 ACTIVATIONS = {"gelu": nn.GELU, "silu": nn.SiLU, "identity": nn.Identity}
 
@@ -58,40 +57,8 @@ class Belief2Attention(StudentAttention):
         q, k, v = super().project(x)
         if self.z is None:
             return q, k, v
-        z = self.symmetric(x)
+        z = self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         return torch.cat([q, z], dim=-1), torch.cat([k, z], dim=-1), v
-
-    def symmetric(self, x: Tensor) -> Tensor:
-        """Z [B, H, T, d_m] of tokens x [B, T, d]."""
-        assert self.z is not None
-        return self.z(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
-        plain = attn_mask is None and not is_causal and q.shape == k.shape
-        if self.z is not None and plain and self.sums_scores(q):
-            return summed_scores_attention(v, self.scale, (q, k))
-        return super().attend(q, k, v, attn_mask, is_causal)
-
-    def sums_scores(self, x: Tensor) -> bool:
-        """Whether scores of tokens x [B, T, d], or of their queries, are summed without padding
-        V."""
-        return has_summed_scores(x, self.attn_drop.p if self.training else 0.0)
-
-    def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """As the base; (Q, K) and (Z, Z), which are not put together, where the scores are
-        summed."""
-        if self.z is None or not self.sums_scores(x):
-            return super().products(x)
-        q, k, v = super().project(x)
-        z = self.symmetric(x)
-        return v, [(q, k), (z, z)]
-
-    def attend_to_products(self, v: Tensor, products: list[tuple[Tensor, Tensor]]) -> Tensor:
-        if len(products) == 1:
-            return super().attend_to_products(v, products)
-        return summed_scores_attention(v, self.scale, *products)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         d = perpendicular(mh, v)

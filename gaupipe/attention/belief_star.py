@@ -6,20 +6,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention, choice, matrix_of_mh
-from gaupipe.attention.kernels import perpendicular_twice
+from gaupipe.attention.base import StudentAttention, choice, matrix_of_mh, per_head
+from gaupipe.attention.kernels import perpendicular
 
-SIGNALS = {
-    "perpendicular": lambda mh, v, heads: perpendicular_twice(mh, v, heads),
-    "projected": lambda mh, v, heads: tuple(mh - d for d in perpendicular_twice(mh, v, heads)),
-    "concat": lambda mh, v, heads: (mh, v),
-}
 MULTIPLIED = {
     "perpendicular": ("D", "D_s"),
     "projected": ("MH - D", "MH - D_s"),
     "concat": ("MH", "V"),
 }
-"""What W and W_s multiply with each signal."""
+"""The factors of W and W_s with each signal."""
 
 
 class BeliefStarAttention(StudentAttention):
@@ -33,7 +28,7 @@ class BeliefStarAttention(StudentAttention):
 
     def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self.signal = choice("signal", signal, SIGNALS)
+        self.signal = choice("signal", signal, MULTIPLIED)
         self.proj_local = nn.Linear(
             self.proj.in_features,
             self.proj.out_features,
@@ -58,5 +53,9 @@ class BeliefStarAttention(StudentAttention):
         }
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        over_all, in_each = SIGNALS[self.signal](mh, v, self.num_heads)
-        return self.proj(over_all) + self.proj_local(in_each)
+        if self.signal == "concat":
+            return self.proj(mh) + self.proj_local(v)
+        d, d_s = perpendicular(mh, v), per_head(perpendicular, mh, v, self.num_heads)
+        if self.signal == "projected":
+            d, d_s = mh - d, mh - d_s
+        return self.proj(d) + self.proj_local(d_s)

@@ -7,10 +7,11 @@ raw numbers of a Gaussian.
 from __future__ import annotations
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.base import StudentAttention, merge_heads
 from gaupipe.attention.kernels import pad_to
 from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
 from gaupipe.system.errors import UserError
@@ -35,6 +36,7 @@ class GaussianAttention(StudentAttention):
     """
 
     compares = False
+    has_map = True  # the Gaussians are
     places: Tensor
 
     def __init__(
@@ -134,13 +136,9 @@ class GaussianAttention(StudentAttention):
         )  # [B * H, d_m, T, 1]
         return self.update(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
 
-    def values(self, x: Tensor) -> Tensor:
-        """V [B, H, T, d_m] of tokens x [B, T, d]."""
-        return self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
     def update(self, heads: Tensor) -> Tensor:
-        """The update [B, T, d] from what each head read, [B, H, T, d_m]."""
-        return self.proj_drop(self.proj(heads.transpose(1, 2).flatten(2)))
+        """The update [B, T, d] from the values that each head has read, [B, H, T, d_m]."""
+        return self.proj_drop(self.proj(merge_heads(heads)))
 
 
 def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -> nn.Parameter:
@@ -149,6 +147,7 @@ def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -
     return nn.Parameter(start.expand(heads, *start.shape).clone())
 
 
+@torch.fx.wrap
 def predicted_gaussians(
     prior: Tensor, predictor: Tensor, tokens: Tensor, parametrisation: str = "loc_scale"
 ) -> Tensor:
@@ -173,6 +172,7 @@ def register_places(
     attention.register_buffer("places", places, persistent=False)
 
 
+@torch.fx.wrap
 def log_factors(gaussians: Tensor, grid: Grid, least: int = 0) -> Tensor:
     """The logarithms of the two factors of the expected map of Gaussians [..., T, 4] side by side,
     [..., T, h + w], with zeros behind them up to a width of at ``least`` so many.

@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import StudentAttention, nearest
+from gaupipe.attention.base import StudentAttention, nearest
 from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:
-    """The class of an attention. Raises UserError for an unknown key."""
+    """The class of an attention. Raises UserError for an unknown key, and for a class whose
+    :attr:`~gaupipe.attention.base.StudentAttention.compares` is not true of it."""
     if key not in ATTENTION:
         raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
+    check_compares(ATTENTION[key])
     return ATTENTION[key]
+
+
+@functools.cache
+def check_compares(cls: type[StudentAttention]) -> None:
+    """Raises UserError if an attention class says that it compares queries with keys, but its
+    update does not depend on them: they would be trained in silence."""
+    if not cls.compares:
+        return
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
+        attention = cls(8, 2)
+        attention(torch.randn(1, 4, 8)).square().sum().backward()
+    gradient = attention.qkv.weight.grad
+    if gradient is None or not gradient[: 2 * attention.attn_dim].any():
+        raise UserError(
+            f"{cls.__name__}: its update does not depend on queries and keys: set compares = False "
+            "in the class"
+        )
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
@@ -39,7 +60,7 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
             raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; a number fits")
 
 
-def bind_options(cls: type[nn.Module], options: dict[str, Any], **more: Any) -> type[nn.Module]:
+def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: Any) -> type:
     """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options,
     and with what is no option of the user's besides.
 
@@ -47,11 +68,14 @@ def bind_options(cls: type[nn.Module], options: dict[str, Any], **more: Any) -> 
     as ever. Raises UserError for an option that ``cls`` does not have.
     """
     check_options(cls, options)
+    made: Any = cls.in_models(options)
+    if made is not cls:
+        return made
 
     def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
-        return cls(*args, **options, **more, **kwargs)
+        return made(*args, **options, **more, **kwargs)  # type: ignore[misc]
 
-    return type("Bound", (cls,), {"__new__": new})
+    return type("Bound", (made,), {"__new__": new})
 
 
 def count_parameters(module: nn.Module) -> int:

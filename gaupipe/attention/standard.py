@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
-from gaupipe.attention.functional import StudentAttention
+import torch
+import torch.fx
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.gaussian import Grid, gaussian_prior, log_factors, register_places
 from gaupipe.maps.gaussians import from_raw
 from gaupipe.system.errors import UserError
 
 
 class StandardAttention(StudentAttention):
-    """Multi-head attention as in timm; update MH W (*BeliefFormer, eqs. 6-9*).
+    """Multi-head attention; update MH W (*BeliefFormer, eqs. 6-9*). Without ``prior``, models of
+    ``gauvit`` have timm's own ``Attention`` in its place, see :func:`in_steps`.
 
     With ``prior`` the scores are Q K' / sqrt(d_m) + log P, with P the expected map of a learned
     Gaussian for each head and query: ``prior`` [H, T, 4], raw numbers (``loc_scale``), which starts
@@ -21,12 +26,13 @@ class StandardAttention(StudentAttention):
     on which class and register tokens have no place.
     """
 
+    prior: nn.Parameter | None
     places: Tensor
 
     def __init__(self, *args, prior: bool = False, grid: Grid | None = None, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.grid = grid if prior else None
-        self.prior: torch.nn.Parameter | None = None
+        self.prior = None
         if prior:
             if grid is None:
                 raise UserError(
@@ -37,17 +43,25 @@ class StandardAttention(StudentAttention):
             self.prior = gaussian_prior(self.num_heads, grid, device)
             register_places(self, grid, 0, device)
 
+    @property
+    def has_prior(self) -> bool:
+        return getattr(self, "prior", None) is not None  # timm's Attention has no such attribute
+
+    @classmethod
+    def in_models(cls, options: dict[str, Any]) -> type[nn.Module]:
+        return cls if options.get("prior") else Attention
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with a prior [Q, A] and [K, places], A the logarithms of the two factors of
         P: their product is Q K' + sqrt(d_m) log P, so that the scores of Q and K are all there
         is."""
         q, k, v = super().project(x)
-        if self.prior is None:
+        if not self.has_prior:
             return q, k, v
         a = self.log_factors() / self.scale
         places = self.places.to(k.dtype)  # [T, h + w]
-        q = torch.cat([q, a.to(q.dtype).expand(*q.shape[:2], -1, -1)], dim=-1)
-        return q, torch.cat([k, places.expand(*k.shape[:2], -1, -1)], dim=-1), v
+        q = torch.cat([q, a.to(q.dtype).expand(q.shape[0], q.shape[1], -1, -1)], dim=-1)
+        return q, torch.cat([k, places.expand(k.shape[0], k.shape[1], -1, -1)], dim=-1), v
 
     def log_factors(self) -> Tensor:
         """The logarithms of the two factors of P side by side, [H, T, h + w] float32."""
@@ -64,8 +78,9 @@ class StandardAttention(StudentAttention):
         """As the base; log P is then a mask of fused attention, which is faster than the channels
         of :meth:`project`. An export has the channels: torch's to ONNX does not take the mask."""
         special = attn_mask is not None or is_causal or rope is not None
-        if self.prior is None or self.grid is None or special or torch.compiler.is_exporting():
+        if not self.has_prior or special or torch.compiler.is_exporting():
             return super().forward(x, attn_mask, is_causal, rope)
+        assert self.grid is not None
         q, k, v = super().project(x)
         along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]
         log_p = (along_y.unsqueeze(-1) + along_x.unsqueeze(-2)).flatten(-2)  # [H, T, T]
@@ -74,3 +89,22 @@ class StandardAttention(StudentAttention):
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(mh)
+
+
+torch.fx.wrap("log_factors")
+
+
+def in_steps(attention: nn.Module) -> StudentAttention:
+    """An attention whose steps (:meth:`~gaupipe.attention.base.StudentAttention.project` and the
+    others) can be called one by one: ``attention`` itself or, for timm's own ``Attention``, a
+    :class:`StandardAttention` that shares its whole state. Raises UserError for another class."""
+    if isinstance(attention, StudentAttention):
+        return attention
+    if type(attention) is not Attention:
+        raise UserError(
+            f"cannot read the maps of a {type(attention).__name__}: only those of timm's Attention "
+            "and of gaupipe's own"
+        )
+    steps = StandardAttention.__new__(StandardAttention)
+    steps.__dict__ = vars(attention)
+    return steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gaupipe.attention.functional import StudentAttention, per_head
+from gaupipe.attention.base import StudentAttention, per_head
 from gaupipe.attention.kernels import perpendicular
 
 

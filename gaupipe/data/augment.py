@@ -23,7 +23,7 @@ from gaupipe.maps.gaussians import Geometry
 
 # Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
 # of the others alone.
-RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING, QUERIES = range(8)
+RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
 
 ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
@@ -47,20 +47,6 @@ def uniforms(
     )
     words = np.stack(philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)), axis=-1)
     return (words.reshape(len(ids), -1)[:, :k] + 0.5) * 2.0**-32
-
-
-def draw_queries(
-    seed: int, epoch: int, image_ids: Tensor | np.ndarray, tokens: int, share: float
-) -> Tensor:
-    """A random part of the queries of each image, int64 [B, Q] in ascending order, on the CPU.
-
-    Q is ``share`` * ``tokens``, rounded, and at least 1. Every set of Q of the queries 0 to
-    ``tokens`` - 1 is as likely as every other, so a mean over the chosen queries has the mean over
-    all as its expectation.
-    """
-    count = max(1, round(share * tokens))
-    order = uniforms(seed, epoch, image_ids, tokens, QUERIES).argsort(axis=1, kind="stable")
-    return torch.from_numpy(np.sort(order[:, :count], axis=1))
 
 
 _WORD, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -471,20 +457,6 @@ def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
         return maps
     own = mixed.own_share(grid).to(maps)[:, None, :, None]
     return torch.lerp(maps[mixed.partner.to(maps.device)], maps, own)
-
-
-def mixed_rows(
-    rows: Callable[[Tensor], Tensor], queries: Tensor, mixed: Mix | None, grid: tuple[int, int]
-) -> Tensor:
-    """The rows [B, H, Q, T] of :func:`mixed_map` that belong to the ``queries`` [B, Q] of each
-    image. ``rows`` gives those of the unmixed images for queries [B, Q] of theirs."""
-    if mixed is None:
-        return rows(queries)
-    partner = mixed.partner.to(queries.device)  # a permutation
-    asked = torch.empty_like(queries)
-    asked[partner] = queries
-    own = mixed.own_share(grid).to(queries.device).gather(1, queries)[:, None, :, None]
-    return torch.lerp(rows(asked)[partner], rows(queries), own)
 
 
 def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:

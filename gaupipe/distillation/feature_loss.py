@@ -1,38 +1,33 @@
 """The student's side of L_feat: a forward pass that compares attention maps block by block.
 
-Axis letters: B images, H heads, T tokens on a grid (h, w), Q chosen queries.
+Axis letters: B images, H heads, T tokens on a grid (h, w), d_m head width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gaupipe.attention.chosen_queries import (
-    ChosenRows,
-    attention_with_chosen_divergence,
-    chosen_divergence,
-)
-from gaupipe.attention.functional import StudentAttention
-from gaupipe.attention.kernels import (
-    attention_with_normaliser,
-    entropy_of,
-    has_normaliser_kernel,
-    map_divergence,
-    map_of_factors,
-    separable_divergence,
-)
-from gaupipe.data.augment import Mix, mixed_map, mixed_rows
+from gaupipe.attention.base import StudentAttention
+from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
+from gaupipe.attention.standard import in_steps
+from gaupipe.data.augment import Mix, mixed_map
 from gaupipe.distillation.kinds import StoredAttention
 from gaupipe.distillation.losses import feature_loss, without_keys
-from gaupipe.maps.gaussians import Geometry
-from gaupipe.maps.views import take_queries
-from gaupipe.vit.models import run_blocks
+from gaupipe.maps.gaussians import Geometry, outer
+from gaupipe.system.errors import UserError
+from gaupipe.vit.forward import run_blocks
+
+Remade = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor | None, ...]]
+"""A function and its arguments, from which it makes a teacher's map [B, H or 1, T, T] and the
+entropy [B, H or 1, T] of its rows, as often as it is called."""
 
 
 @dataclass
@@ -41,177 +36,190 @@ class TeacherMaps:
 
     stored      the attention of the batch, as a kind of store gives it
     layers      for each block of the student the stored block it is compared with, or None
-    heads       for each head of the student the stored head it is compared with; None is all
-    mean_heads  compare every head with the mean over the teacher's heads
     grid        (h, w) of the student
+    heads       for each head of the student the stored head it is compared with; None is all, and
+                "mean" compares every head with the mean over the teacher's heads
     geometry    where the views of the batch lie in the images that the maps are of
     mixed       which images of the batch were mixed, and where
-    queries     [B, Q] int64: the queries of each view that are compared; None is all
     """
 
     stored: StoredAttention
     layers: list[int | None]
     grid: tuple[int, int]
-    heads: list[int] | None = None
-    mean_heads: bool = False
+    heads: Sequence[int] | Literal["mean"] | None = None
     geometry: Geometry | None = None
     mixed: Mix | None = None
-    queries: Tensor | None = None
-
-    def axes(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """The two factors ([B, H, T, h], [B, H, T, w]) of the rows that are compared with a block
-        of the student, where they have factors."""
-        if self.mean_heads or self.mixed:
-            return None
-        return self.stored.axes(*self._choice(layer, self.queries))
 
     def map(self, layer: int) -> Tensor:
         """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
-        maps = mixed_map(self.stored.map(*self._choice(layer)), self.mixed, self.grid)
-        return maps.mean(1, keepdim=True) if self.mean_heads else maps
+        maps = mixed_map(self.stored.map(*self._stored_block(layer)), self.mixed, self.grid)
+        return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
 
-    def rows(self, layer: int) -> Tensor:
-        """The rows [B, H or 1, Q, T] of the map that are compared with a block of the student."""
-        if self.queries is None:
-            return self.map(layer)
+    def remade(self, layer: int, hidden: Tensor | None) -> Remade:
+        """The map for a block of the student that hides keys [T, T], bool, from each query."""
+        axes = self.stored.axes(*self._stored_block(layer))
+        if axes and self.heads != "mean" and not self.mixed:
+            return map_of_factors, (*axes, hidden)
 
-        def rows(queries: Tensor) -> Tensor:
-            return self.stored.map(*self._choice(layer, queries))
+        def map_and_entropy(hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+            maps = self.map(layer) if hidden is None else without_keys(self.map(layer), hidden)
+            return maps, torch.special.entr(maps).sum(-1)
 
-        maps = mixed_rows(rows, self.queries, self.mixed, self.grid)
-        return maps.mean(1, keepdim=True) if self.mean_heads else maps
+        return map_and_entropy, (hidden,)
 
-    def chosen_rows(self, layer: int, queries: Tensor, hidden: Tensor | None) -> ChosenRows:
-        """The rows of ``queries`` [B, Q], for a block of the student that hides keys [T, T] from
-        each query."""
-        unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
-        if factors := self.axes(layer):
-            entropy = None
-            if hidden is None:
-                along_y, along_x = map(entropy_of, factors)
-                entropy = along_y + along_x
-            return ChosenRows(queries, partial(map_of_factors, *factors, unseen), unseen, entropy)
-
-        def rows() -> Tensor:
-            return self.rows(layer) if unseen is None else without_keys(self.rows(layer), unseen)
-
-        return ChosenRows(queries, rows, unseen)
-
-    def _choice(self, layer: int, queries: Tensor | None = None) -> tuple:
+    def _stored_block(self, layer: int) -> tuple:
         new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
-        return self.layers[layer], self.heads, self.geometry, new_grid, queries
+        heads = None if self.heads == "mean" else self.heads
+        return self.layers[layer], heads, self.geometry, new_grid
 
 
-def forward_with_feature_loss(
-    student: VisionTransformer,
-    images: Tensor,
-    teacher: TeacherMaps,
-    layer_weights: list[float] | None = None,
-    temperature: float = 1.0,
-    direction: str = "teacher_student",
-    copy: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(logits [B, C], L_feat): the pass of ``student(images)`` with the divergence of each block's
-    rows from the teacher's.
+class FeatureLoss:
+    """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
+    divergence of their rows from the teacher's).
 
     The update comes from the same fused kernel as in plain training, and no T x T map is kept for
     the backward pass, so memory stays close to that of plain training. For an attention that hides
-    the diagonal, the teacher's rows lose theirs too and are renormalised. ``layer_weights`` holds
-    one weight for each block of the student.
+    the diagonal, the teacher's rows lose theirs too and are renormalised.
 
-    With ``copy`` the student attends with the teacher's maps in place of its own (attention copy):
-    the logits then say nothing of Q and K, which learn from the divergence alone.
+    A student may have class and register tokens, which the teacher has not: the rows of its patches
+    over the keys of patches are compared, renormalised (:func:`patch_map`).
 
-    Where the teacher has chosen ``queries``, L_feat is the mean over these alone, and no map of all
-    queries is made, neither of the student nor of the teacher.
-
-    A student may have class and register tokens, which the teacher has not: what is compared are
-    the rows of its patches over the keys of patches, renormalised (:func:`patch_map`).
+    The way to compare is chosen here, once for a training; ``compiled`` says that torch.compile
+    will be at work. Raises UserError for a student without attention maps.
     """
-    divergences = []
-    prefix, queries = student.num_prefix_tokens, teacher.queries
 
-    def attend_and_compare(
-        layer: int, attention: StudentAttention, tokens: Tensor, hidden: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """V [B, H, prefix + T, d_m], the heads, None where the teacher's are copied, and the
-        divergence."""
-        q, k, v = attention.project(tokens)  # [B, H, prefix + T, d_m]
-        dropout = attention.attn_drop.p if attention.training else 0.0
-        fused = temperature == 1.0 and direction == "teacher_student" and not (prefix or copy)
-        fused = fused and queries is None and has_normaliser_kernel(q, dropout)
-        factors = teacher.axes(layer) if fused else None  # [B, H, T, h], [B, H, T, w]
-        if factors or (fused and not torch.compiler.is_compiling()):
-            heads, normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
-            scores = q, k, normaliser
-            if factors:
-                divergence = separable_divergence(*scores, factors, attention.scale, hidden)
-            else:
-                make_map = partial(teacher.map, layer)
-                divergence = map_divergence(*scores, make_map, attention.scale, hidden)
-            return v, heads, divergence
-
-        def compare(q: Tensor, k: Tensor) -> Tensor:
-            # softmax over the scores of patches is the whole row's, renormalised over patches
-            if queries is None:
-                log_map, unseen = attention.log_map(q, k, None, False), hidden  # [B, H, T, T]
-            else:
-                unseen = None if hidden is None else hidden[queries][:, None]  # [B, 1, Q, T]
-                visible, chosen = None if unseen is None else ~unseen, take_queries(q, queries)
-                log_map = StudentAttention.log_map(attention, chosen, k, visible, False)
-            return feature_loss(log_map, teacher.rows(layer), temperature, direction, unseen)
-
-        patch_q, patch_k = q[..., prefix:, :], k[..., prefix:, :]  # [B, H, T, d_m]
-        divergence = checkpoint(
-            compare, patch_q, patch_k, use_reentrant=False, preserve_rng_state=False
+    def __init__(
+        self,
+        student: VisionTransformer,
+        temperature: float = 1.0,
+        direction: str = "teacher_student",
+        compiled: bool = False,
+    ) -> None:
+        blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
+        self.student = student
+        self.attentions = [in_steps(block.attn) for block in blocks]
+        check_maps(self.attentions)
+        prefix, first = student.num_prefix_tokens, self.attentions[0]
+        self.patches: int = student.patch_embed.num_patches
+        fused = (
+            (temperature, direction) == (1.0, "teacher_student")
+            and not (prefix or first.attn_drop.p)
+            and self.patches > 1
+            and has_normaliser_kernel(first.proj.weight.device, compiled)
         )
-        return v, None if copy else attention.attend(q, k, v, None, False), divergence
+        self.compare: Any = compare_fused
+        if not fused:
+            self.compare = partial(compare_maps, prefix, temperature, direction)
 
-    def attend(layer: int, attention: StudentAttention, tokens: Tensor) -> Tensor:
-        weight = 1.0 if layer_weights is None else layer_weights[layer]
-        if teacher.layers[layer] is None or not (weight or copy):
-            return attention(tokens)
-        patches = tokens.shape[1] - prefix  # T
-        hidden = attention.hidden_keys(patches, tokens.device)  # [T, T]
-        plain = temperature == 1.0 and direction == "teacher_student"
-        by_hand = plain and patches > 1 and not torch.compiler.is_compiling()
-        if by_hand and queries is not None:
-            rows = teacher.chosen_rows(layer, queries, hidden)
-            v, heads, divergence = attend_and_compare_chosen(
-                attention, tokens, rows, hidden, prefix, copy
+    def __call__(self, images: Tensor, teacher: TeacherMaps) -> tuple[Tensor, Tensor]:
+        divergences = []
+
+        def attend(layer: int, attention: Any, tokens: Tensor) -> Tensor:
+            if teacher.layers[layer] is None:
+                return attention(tokens)
+            steps = self.attentions[layer]
+            hidden = steps.hidden_keys(self.patches, tokens.device)  # [T, T]
+            projected = steps.project(tokens)  # [B, H, prefix + T, d_m] each
+            heads, divergence = self.compare(steps, projected, teacher, layer, hidden)
+            divergences.append(divergence)
+            return steps.output(heads, projected[2], tokens)  # [B, prefix + T, d]
+
+        logits = run_blocks(self.student, images, attend)
+        return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
+
+
+def check_maps(attentions: Sequence[StudentAttention]) -> None:
+    """Raises UserError for attentions without maps that could be compared."""
+    for attention in attentions:
+        if not attention.has_map:
+            raise UserError(
+                f"{type(attention).__name__} compares no queries with keys, so it has no attention "
+                "map to compare with a teacher's: set phase_b.gamma=0"
             )
-        else:
-            v, heads, divergence = attend_and_compare(layer, attention, tokens, hidden)
-        if copy:
-            shown = teacher.map(layer)  # [B, H or 1, T, T]
-            shown = shown if hidden is None else without_keys(shown, hidden)
-            heads = attention.attn_drop(shown).to(v.dtype) @ v  # [B, H, T, d_m]
-        assert heads is not None
-        divergences.append(weight * divergence)
-        return attention.output(heads, v, tokens)  # [B, prefix + T, d]
-
-    logits = run_blocks(student, images, attend)
-    return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
 
 
-def attend_and_compare_chosen(
-    attention: StudentAttention,
-    tokens: Tensor,
-    rows: ChosenRows,
-    hidden: Tensor | None,
+def compare_maps(
     prefix: int,
-    copy: bool,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """V [B, H, prefix + T, d_m], the heads, None for attention copy, and the divergence from the
-    teacher's ``rows`` alone."""
-    v, products = attention.products(tokens)
-    q, k = products[0]
-    dropout = attention.attn_drop.p if attention.training else 0.0
-    if len(products) == 1 and not (prefix or copy) and has_normaliser_kernel(q, dropout):
-        return v, *attention_with_chosen_divergence(q, k, v, rows, hidden, attention.scale)
-    of_patches = [(q[..., prefix:, :], k[..., prefix:, :]) for q, k in products]
-    divergence = chosen_divergence(rows, attention.scale, *of_patches)
-    return v, None if copy else attention.attend_to_products(v, products), divergence
+    temperature: float,
+    direction: str,
+    attention: StudentAttention,
+    projected: tuple[Tensor, Tensor, Tensor],
+    teacher: TeacherMaps,
+    layer: int,
+    hidden: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the student's map,
+    which is made again for the gradient."""
+    q, k, v = projected
+
+    def compare(q: Tensor, k: Tensor) -> Tensor:
+        # softmax over the scores of patches is the whole row's, renormalised over patches
+        log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
+        return feature_loss(log_map, teacher.map(layer), temperature, direction, hidden)
+
+    divergence = checkpoint(
+        compare,
+        q[..., prefix:, :],
+        k[..., prefix:, :],
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
+    return attention.attend(q, k, v, None, False), divergence
+
+
+def compare_fused(
+    attention: StudentAttention,
+    projected: tuple[Tensor, Tensor, Tensor],
+    teacher: TeacherMaps,
+    layer: int,
+    hidden: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`compare_maps` for KL(teacher || student), without the student's map.
+
+    With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k)
+    - H(P): only the log-normaliser Z [B, H, T] of the student's map is needed.
+    """
+    q, k, v = projected
+    heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
+    make_map, arguments = teacher.remade(layer, hidden)
+    pulled, entropy = _MapTimesKeys.apply(make_map, k, *arguments)
+    towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
+    return heads, (log_normaliser - towards - entropy).mean()
+
+
+class _MapTimesKeys(torch.autograd.Function):
+    """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
+
+    @staticmethod
+    def forward(ctx, make_map: Callable, k: Tensor, *arguments: Tensor | None) -> tuple:
+        ctx.make_map = make_map
+        ctx.save_for_backward(*arguments)
+        maps, entropy = make_map(*arguments)
+        ctx.mark_non_differentiable(entropy)
+        return maps.to(k.dtype) @ k, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        maps, _entropy = ctx.make_map(*ctx.saved_tensors)
+        maps = maps.to(grad.dtype).expand(-1, grad.shape[1], -1, -1)  # of one head, or of all
+        return None, maps.mT @ grad, *(None for _ in ctx.saved_tensors)
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def map_of_factors(
+    along_y: Tensor, along_x: Tensor, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The map [B, H, T, T] of two factors [B, H, T, h] and [B, H, T, w], without its ``hidden``
+    keys and renormalised where there are some, and the entropy [B, H, T] of its rows."""
+    maps = outer(along_y, along_x)
+    if hidden is None:
+        return maps, sum(torch.special.entr(axis).sum(-1) for axis in (along_y, along_x))
+    # a query that looked at hidden keys alone looks at all others alike
+    maps = maps.clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
+    maps = maps.div_(maps.sum(-1, keepdim=True))
+    return maps, -torch.linalg.vecdot(maps, maps.clamp_min(SMALLEST).log_())
 
 
 def patch_map(rows: Tensor, prefix: int) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.gaussian import GaussianAttention
+from gaupipe.attention.standard import in_steps
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.system.errors import UserError
-from gaupipe.vit.models import embed
+from gaupipe.vit.forward import embed
 
 FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 """Adam's steps a block, images a step, and rate, of :func:`fit_queries_and_keys`."""
@@ -60,7 +61,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     block: Any  # timm says Module
     for layer, block in enumerate(student.blocks):
         trained = {"MH": teacher[f"blocks.{layer}.attn.proj.weight"]}
-        for name, weight in block.attn.start_from(trained).items():
+        for name, weight in in_steps(block.attn).start_from(trained).items():
             getattr(block.attn, name).weight.copy_(weight)
 
 
@@ -126,7 +127,7 @@ def fit_queries_and_keys(
         divergences.append(
             None
             if wanted is None
-            else _fit(block.attn, wanted, tokens, student.num_prefix_tokens, seed)
+            else _fit(in_steps(block.attn), wanted, tokens, student.num_prefix_tokens, seed)
         )
         with torch.no_grad():
             x = x + block.ls1(block.attn(tokens))

@@ -407,10 +407,6 @@ class PhaseBSettings(Section):
     paper."""
     gamma_epochs: Annotated[Positive | None, Scope.TEACHER] = None
     """Epochs until gamma is 0; null means all epochs."""
-    feature_queries: Annotated[float, Field(gt=0, le=1), Scope.TEACHER] = 1.0
-    """Share of the queries that L_feat compares. Below 1 every image has its own random part in
-    every epoch, the same in all blocks and heads. The expectation of L_feat stays the mean over all
-    queries, and a step takes less time and memory."""
     model_args: ModelArgs = {}
     """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: Annotated[list[Count | None] | None, Scope.TEACHER] = None

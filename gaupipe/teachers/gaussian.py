@@ -28,7 +28,7 @@ from gaupipe.maps.gaussians import (
     sample,
 )
 from gaupipe.teachers.image_buckets import BucketedState
-from gaupipe.vit.models import run_blocks
+from gaupipe.vit.forward import run_blocks
 
 AT_ONCE = 2**18
 """Numbers of a map that are computed at once on a CPU: they stay in its cache."""

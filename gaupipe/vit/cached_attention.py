@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import sdpa_mask
 
+from gaupipe.attention.base import fused_attention
 from gaupipe.system.errors import UserError
 
 VISIBLE, OWN = 1, 2
@@ -34,8 +34,8 @@ def visible_and_own(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of gaupipe's attentions, uint8 [B, 1, T, S]: transformers' own mask, which says what
-    keys a query sees, in the bit VISIBLE, and the token's own key in the bit OWN.
+    """The mask of gaupipe's attentions, uint8 [B, 1, T, S]: transformers' own mask, which says
+    which keys a query sees, in the bit VISIBLE, and the token's own key in the bit OWN.
 
     In a static cache the own key is followed by keys that are not there yet, and only the positions
     tell where it is. None where the last T of the S keys are the queries' own and the mask is
@@ -79,14 +79,15 @@ def attend(
     them after its cache. ``attention_mask`` is one of :func:`visible_and_own`, or a user's own one
     [B, 1 or H, T, S], boolean or additive; there the last T keys have to be the queries' own.
     ``hide_own`` hides each token from itself. A query without a key gets MH = 0. With ``width`` the
-    rest of key and value is Z, which the query takes from its own token.
+    rest of key and value is Z, which the query takes from its own token. Raises UserError for
+    cross-attention.
     """
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} attends with {name}: gaupipe cannot do that")
     T, S = query.shape[2], key.shape[2]
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if S < T or (S > T and not causal):
+    if S < T or (S > T and not causal) or is_cross_attention(module, causal):
         raise UserError(
             f"{type(module).__name__} attends to other tokens than its own (cross-attention): "
             "there a token has no value of its own"
@@ -96,32 +97,27 @@ def attend(
         visible, own = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
     v = own_entries(value, own, T)
     if width is not None:
-        z = v[..., width:]
-        v = v[..., :width]
-        query = torch.cat([query, repeat_heads(z, query.shape[1])], -1)
+        query = torch.cat([query, repeat_heads(v[..., width:], query.shape[1])], -1)
         key = torch.cat([key, value[..., width:]], -1)
+        v = v[..., :width]
     if hide_own:
         if own is None:
             own = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T).triu(S - T)
         visible = hide(own, visible, causal)
-    keyless = None
-    if visible is not None:
-        hidden = ~visible if visible.dtype == torch.bool else visible <= lowest(visible) / 2
-        keyless = hidden.all(-1, keepdim=True)
-        # not every kernel defines a query without keys: it reads all of them, and then nothing
-        visible = (~hidden | keyless) if visible.dtype == torch.bool else visible
-    mh = F.scaled_dot_product_attention(
-        query,
-        repeat_heads(key, query.shape[1]),
-        repeat_heads(value, query.shape[1]),
-        attn_mask=visible,
-        is_causal=causal and visible is None and T > 1,
-        scale=scaling,
-        dropout_p=dropout,
-    )[..., :width]
-    if keyless is not None:
-        mh = mh.masked_fill(keyless, 0)
-    return mh.transpose(1, 2), repeat_heads(v, query.shape[1]).transpose(1, 2)
+    key, value, v = (repeat_heads(x, query.shape[1]) for x in (key, value, v))
+    future_hidden = causal and visible is None and T > 1
+    mh = fused_attention(query, key, value, visible, future_hidden, scaling, dropout)
+    return mh[..., :width].transpose(1, 2), v.transpose(1, 2)
+
+
+def is_cross_attention(module: nn.Module, causal: bool) -> bool:
+    """Whether an attention of transformers reads another sequence: it says so, is called so, or is
+    the layer of a decoder that may look ahead."""
+    return (
+        getattr(module, "is_cross_attention", False)
+        or "Cross" in type(module).__name__
+        or (getattr(module, "is_decoder", False) and not causal)
+    )
 
 
 def own_entries(value: Tensor, own: Tensor | None, queries: int) -> Tensor:
@@ -137,15 +133,11 @@ def hide(own: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
     """The mask ``visible`` (boolean, additive or None) without the keys in ``own``."""
     if visible is None:
         T, S = own.shape[-2:]
-        everything = torch.ones(T, S, dtype=torch.bool, device=own.device)
-        visible = everything.tril(S - T) if causal else everything
+        visible = torch.ones(T, S, dtype=torch.bool, device=own.device)
+        visible = visible.tril(S - T) if causal else visible
     if visible.dtype == torch.bool:
         return visible & ~own
-    return visible.masked_fill(own, lowest(visible))
-
-
-def lowest(mask: Tensor) -> float:
-    return torch.finfo(mask.dtype).min
+    return visible.masked_fill(own, -torch.inf)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

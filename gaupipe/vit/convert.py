@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.options import attention_class, check_options
 from gaupipe.system.errors import UserError
 
@@ -26,7 +26,7 @@ def convert(model: Model, attention: str, **options) -> Model:
     :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common.
 
     Each attention says itself how it starts from another one's output matrices
-    (:meth:`~gaupipe.attention.functional.StudentAttention.start_from`). AttentionX's update is (V -
+    (:meth:`~gaupipe.attention.base.StudentAttention.start_from`). AttentionX's update is (V -
     gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
     and back. The outputs do not change
 

@@ -1,4 +1,4 @@
-"""What the orthogonal projection does to the tokens, block by block (*BeliefFormer, figures 4
+"""The effect of the orthogonal projection on the tokens, block by block (*BeliefFormer, figures 4
 and 8*)."""
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.attention.functional import merge_heads
-from gaupipe.vit.models import embed
+from gaupipe.attention.base import merge_heads
+from gaupipe.attention.standard import in_steps
+from gaupipe.vit.forward import embed
 
 
 @dataclass
@@ -43,13 +44,13 @@ class BlockGeometry:
 @torch.no_grad()
 def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeometry]:
     """The geometry of every block of a model with any of gaupipe's student attentions, for a
-    batch of images [B, C, height, width]. In a model of another attention than "belief", D is
-    what that one would use. Call ``model.eval()`` first unless dropout is wanted."""
+    batch of images [B, C, height, width]. D is "belief"'s, or "xsa"'s in a model that has it. Call
+    ``model.eval()`` first unless dropout is wanted."""
     x = embed(model, images)
     blocks = []
     modules: Iterable[Any] = model.blocks  # torch knows their parts as "Tensor | Module"
     for block in modules:
-        attention, tokens = block.attn, block.norm1(x)
+        attention, tokens = in_steps(block.attn), block.norm1(x)
         q, k, v = attention.project(tokens)
         mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)
         d = attention.perpendicular(mh, v)

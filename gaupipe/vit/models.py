@@ -1,5 +1,4 @@
-"""GauViT models for timm: entrypoints, the ReZero baseline, forward passes that show the attention,
-student folders.
+"""GauViT models for timm: the class, the ReZero baseline, the entrypoints.
 
 Importing this module makes ``gauvit_*`` known to ``timm.create_model`` and the attentions of
 :data:`gaupipe.attention.ATTENTION` to timm's ``attn_layer`` as ``gau_<key>``. Axis letters: B
@@ -8,12 +7,8 @@ images, L blocks, H heads, T tokens, d model width.
 
 from __future__ import annotations
 
-import copy
 import inspect
-import os
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +21,6 @@ from timm.models import (
     load_pretrained,
     model_entrypoint,
     register_model,
-    save_for_hf,
 )
 from timm.models.eva import Eva
 from timm.models.vision_transformer import (
@@ -38,21 +32,9 @@ from timm.models.vision_transformer import (
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import StudentAttention
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
-from gaupipe.system import digests
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import replaced
-from gaupipe.vit.convert import convert, swap
-
-__all__ = ["GauViT", "ReZeroBlock", "convert", "forward_with_maps", "run_blocks", "save_student"]
-
-STUDENT_FILES = ("config.json", "model.safetensors")
-"""What timm reads from a student's folder."""
-
-STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
-"""The timm model whose name a plain student is saved under; every size is overridden by
-``model_args``."""
+from gaupipe.vit.convert import convert
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -214,134 +196,6 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
         except AssertionError:  # gated FFNs halve their width, which must be even
             continue
     return (min(misses, key=misses.__getitem__) + 0.5) / dim if nearest else 0
-
-
-def run_blocks(
-    model: VisionTransformer, images: Tensor, attend: Callable[[int, Any, Tensor], Tensor]
-) -> Tensor:
-    """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
-    hands.
-
-    ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the
-    normalised tokens [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width];
-    returns logits [B, classes].
-    """
-    x = embed(model, images)
-    block: Any  # timm says Module
-    for layer, block in enumerate(model.blocks):
-        x = x + block.drop_path1(block.ls1(attend(layer, block.attn, block.norm1(x))))
-        x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-    return model.forward_head(model.norm(x))
-
-
-def embed(model: VisionTransformer, images: Tensor) -> Tensor:
-    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model of
-    another class."""
-    if not isinstance(model, VisionTransformer):
-        raise UserError(
-            f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
-            "VisionTransformer"
-        )
-    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
-
-
-def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
-    list over blocks of log-probabilities [B, H, T, T], float32."""
-    log_maps: list[Tensor] = []
-
-    def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
-        if not isinstance(attention, StudentAttention):
-            attention = swap(attention, ATTENTION["standard"], {}, f"block {layer}")
-        update, log_map = attention.forward_with_map(tokens)
-        log_maps.append(log_map)
-        return update
-
-    return run_blocks(model, images, attend), log_maps
-
-
-def save_student(
-    model: VisionTransformer | Eva,
-    folder: str | Path,
-    label_names: list[str] | None = None,
-    **data_config,
-) -> None:
-    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
-    model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
-    is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
-    written.
-
-    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
-    loads without gaupipe; any other, and what :func:`convert` returns, needs ``import gaupipe``
-    first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
-    prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
-    that holds something else than a student.
-    """
-    if not hasattr(model, "pretrained_cfg"):
-        raise UserError(
-            "save_student: the model was built by its class, which timm cannot name; build it with "
-            "timm.create_model"
-        )
-    folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
-    if folder.exists() and not _is_replaceable(folder):
-        raise UserError(
-            f"{folder} is there and is not the folder of a student: choose another place, "
-            "or remove it"
-        )
-    architecture, model_args = architecture_of(model)
-    described: Any = copy.copy(model)  # with attributes that timm does not declare
-    described._model_args = (
-        model_args  # timm would add what create_model was given, gaupipe's keywords among it
-    )
-    described.pretrained_cfg = dict(
-        described.pretrained_cfg,
-        architecture=architecture,
-        num_classes=model.num_classes,
-        input_size=(model.in_chans, *model.patch_embed.img_size),
-        **data_config,
-    )
-    with replaced(folder) as fresh:
-        save_for_hf(
-            described,
-            str(fresh),
-            model_config=dict(label_names=label_names),
-            model_args=model_args,
-            safe_serialization=True,
-        )
-        # safetensors makes a file that its owner alone can read
-        shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
-        digests.write(fresh)
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """Whether a folder is empty or holds a student, perhaps a damaged one."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
-    return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
-
-
-def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
-    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
-    enough."""
-    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
-    now: dict[str, Any] = dict(
-        img_size=list(model.patch_embed.img_size),
-        patch_size=list(model.patch_embed.patch_size),
-        num_classes=model.num_classes,
-        global_pool=model.global_pool,
-        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
-    )  # what timm lets one change after construction
-    notes = vars(model)  # what timm and gaupipe note of how it was built
-    if "gaupipe_args" not in notes:
-        return notes["pretrained_cfg"]["architecture"], {**notes.get("_model_args", {}), **now}
-    args = {**notes["gaupipe_args"], **now}
-    if "base" in args:
-        return "gauvit_converted", args
-    plain = args["attention"] == "standard" and not args["attention_options"]
-    if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
-        return STOCK_ARCHITECTURE, {
-            key: value for key, value in args.items() if key in TIMM_ARGUMENTS
-        }
-    return notes["pretrained_cfg"]["architecture"], args
 
 
 def _cfg(size: int, num_classes: int) -> dict:

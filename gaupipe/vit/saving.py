@@ -1,21 +1,123 @@
-"""Loads a trained ViT from a folder that timm reads, such as a student's."""
+"""A trained ViT in a folder that timm reads: a student's saved, any loaded."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from safetensors import safe_open
+from timm.models import save_for_hf
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import replaced
+
+STUDENT_FILES = ("config.json", "model.safetensors")
+"""The files that timm reads from a student's folder."""
+
+STOCK_ARCHITECTURE = "vit_tiny_patch16_224"
+"""The timm model whose name a plain student is saved under; every size is overridden by
+``model_args``."""
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files with the weights of a folder, the first of which timm takes."""
+
+
+def save_student(
+    model: VisionTransformer | Eva,
+    folder: str | Path,
+    label_names: list[str] | None = None,
+    **data_config,
+) -> None:
+    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
+    model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
+    is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
+    written.
+
+    A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
+    loads without gaupipe; any other, and what
+    :func:`~gaupipe.vit.convert.convert` returns, needs ``import gaupipe``
+    first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
+    prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
+    that holds something else than a student.
+    """
+    if not hasattr(model, "pretrained_cfg"):
+        raise UserError(
+            "save_student: the model was built by its class, which timm cannot name; build it with "
+            "timm.create_model"
+        )
+    folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
+    if folder.exists() and not _is_replaceable(folder):
+        raise UserError(
+            f"{folder} is there and is not the folder of a student: choose another place, "
+            "or remove it"
+        )
+    architecture, model_args = architecture_of(model)
+    described: Any = copy.copy(model)  # with attributes that timm does not declare
+    described._model_args = (
+        model_args  # timm would add what create_model was given, gaupipe's keywords among it
+    )
+    described.pretrained_cfg = dict(
+        described.pretrained_cfg,
+        architecture=architecture,
+        num_classes=model.num_classes,
+        input_size=(model.in_chans, *model.patch_embed.img_size),
+        **data_config,
+    )
+    with replaced(folder) as fresh:
+        save_for_hf(
+            described,
+            str(fresh),
+            model_config=dict(label_names=label_names),
+            model_args=model_args,
+            safe_serialization=True,
+        )
+        # safetensors makes a file that its owner alone can read
+        shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
+        digests.write(fresh)
+
+
+def _is_replaceable(folder: Path) -> bool:
+    """Whether a folder is empty or holds a student, perhaps a damaged one."""
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
+    return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
+
+
+def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
+    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
+    enough."""
+    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
+    now: dict[str, Any] = dict(
+        img_size=list(model.patch_embed.img_size),
+        patch_size=list(model.patch_embed.patch_size),
+        num_classes=model.num_classes,
+        global_pool=model.global_pool,
+        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
+    )  # what timm lets one change after construction
+    notes = vars(model)  # what timm and gaupipe note of how it was built
+    if "gaupipe_args" not in notes:
+        return notes["pretrained_cfg"]["architecture"], {**notes.get("_model_args", {}), **now}
+    args = {**notes["gaupipe_args"], **now}
+    if "base" in args:
+        return "gauvit_converted", args
+    plain = args["attention"] == "standard" and not args["attention_options"]
+    if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
+        return STOCK_ARCHITECTURE, {
+            name: value
+            for name, value in args.items()
+            if name in inspect.signature(VisionTransformer).parameters
+        }
+    return notes["pretrained_cfg"]["architecture"], args
 
 
 def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = None) -> nn.Module:

@@ -8,6 +8,8 @@ Importing this module makes ``attn_implementation="gau_belief"``, ``"gau_xsa"`` 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from typing import Any
 
 import torch
@@ -32,13 +34,25 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.functional import StudentAttention
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.kernels import perpendicular
 from gaupipe.attention.options import attention_class, check_options
 from gaupipe.system.errors import UserError
 from gaupipe.vit.cached_attention import attend, visible_and_own
 
-__all__ = ["convert"]
+__all__ = [
+    "GauGPT2Config",
+    "GauGPT2LMHeadModel",
+    "GauLlamaConfig",
+    "GauLlamaForCausalLM",
+    "GauMistralConfig",
+    "GauMistralForCausalLM",
+    "GauQwen2Config",
+    "GauQwen2ForCausalLM",
+    "GauQwen3Config",
+    "GauQwen3ForCausalLM",
+    "convert",
+]
 
 REGISTERED = {"gau_belief": "belief", "gau_xsa": "xsa", "gau_attentionx": "attentionx"}
 """The attention that an implementation of transformers computes; of others the standard one."""
@@ -208,10 +222,10 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     """A copy of a decoder of transformers with another attention of
     :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common;
     ``options`` are those of the attention's class. ``save_pretrained`` and ``from_pretrained`` work
-    as ever, the latter after ``import gaupipe.vit.transformers``.
+    as ever, the latter after ``import gaupipe.transformers``.
 
     Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and what this function
-    returned. The outputs do not change in the cases that :func:`gaupipe.vit.models.convert` names:
+    returned. The outputs do not change in the cases that :func:`gaupipe.vit.convert.convert` names:
     from standard attention to "belief2" (*Belief2, proposition 1*), from "belief" to "belief_star"
     and "belief2", from "xsa" to "belief_star". For "attentionx" W changes its sign.
 
@@ -219,15 +233,14 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     """
     attention_type = student_class(attention, options)
     options = {**attention_type.conversion_options, **options}
-    found = [family for family in FAMILIES if type(model) in (family, family.__bases__[1])]
-    if not found:
-        known = ", ".join(family.__bases__[1].__name__ for family in FAMILIES)
+    target = next((cls for cls in FAMILIES if type(model) in (cls, cls.__bases__[1])), None)
+    if target is None:
+        known = ", ".join(cls.__bases__[1].__name__ for cls in FAMILIES)
         raise UserError(f"cannot convert a {type(model).__name__}: only {known}")
-    family = found[0]
-    given = model.config.to_dict()
-    given.update(gau_attention=attention, gau_options=options)
-    given.pop("model_type")
-    converted = family._from_config(family.config_class(**given), dtype=model.dtype)
+    config = model.config.to_dict()
+    config.update(gau_attention=attention, gau_options=options)
+    config.pop("model_type")
+    converted = target._from_config(target.config_class(**config), dtype=model.dtype)
     converted.to(model.device).train(model.training)
     converted.generation_config = copy.deepcopy(model.generation_config)
     converted.load_state_dict(model.state_dict(), strict=False)
@@ -240,56 +253,29 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     return converted
 
 
-class GauGPT2Config(GPT2Config):
-    model_type = "gau_gpt2"
-    gau_attention: str = "belief"
-    gau_options: dict | None = None
+def family(config: type, model: type) -> tuple[Any, Any]:
+    """The configuration and the model that :func:`convert` makes of two classes of transformers,
+    known to its ``Auto`` classes."""
+    fields: dict[str, Any] = {
+        "gau_attention": "belief",
+        "gau_options": None,
+        "__module__": __name__,
+    }
+    fields["__annotations__"] = {"gau_attention": str, "gau_options": dict | None}
+    fields["model_type"] = f"gau_{config.model_type}"  # type: ignore[attr-defined]
+    gau_config: Any = type(f"Gau{config.__name__}", (config,), fields)
+    members = {"config_class": gau_config, "__module__": __name__}
+    gau_model: Any = type(f"Gau{model.__name__}", (Converted, model), members)
+    AutoConfig.register(gau_config.model_type, gau_config)
+    AutoModelForCausalLM.register(gau_config, gau_model)
+    return gau_config, gau_model
 
 
-class GauLlamaConfig(LlamaConfig):
-    model_type = "gau_llama"
-    gau_attention: str = "belief"
-    gau_options: dict | None = None
-
-
-class GauMistralConfig(MistralConfig):
-    model_type = "gau_mistral"
-    gau_attention: str = "belief"
-    gau_options: dict | None = None
-
-
-class GauQwen2Config(Qwen2Config):
-    model_type = "gau_qwen2"
-    gau_attention: str = "belief"
-    gau_options: dict | None = None
-
-
-class GauQwen3Config(Qwen3Config):
-    model_type = "gau_qwen3"
-    gau_attention: str = "belief"
-    gau_options: dict | None = None
-
-
-class GauGPT2LMHeadModel(Converted, GPT2LMHeadModel):
-    config_class = GauGPT2Config
-
-
-class GauLlamaForCausalLM(Converted, LlamaForCausalLM):
-    config_class = GauLlamaConfig
-
-
-class GauMistralForCausalLM(Converted, MistralForCausalLM):
-    config_class = GauMistralConfig
-
-
-class GauQwen2ForCausalLM(Converted, Qwen2ForCausalLM):
-    config_class = GauQwen2Config
-
-
-class GauQwen3ForCausalLM(Converted, Qwen3ForCausalLM):
-    config_class = GauQwen3Config
-
-
+GauGPT2Config, GauGPT2LMHeadModel = family(GPT2Config, GPT2LMHeadModel)
+GauLlamaConfig, GauLlamaForCausalLM = family(LlamaConfig, LlamaForCausalLM)
+GauMistralConfig, GauMistralForCausalLM = family(MistralConfig, MistralForCausalLM)
+GauQwen2Config, GauQwen2ForCausalLM = family(Qwen2Config, Qwen2ForCausalLM)
+GauQwen3Config, GauQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
 FAMILIES: tuple[Any, ...] = (
     GauGPT2LMHeadModel,
     GauLlamaForCausalLM,
@@ -297,20 +283,40 @@ FAMILIES: tuple[Any, ...] = (
     GauQwen2ForCausalLM,
     GauQwen3ForCausalLM,
 )
-"""What :func:`convert` makes of the model whose class each of them has as its second base."""
+"""The results of :func:`convert`; the second base of each is the class that it converts."""
+
+
+def dispatches(model: PreTrainedModel) -> bool:
+    """Whether a model of transformers looks its attention up by name, if it has one of its own."""
+    module = sys.modules[type(model).__module__]
+    return hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not any(
+        "Attention" in name and getattr(member, "__module__", None) == module.__name__
+        for name, member in vars(module).items()
+    )
 
 
 def register() -> None:
-    """Makes the attentions and the converted models known to transformers."""
+    """Makes the attentions known to transformers. A model that would compute another attention, or
+    fail, under their names is refused by UserError."""
     functions = dict(
         gau_belief=belief, gau_xsa=xsa, gau_attentionx=attentionx, gau_converted=mh_and_v
     )
     for name, function in functions.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, visible_and_own)
-    for family in FAMILIES:
-        AutoConfig.register(family.config_class.model_type, family.config_class)
-        AutoModelForCausalLM.register(family.config_class, family)
+    accepted = PreTrainedModel.get_correct_attn_implementation
+
+    @functools.wraps(accepted)
+    def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
+        if requested in functions and not dispatches(self):
+            raise UserError(
+                f"{type(self).__name__} has its own attention, which transformers cannot replace "
+                f"by {requested!r}"
+            )
+        return accepted(self, requested, *args, **kwargs)
+
+    if not hasattr(accepted, "__wrapped__"):
+        PreTrainedModel.get_correct_attn_implementation = checked  # type: ignore[method-assign, assignment]
 
 
 register()

@@ -21,7 +21,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import whole_file
-from gaupipe.vit.models import forward_with_maps
+from gaupipe.vit.forward import forward_with_maps
 
 Attention = Callable[[Tensor, Tensor], list[Tensor]]
 """(images [B, C, height, width], image ids [B]) -> attention maps [B, H, T, T] of every block."""

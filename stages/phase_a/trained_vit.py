@@ -31,7 +31,7 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
-from gaupipe.vit.models import save_student
+from gaupipe.vit.saving import save_student
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs.directory import RunDirectory
 from stages.train import Training, train, training_state

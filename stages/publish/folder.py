@@ -22,7 +22,7 @@ from gaupipe.system import digests
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
-from gaupipe.vit.models import STUDENT_FILES
+from gaupipe.vit.saving import STUDENT_FILES
 from stages.evaluate import check_data, load_student, metrics, predictions
 from stages.publish import model_card
 from stages.runs.directory import RunDirectory

@@ -19,7 +19,7 @@ from gaupipe.data.batches import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.teachers.pretrained import LOCAL
-from gaupipe.vit.models import STOCK_ARCHITECTURE
+from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.evaluate import read_json, stores_of
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory

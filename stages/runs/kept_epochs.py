@@ -16,7 +16,7 @@ from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training.state import TrainingState
-from gaupipe.vit.models import save_student
+from gaupipe.vit.saving import save_student
 
 FILE = "student.json"
 """Says which epoch the folder ``student`` beside it is of."""

@@ -1,4 +1,4 @@
-"""What the student attentions share: timm's ``Attention`` taken apart into steps.
+"""The base of the student attentions: timm's ``Attention`` taken apart into steps.
 
 Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
 """
@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from timm.layers import Attention, apply_rot_embed_cat
-from torch import Tensor
+from torch import Tensor, nn
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.system.errors import UserError
@@ -24,12 +26,19 @@ class StudentAttention(Attention):
 
     A variant overrides :meth:`combine`, which turns what standard attention would hand to its
     output projection into the update that the block adds to its tokens; if it compares other things
-    than Q and K also :meth:`project`. For trained weights to be taken over it says in
+    than Q and K also :meth:`project`. One that compares nothing sets :attr:`compares` to False and
+    overrides :meth:`attend`. For trained weights to be taken over it says in
     :meth:`matrices` what its output matrices multiply, and in :meth:`start_from` how they start.
     """
 
     compares = True
-    """Whether it compares queries with keys, by trained matrices that another one can take over."""
+    """Whether it compares queries with keys, by trained matrices that another one can take over.
+    Without them there is ``v`` in place of ``qkv``."""
+
+    @property
+    def has_map(self) -> bool:
+        """Whether it has attention maps, as log-probabilities by :meth:`log_map`."""
+        return self.compares
 
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
@@ -38,6 +47,18 @@ class StudentAttention(Attention):
     """Tokens at the beginning that have no rotary position: class and register tokens."""
     rotate_half = False
     """Whether a rotary position turns channels of the two halves together, or neighbours."""
+
+    def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
+        super().__init__(dim, num_heads, **arguments)
+        if not self.compares:
+            bias, weight = self.qkv.bias is not None, self.qkv.weight
+            self.v = nn.Linear(dim, self.attn_dim, bias, weight.device, weight.dtype)
+            del self.qkv, self.q_norm, self.k_norm
+
+    @classmethod
+    def in_models(cls, options: dict[str, Any]) -> type[nn.Module]:
+        """The class that ``gauvit`` models with these options have."""
+        return cls
 
     def matrices(self) -> dict[str, Tensor]:
         """The matrices of the update by what each of them multiplies: "MH", "D" (its part
@@ -59,35 +80,28 @@ class StudentAttention(Attention):
         for name, module in shared.items():
             if name in start and start[name] is not module.weight:
                 module = copy.deepcopy(module)
-            if (
-                name in self._modules or name == "gate"
-            ):  # which timm leaves None where there is none
+            if name in self._modules or name == "gate":  # which timm leaves None without one
                 setattr(self, name, module)
         for name, weight in start.items():
-            own = getattr(self, name).weight
-            if own is not weight:
-                own.data.copy_(weight)
+            present = getattr(self, name).weight
+            if present is not weight:
+                present.data.copy_(weight)
         self.scale = old.scale
         for name in ("num_prefix_tokens", "rotate_half"):
             setattr(self, name, getattr(old, name, getattr(self, name)))
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]."""
+    def project(self, x: Tensor) -> tuple[Any, Any, Tensor]:
+        """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]; the first two are None for
+        an attention that does not compare them."""
+        if not self.compares:
+            return None, None, self.values(x)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, T, 3, H, d_m]
-        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q), self.k_norm(k), v
 
-    def products(self, x: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """V of tokens x [B, T, d], and pairs of queries and keys, all [B, H, T, d_m]: the scores
-        are the sum of the pairs' products. One pair, as :meth:`project` has it, unless a variant
-        says otherwise."""
-        q, k, v = self.project(x)
-        return v, [(q, k)]
-
-    def attend_to_products(self, v: Tensor, products: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """:meth:`attend`, without a mask, for what :meth:`products` gives: [B, H, T, d_m]."""
-        ((q, k),) = products
-        return self.attend(q, k, v, None, False)
+    def values(self, x: Tensor) -> Tensor:
+        """V [B, H, T, d_m] of tokens x [B, T, d], for an attention with ``v`` alone."""
+        return self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
         """Queries or keys [B, H, T, .] turned by rotary positions ``rope`` as timm's models make
@@ -102,25 +116,15 @@ class StudentAttention(Attention):
     ) -> Tensor:
         """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel, for queries and keys at
         least as wide as v. A query without a key gets zeros."""
-        width = v.shape[-1]
-        if q.shape[-1] > width:  # some fused kernels need one width for queries, keys and values
-            v = pad_to(v, q.shape[-1])
-        if attn_mask is not None and is_causal:
-            attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
-        heads = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=self.scale,
-            dropout_p=self.attn_drop.p if self.training else 0.0,
-        )
-        return heads[..., :width] if q.shape[-1] > width else heads
+        dropout = self.attn_drop.p if self.training else 0.0
+        return fused_attention(q, k, v, attn_mask, is_causal, self.scale, dropout)
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The attention map that :meth:`attend` uses, as log-probabilities [B, H, T, T], float32.
-        A masked key has log-probability -inf, also for a query without any key."""
+        A masked key has log-probability -inf, also for a query without any key. Raises UserError
+        for an attention without queries and keys."""
+        if q is None:
+            raise UserError(f"{type(self).__name__} compares no queries with keys: it has no map")
         with torch.autocast(q.device.type, enabled=False):
             scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT  # [B, H, T, T]
         if is_causal:
@@ -166,11 +170,8 @@ class StudentAttention(Attention):
         scores; ``is_causal`` hides the future. Given both, both hold. ``rope``: rotary positions of
         the tokens after the first :attr:`num_prefix_tokens`, see :meth:`rotate`.
         """
-        if attn_mask is None and not is_causal and rope is None:
-            v, products = self.products(x)
-            return self.output(self.attend_to_products(v, products), v, x)
         q, k, v = self.project(x)
-        if rope is not None:
+        if rope is not None and q is not None:
             q, k = self.rotate(q, rope), self.rotate(k, rope)
         return self.output(self.attend(q, k, v, attn_mask, is_causal), v, x)
 
@@ -189,8 +190,8 @@ class StudentAttention(Attention):
 def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
     """What MH, or its part perpendicular to V, is multiplied by in
     :meth:`StudentAttention.matrices`; for an ablation that does without both, its W."""
-    found = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
-    return sum(found[1:], found[0]) if found else next(iter(matrices.values()))
+    factors = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
+    return sum(factors[1:], factors[0]) if factors else next(iter(matrices.values()))
 
 
 def merge_heads(heads: Tensor) -> Tensor:
@@ -199,18 +200,60 @@ def merge_heads(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
+@torch.fx.wrap
+def fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """softmax(scale q k' + mask) v [B, H, T, d_m] by torch's fused kernels, for queries [B, H, T,
+    .] and keys [B, H, S, .] at least as wide as v. The mask is boolean or additive, on top of
+    ``is_causal``. A query without a key gets zeros."""
+    width, keyless = v.shape[-1], None
+    if attn_mask is not None and is_causal:
+        attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
+    if attn_mask is not None:
+        # not every kernel defines a query without keys: it reads all of them, and then nothing
+        keyless = hidden_by(attn_mask).all(-1, keepdim=True)
+        attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
+    heads = F.scaled_dot_product_attention(
+        q,
+        k,
+        pad_to(v, q.shape[-1]),  # some kernels need one width for queries, keys and values
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        dropout_p=dropout,
+    )
+    if keyless is not None:
+        heads = heads.masked_fill(keyless, 0)
+    return heads if heads.shape[-1] == width else heads[..., :width]
+
+
+def hidden_by(mask: Tensor) -> Tensor:
+    """The keys that a mask hides: False in a boolean one; in an additive one what is at most half
+    the lowest number of its type, or of float32 in a wider one, which stands for -inf in many
+    programs."""
+    if mask.dtype == torch.bool:
+        return ~mask
+    return mask <= max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min) / 2
+
+
 def causal_mask(
     attn_mask: Tensor | None, tokens: int, device: torch.device | None = None
 ) -> Tensor:
     """``attn_mask`` (boolean or additive, or None) with the future hidden as well."""
+    device = device if attn_mask is None else attn_mask.device
+    past = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     if attn_mask is None:
-        return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
-    past = torch.ones(tokens, tokens, dtype=torch.bool, device=attn_mask.device).tril()
-    return (
-        attn_mask & past
-        if attn_mask.dtype == torch.bool
-        else attn_mask.masked_fill(~past, -torch.inf)
-    )
+        return past
+    if attn_mask.dtype == torch.bool:
+        return attn_mask & past
+    return attn_mask.masked_fill(~past, -torch.inf)
 
 
 def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:

@@ -1,0 +1,55 @@
+"""Forward passes of a timm ViT that show the attention. Axis letters: B images, H heads, T tokens,
+d model width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from gaupipe.attention.standard import in_steps
+from gaupipe.system.errors import UserError
+
+
+def run_blocks(
+    model: VisionTransformer, images: Tensor, attend: Callable[[int, Any, Tensor], Tensor]
+) -> Tensor:
+    """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
+    hands.
+
+    ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the
+    normalised tokens [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width];
+    returns logits [B, classes].
+    """
+    x = embed(model, images)
+    block: Any  # timm says Module
+    for layer, block in enumerate(model.blocks):
+        x = x + block.drop_path1(block.ls1(attend(layer, block.attn, block.norm1(x))))
+        x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+    return model.forward_head(model.norm(x))
+
+
+def embed(model: VisionTransformer, images: Tensor) -> Tensor:
+    """The tokens [B, T, d] that the first block of a timm ViT gets. Raises UserError for a model of
+    another class."""
+    if not isinstance(model, VisionTransformer):
+        raise UserError(
+            f"cannot run the blocks of a {type(model).__name__} one by one: only those of timm's "
+            "VisionTransformer"
+        )
+    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(images))))
+
+
+def forward_with_maps(model: VisionTransformer, images: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(logits [B, classes], log_maps): the attention maps that the logits were computed with, a
+    list over blocks of log-probabilities [B, H, T, T], float32."""
+    log_maps: list[Tensor] = []
+
+    def attend(layer: int, attention: nn.Module, tokens: Tensor) -> Tensor:
+        update, log_map = in_steps(attention).forward_with_map(tokens)
+        log_maps.append(log_map)
+        return update
+
+    return run_blocks(model, images, attend), log_maps
