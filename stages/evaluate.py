@@ -273,7 +273,7 @@ def teacher_agreement(
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
-        views, augment = maps.schema.views, Augment(settings.phase_b.augment, settings.seed)
+        views, augment = maps.schema.views, Augment(settings.augment, settings.seed)
         loaded = batches.views(image_ids * views, augment, views)
     for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())

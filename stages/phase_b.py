@@ -312,7 +312,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
     (*GauTransformer, eq. 11*); without maps on the labels alone."""
     settings, phase, student, maps = job.settings, job.settings.phase_b, job.student, job.maps
     training, validation = train_and_val(job.data, settings.data, job.device)
-    augment = Augment(phase.augment, settings.seed)
+    augment = Augment(settings.augment, settings.seed)
     loss_module = StudentLosses(job)
     projection = geometry.Geometry(job.data, job.device, settings.geometry_every)
     views = 1 if maps is None else maps.schema.views
@@ -325,7 +325,7 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
         if maps is not None and len(student.blocks) != maps.schema.layers:
             layers = layer_map(settings, len(student.blocks), maps.schema.layers)
             progress.line(f"{label}: its blocks are compared with the stored blocks {layers}")
-        if maps is not None and not done and moves_roughly(maps.schema, phase):
+        if maps is not None and not done and moves_roughly(maps.schema, settings):
             progress.line(
                 f"{label}: shifts and crops move the stored maps; a trained ViT would not show "
                 "them so: 'gaupipe export-maps --views' stores the maps of the views"
@@ -368,9 +368,9 @@ def train(job: PhaseB, state: TrainingState[VisionTransformer], folder: Path) ->
             progress.line(f"{label}: {epochs_in_words(state, phase)}")
 
 
-def moves_roughly(schema: store.Schema, phase: PhaseBSettings) -> bool:
+def moves_roughly(schema: store.Schema, settings: Settings) -> bool:
     """Whether maps of a trained ViT are moved by shifts or crops and compared."""
-    augment = phase.augment
+    augment, phase = settings.augment, settings.phase_b
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
     compared = phase.gamma or phase.copy_epochs
     return bool(schema.views == 1 and moved and compared and schema.extra.get("teacher"))
@@ -425,7 +425,7 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
     drawn = schema.extra.get("views")
     if drawn is not None and drawn != export_maps.drawing(settings):
         raise UserError(
-            f"{url}: holds maps of views drawn with other phase_b.augment or another seed: "
+            f"{url}: holds maps of views drawn with another augmentation or another seed: "
             "phase B must draw the same; change them back, or export again"
         )
 

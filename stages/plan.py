@@ -84,7 +84,7 @@ def run(
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
-    augment, of_images = settings.phase_b.augment, settings.phase_a.learns_of_images
+    augment, of_images = settings.augment, settings.phase_a.learns_of_images
     check_export(export, augment, teacher, sizes.grid, of_images, prefix="export.")
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
@@ -114,7 +114,8 @@ def kept_images(settings: Settings, data: ImageData) -> tuple[str, int]:
     source = data.train.source
     if not isinstance(source, DecodedImages):
         return "none", 0
-    crops = [phase.augment.resized_crop for phase in (settings.phase_a, settings.phase_b)]
+    phases = (settings.phase_a_augment, settings.augment)
+    crops = [augment.resized_crop for augment in phases]
     full = [crop is not None and crop.full_size for crop in crops]
     kinds: list[Kind] = ["square"] if not all(full) else []
     kinds += ["full"] if any(full) else []

@@ -59,6 +59,7 @@ FILE_IMAGE_SIZE = 224
 """Pixels of images in files where ``data.image_size`` is null."""
 
 IN_PHASE_B = (
+    "augment.",
     "phase_b.",
     "baseline.",
     "seed",
@@ -330,7 +331,8 @@ class PhaseASettings(Section):
     label_passes: Positive = 8
     """In the mode ``stochastic`` the teacher's predictions are the mean over this many forward
     passes, each with newly sampled points."""
-    augment: AugmentSettings = AugmentSettings()
+    augment: bool = False
+    """Whether phase A augments the training images too, as the section ``augment`` says."""
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
 
@@ -350,11 +352,6 @@ class PhaseASettings(Section):
             return self._without_gaussians()
         if self.teacher_args:
             raise ValueError("teacher_args are for a teacher that is a ViT: see model.args")
-        if self.augment.mixup or self.augment.cutmix:
-            raise ValueError(
-                "augment: phase A learns where to look in single images: set mixup and cutmix in "
-                "phase_b.augment instead"
-            )
         if not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
@@ -412,9 +409,9 @@ class ExportSettings(Section):
     """Number of keys that ``topk`` stores for each query (null: 8), or of Gaussians that
     ``mixture`` fits to each query's attention (null: 2)."""
     views: Annotated[int, Field(gt=1, le=10_000)] | None = None
-    """Number of augmented views of each image whose maps are stored. The views are drawn with
-    ``phase_b.augment``, and phase B trains on the same views. Null stores the maps of the images
-    themselves."""
+    """Number of augmented views of each image whose maps are stored. The views are drawn as
+    the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the
+    images themselves."""
 
 
 class PhaseBSettings(Section):
@@ -502,7 +499,6 @@ class PhaseBSettings(Section):
     """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
-    augment: AugmentSettings = AugmentSettings()
     preload_gb: Weight = 2.0
     """Phase B reads the whole store into memory if the stored numbers fit into this many GB."""
     optim: OptimSettings = OptimSettings()
@@ -572,6 +568,7 @@ class Settings(Section):
     to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
+    augment: AugmentSettings = AugmentSettings()
     phase_a: PhaseASettings = PhaseASettings()
     export: ExportSettings = ExportSettings()
     log: LogSettings = LogSettings()
@@ -590,6 +587,16 @@ class Settings(Section):
         settings = self.model_copy()
         settings._choices = text
         return settings
+
+    @property
+    def phase_a_augment(self) -> AugmentSettings:
+        """The augmentation of phase A. Where a teacher learns Gaussians, no images are mixed: it
+        learns where to look in single images."""
+        if not self.phase_a.augment:
+            return AugmentSettings()
+        if not self.phase_a.learns_gaussians:
+            return self.augment
+        return self.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
 
     @property
     def baseline_optim(self) -> OptimSettings:

@@ -182,7 +182,7 @@ class Contender:
         self.job, self.losses_of = job, phase_b.StudentLosses(job)
         sizes = settings.data
         batches = Batches(data.train, data, job.device, sizes.batch_size, 0, sizes.num_buckets)
-        augment = Augment(settings.phase_b.augment, settings.seed)
+        augment = Augment(settings.augment, settings.seed)
         stored = None if job.maps is None else phase_b.MapsOfEpoch(job.maps)
         self.batch = next(iter(batches.epoch(0, augment, stored)))
         self.update = Update(phase_b.training_state(job), batches.steps)

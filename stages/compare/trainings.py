@@ -77,6 +77,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
     others = {
+        "augment": settings.phase_a_augment,
         "export": ExportSettings(),
         "phase_b": PhaseBSettings(),
         "baseline": BaselineSettings(),

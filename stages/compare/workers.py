@@ -174,7 +174,7 @@ def _teach(group: list[Training]) -> tuple[str, str]:
                     teacher.path,
                     out=str(maps),
                     export=training.export,
-                    augment=training.settings.phase_b.augment,
+                    augment=training.settings.augment,
                 )
             line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
             if (accuracy := metrics[-1]["train_acc"]) is not None:  # it predicts classes

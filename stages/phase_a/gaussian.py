@@ -138,7 +138,7 @@ def run(
             check_student(asked, images, MapShape.of(teacher), teacher.weights())
             check_export(
                 chosen(asked),
-                asked.phase_b.augment,
+                asked.augment,
                 teacher,
                 teacher.grid,
                 asked.phase_a.learns_of_images,
@@ -193,7 +193,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
     evaluation, validation = job.batches(data.train), job.batches(data.val, keep=True)
-    augment = Augment(phase.augment, settings.seed)
+    augment = Augment(settings.phase_a_augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)
     parameters = noise = None

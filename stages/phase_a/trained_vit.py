@@ -146,7 +146,7 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> Trained
 def check_store(settings: Settings, teacher: nn.Module, shape: MapShape) -> None:
     """Raises UserError for a store of the settings that cannot hold the teacher's maps."""
     export = chosen(settings, tokens=shape.grid[0] * shape.grid[1])
-    check_export(export, settings.phase_b.augment, teacher, shape.grid, prefix="export.")
+    check_export(export, settings.augment, teacher, shape.grid, prefix="export.")
 
 
 def check_predictions(job: TrainedTeacher) -> None:
@@ -182,7 +182,7 @@ def train(
     ``max_epochs`` are done."""
     phase, device = settings.phase_a, select_device(settings)
     training, validation = train_and_val(data, settings.data, device)
-    augment = Augment(phase.augment, settings.seed)
+    augment = Augment(settings.phase_a_augment, settings.seed)
     loss_module = LabelLoss(settings, state.modules)
 
     with loop(settings, state, training, folder, "phase A", phase.max_epochs) as running:

@@ -330,11 +330,10 @@ def _choose_augmentation(chosen: Choices, facts: FolderFacts, size: int) -> None
         if characters
         else "mirrors half of the images; false if left and right matter"
     )
-    for phase, told in (("phase_b", True), ("phase_a", False)):
-        augment = f"{phase}.augment"
-        chosen.choose(f"{augment}.flip", not characters, reason if told else None)
-        crop = "pixels by which an image is shifted at most"
-        chosen.choose(f"{augment}.crop_padding", size // 8, crop if told else None)
+    chosen.choose("augment.flip", not characters, reason)
+    crop = "pixels by which an image is shifted at most"
+    chosen.choose("augment.crop_padding", size // 8, crop)
+    chosen.choose("phase_a.augment", True)
 
 
 def _choose_views(chosen: Choices, images: int, rows: int) -> None:
@@ -346,7 +345,7 @@ def _choose_views(chosen: Choices, images: int, rows: int) -> None:
     epochs = _whole(chosen.given("phase_b.gamma_epochs"), 1)
     if not learns or chosen.given("phase_a.teacher") != "vit":
         return
-    if not chosen.given("phase_b.augment.crop_padding") or chosen.given("phase_b.alpha"):
+    if not chosen.given("augment.crop_padding") or chosen.given("phase_b.alpha"):
         return
     of_view = KEY_BYTES * rows
     views = min(max(2, epochs), int(MOST_BYTES / (images * of_view)))
