@@ -21,7 +21,7 @@ from timing import spread
 
 import store
 from gaupipe import settings as config
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.teachers.gaussian import predict
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a

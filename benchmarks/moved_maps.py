@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.maps.views import move_map
 from gaupipe.settings.augment import AugmentSettings, ResizedCropSettings
 from stages.phase_a import trained_vit as trained_teacher

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, Split, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.student import check_fit, layer_map

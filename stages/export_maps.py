@@ -19,7 +19,8 @@ from torch import Tensor
 import store
 from gaupipe import settings as config
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings

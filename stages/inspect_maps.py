@@ -18,7 +18,8 @@ from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.loader import view_of
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
@@ -230,7 +231,7 @@ def image_pixels(maps: store.Store, data: ImageData, image: int, view: int = 0) 
     if drawing is None:
         return data.train.image(image)
     augment = Augment(AugmentSettings.model_validate(drawing["augment"]), drawing["seed"])
-    return data.train.view(image, augment, view)
+    return view_of(data.train, image, augment, view)
 
 
 def student_maps(run: RunDirectory, name: str, image: int, layer: int) -> ImageMaps:

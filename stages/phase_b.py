@@ -23,8 +23,9 @@ import store
 from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import Augment, draw_queries, mixed_targets
-from gaupipe.data.batches import Batch, Batches, ImageData, load_data, train_and_val
+from gaupipe.data.batches import Batch, Batches, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.feature_loss import TeacherMaps, forward_with_feature_loss
 from gaupipe.distillation.kinds import KINDS, Reader, StoredRows, of_block
 from gaupipe.distillation.losses import gamma_at, hard_loss, soft_loss

@@ -11,7 +11,8 @@ from typing import Any
 from rich.table import Table
 
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.batches import Batches, ImageData
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import build_student, check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system.machine import free_disk

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gaupipe.data.batches import ImageData
 from gaupipe.data.buckets import Buckets, too_many
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import chosen
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings

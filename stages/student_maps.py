@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.batches import Batch, Batches, load_data
+from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import without_keys
 from gaupipe.vit.models import forward_with_maps

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gaupipe.data.batches import ImageData, load_data
 from gaupipe.data.buckets import check_buckets
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed

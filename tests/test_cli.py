@@ -16,7 +16,7 @@ from PIL import Image
 
 from arguments import sets
 from gaupipe import __version__
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 
 TINY = [

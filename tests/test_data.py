@@ -15,7 +15,8 @@ from sklearn.datasets import load_digits
 
 from conftest import write_idx
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError

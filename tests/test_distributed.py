@@ -191,7 +191,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
     import hashlib
 
-    from gaupipe.data.batches import load_data
+    from gaupipe.data.splits import load_data
     from stages.phase_a import gaussian as phase_a
 
     with distributed.world():
@@ -351,7 +351,7 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
-    from gaupipe.data.batches import load_data
+    from gaupipe.data.splits import load_data
     from gaupipe.training.optimizer import build_vit
     from gaupipe.vit.models import save_student
 

@@ -12,7 +12,7 @@ from arguments import sets
 from gaupipe import settings as config
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import StandardAttention
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import OptimSettings

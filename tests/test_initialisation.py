@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gaupipe import settings as config
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_vit
 from gaupipe.vit.initialisation import factors

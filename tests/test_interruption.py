@@ -17,7 +17,8 @@ import torch
 
 from arguments import sets
 from gaupipe import settings as config
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch

@@ -11,7 +11,8 @@ import torch
 
 from arguments import sets
 from gaupipe import settings as config
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.system.errors import UserError
 from gaupipe.training.state import Update
 from gaupipe.training.step_log import remove_later

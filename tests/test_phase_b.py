@@ -16,7 +16,8 @@ import torch
 import store
 from gaupipe import settings as config
 from gaupipe.attention import STUDENTS
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import OptimSettings

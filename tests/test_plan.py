@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import store
 from gaupipe.cli import app
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.settings import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError

@@ -16,7 +16,7 @@ import store
 from arguments import sets
 from gaupipe import settings as config
 from gaupipe.attention.gaussian import predicted_gaussians
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
 from gaupipe.system.errors import UserError

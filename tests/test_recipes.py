@@ -9,7 +9,7 @@ import torch
 
 from gaupipe import settings as config
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import ExportSettings, Settings
 from stages.compare.cells import default_cells, resolve, sweep_cells

@@ -18,7 +18,8 @@ import store
 from arguments import sets
 from gaupipe import settings as config
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.settings import ExportSettings
 from gaupipe.system.errors import UserError

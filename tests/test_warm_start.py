@@ -7,7 +7,8 @@ import torch
 import gaupipe.vit.models  # noqa: F401
 from gaupipe import settings as config
 from gaupipe.attention import COMPARING, STUDENTS
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError

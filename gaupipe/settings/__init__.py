@@ -17,7 +17,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -47,7 +46,6 @@ IRRELEVANT = (
     "log.project",
     "data.workers",
     "data.cache",
-    "data.cache_gb",
     "data.eval_batch_size",
     "data.root",
     "data.download",
@@ -178,15 +176,13 @@ class DataSettings(Section):
     eval_batch_size: Positive = 512
     """Images in a batch where nothing is trained: validation, export, evaluation."""
     workers: Workers = "auto"
-    """Processes that decode images, 0 to 1024; with 0 a thread of the process that trains decodes.
-    ``auto`` is 0 for images held in memory or in the cache, and for few images; else it is chosen
-    by the processor cores, and is larger with a GPU."""
-    cache: Literal["auto", "memory", "file", "none"] = "auto"
-    """Where the decoded images of image files are kept from one epoch to the next: ``file`` in the
-    user's cache (GAUPIPE_CACHE), also for later commands; ``memory`` in each process. ``auto`` is
-    ``file`` or else ``memory`` where they fit, and ``none`` decodes in every epoch."""
-    cache_gb: Weight = 8.0
-    """Decoded images that take more GB than this are not kept by ``cache: auto``."""
+    """Processes that decode images, 0 to 1024; with 0 the process that trains decodes. ``auto`` is
+    0 for images held in memory or in the cache, and for few images; else it is chosen by the
+    processor cores, and is larger with a GPU."""
+    cache: Literal["auto", "none"] = "auto"
+    """``auto`` keeps the decoded images of image files in the user's cache (GAUPIPE_CACHE), also
+    for later commands, where they take less than 20 GB and less than half of the free disk.
+    ``none`` decodes in every epoch."""
     buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
@@ -574,19 +570,6 @@ class Settings(Section):
     log: LogSettings = LogSettings()
     phase_b: PhaseBSettings = PhaseBSettings()
     baseline: BaselineSettings = BaselineSettings()
-    _choices: str | None = PrivateAttr(None)
-
-    @property
-    def choices(self) -> str | None:
-        """The YAML file with comments that these settings are from, where they were chosen for a
-        folder of images."""
-        return self._choices
-
-    def with_choices(self, text: str) -> Settings:
-        """The same settings, from the YAML file ``text``."""
-        settings = self.model_copy()
-        settings._choices = text
-        return settings
 
     @property
     def phase_a_augment(self) -> AugmentSettings:

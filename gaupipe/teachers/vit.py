@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from gaupipe.attention import ATTENTION
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import WEIGHTS, load_folder

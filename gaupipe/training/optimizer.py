@@ -17,7 +17,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import ModelSettings, OptimSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError

@@ -23,7 +23,8 @@ import torch
 import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import store
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
 from gaupipe.settings import ExportSettings, Settings, read_yaml
 from gaupipe.system.errors import UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe import settings as config
-from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import (
     IRRELEVANT,
     BaselineSettings,

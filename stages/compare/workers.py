@@ -28,7 +28,7 @@ from rich.progress import (
 
 import store
 from gaupipe import settings as config
-from gaupipe.data.batches import load_data
+from gaupipe.data.splits import load_data
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole

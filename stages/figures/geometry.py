@@ -10,7 +10,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-from gaupipe.data.batches import Batches, ImageData
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData
 from gaupipe.training.epochs import Epoch
 from gaupipe.vit.diagnostics import mean_geometry
 

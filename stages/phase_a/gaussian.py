@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, Batches, ImageData, load_data
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import GaussianAttention, check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
@@ -192,7 +193,7 @@ def train(job: PhaseA, state: TrainingState[Teacher], folder: Path) -> None:
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
-    evaluation, validation = job.batches(data.train), job.batches(data.val, keep=True)
+    evaluation, validation = job.batches(data.train), job.batches(data.val)
     augment = Augment(settings.phase_a_augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)

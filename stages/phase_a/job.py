@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gaupipe.data.batches import Batch, Batches, ImageData, Split
+from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import Settings
@@ -36,11 +37,11 @@ class TeacherJob:
         """Whether the teacher keeps numbers of single images."""
         return False
 
-    def batches(self, split: Split, batch_size: int | None = None, keep: bool = False) -> Batches:
+    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, by default of the size for evaluation."""
         data = self.settings.data
         size = batch_size or data.eval_batch_size
-        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets, keep)
+        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
 
     def show(
         self, batch: Batch, generator: torch.Generator, maps: bool = False

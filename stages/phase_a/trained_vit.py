@@ -17,8 +17,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, ImageData, Split, train_and_val
+from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import MapAttention, check_export, chosen
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import MapShape, check_student

@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__
 from gaupipe import settings as config
-from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError

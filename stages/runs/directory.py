@@ -20,7 +20,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 
 if TYPE_CHECKING:
-    from gaupipe.data.batches import ImageData
+    from gaupipe.data.splits import ImageData
 
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
@@ -187,8 +187,6 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
-            if settings.choices is not None:
-                write_whole(self.path / "choices.yaml", settings.choices)
         data.write_split(self.split)
 
     def follow(self, settings: Settings) -> None:

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.system import digests
 from gaupipe.settings import PhaseBSettings
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.vit.models import save_student

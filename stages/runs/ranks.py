@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gaupipe.system import distributed
 from gaupipe.settings import IRRELEVANT, Settings
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from stages.runs.directory import TOKEN, without
 
 VISIBLE_WITHIN = 60.0

@@ -54,7 +54,7 @@ class Sizes:
 
 def sizes_of(teacher: Any, data: Any) -> Sizes:
     """Sizes of a :class:`~gaupipe.teachers.gaussian.Teacher`, or of a ViT as a teacher, on an
-    :class:`~gaupipe.data.batches.ImageData`."""
+    :class:`~gaupipe.data.splits.ImageData`."""
     splits = [split for split in (data.train, data.val, data.test) if split]
     sources = {id(split.source): split.source for split in splits}
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
