@@ -346,24 +346,13 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
 
 
 FOLDERS = {
-    "absent": (lambda root: None, "no folder 'mine/train'"),
     "a file": (lambda root: root.write_text("x"), "no folder 'mine/train'"),
     "empty": (lambda root: root.mkdir(), "no folder 'mine/train'"),
-    "one class": (lambda root: photos(root, ["cat"]), "one class only, 'cat'"),
     "folders too deep": (
         lambda root: photos(root / "download"),
         "if the folders in mine/download are the classes, name it",
     ),
     "validation alone": (lambda root: photos(root / "val"), "no folder 'mine/train'"),
-    "an empty class": (lambda root: (photos(root) / "fox").mkdir(), "mine/fox holds no image"),
-    "one image of a class": (
-        lambda root: [path.unlink() for path in (photos(root) / "cat").glob("[1-9]*")],
-        "the class 'cat' has one training image",
-    ),
-    "unreadable": (
-        lambda root: (photos(root) / "cat" / "3.png").write_bytes(b"no image"),
-        "mine/cat/3.png: not readable",
-    ),
     "cut off in the header": (
         lambda root: os.truncate(photos(root, count=300) / "cat" / "200.png", 20),
         "mine/cat/200.png: not readable",
@@ -375,8 +364,7 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize("case", FOLDERS)
-@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize("case,command", [*zip(FOLDERS, ("run", "plan") * 3, strict=True)])
 def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, case, command):
     make, message = FOLDERS[case]
     make(tmp_path / "mine")

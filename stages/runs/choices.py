@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,10 @@ SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
 GPU_SIZES = ((128, 128, 8), *SIZES)
 # (embed_dim, depth, training images that teacher and student see in all their epochs)
 MODEL, GPU_MODEL = (64, 4, 132_000), (192, 9, 600_000)
-# (fewer training images than, batch_size)
-BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))
+BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS, MOST_EPOCHS = 12, 90
-QUERY_BYTES, MOST_BYTES = 16, 2e9
-"""Of a query in a store of eight keys, and of the views in a store."""
+QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
 
-AS_SET = "as you set it"
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
 """Settings that a training without a teacher does not read."""
 
@@ -37,8 +34,7 @@ CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-z
 
 @dataclass
 class Choices:
-    """Settings as a nested dict, ``tree``, which begins with what the user gave; and for each
-    setting ``a.b`` with a choice to tell of, the reason."""
+    """Settings as a nested dict, at first those of the user; and reasons to tell the user."""
 
     tree: dict[str, Any]
     reasons: dict[str, str] = field(default_factory=dict)
@@ -49,7 +45,7 @@ class Choices:
         if given is self:
             place(self.tree, key, value, key)
         else:
-            value, reason = given, reason and AS_SET
+            value, reason = given, reason and "as you set it"
         if reason:
             self.reasons[key] = reason
         return value
@@ -86,8 +82,7 @@ def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> C
     dim, depth, seen = GPU_MODEL if gpu else MODEL
     maps = _choose_model(choices, dim, depth)
     _choose_training(choices, images, min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS))
-    _choose_augmentation(choices, facts, size)
-    _choose_views(choices, images * tokens * maps * QUERY_BYTES)
+    _choose_augmentation(choices, facts.counts, size, images * tokens * maps * QUERY_BYTES)
     return choices
 
 
@@ -120,7 +115,7 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
-    """The ViT. Returns the number of its attention maps, for a large one if the user named it."""
+    """The ViT. Returns the number of its attention maps, those of DeiT-B if the user named it."""
     if choices.given("model.name") is not None:
         return 144
     choices.choose("model.name", "gauvit_pico_patch2_8")
@@ -163,19 +158,15 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     choices.choose("phase_a.optim.lr", 2e-3)
 
 
-def _choose_augmentation(choices: Choices, facts: FolderFacts, size: int) -> None:
-    characters = all(CHARACTERS.fullmatch(name) for name in facts.counts)
-    reason = "mirrors half of the images; false if left and right matter"
-    if characters:
-        reason = "the classes look like digits or letters, which a mirror changes"
-    choices.choose("augment.flip", not characters, reason)
+def _choose_augmentation(
+    choices: Choices, classes: Iterable[str], size: int, view_bytes: int
+) -> None:
+    """Flips and shifts, and the maps of the views where shifts would move those of the images."""
+    words = not all(CHARACTERS.fullmatch(name) for name in classes)
+    choices.choose("augment.flip", words, "mirrors half of the images; false for digits, letters")
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)
-
-
-def _choose_views(choices: Choices, view_bytes: int) -> None:
-    """Maps of the views themselves where shifts would move those of the images."""
     learns = choices.given("phase_b.gamma") and not choices.given("phase_b.alpha")
     moves = choices.given("augment.crop_padding") and choices.given("phase_a.teacher") == "vit"
     epochs = choices.given("phase_b.gamma_epochs")
