@@ -20,7 +20,7 @@ import numpy as np
 from PIL import Image
 from timing import spread
 
-from gaupipe.data import batches as data
+from gaupipe.data import splits as data
 from gaupipe.data.files import SETTLED_NS
 from gaupipe.settings import DataSettings
 

@@ -3,7 +3,7 @@ training step waits for images.
 
     python benchmarks/input.py
     python benchmarks/input.py --images 4000 --rounds 5 --workers 1
-    python benchmarks/input.py --workers 0 --parts decoders,loaders
+    python benchmarks/input.py --workers 0 --parts loaders
     python benchmarks/input.py --parts step,layout
 
 JPEG files go to a temporary folder below --folder and are deleted. Those of 500 pixels are --files
@@ -29,17 +29,16 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
+from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from timing import seconds, spread
 from timm.data import ImageDataset, create_loader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torchvision.transforms import v2
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.data.augment import Augment, AugmentSettings
-from gaupipe.data.batches import Batches, ImageData, load_data
-from gaupipe.data.decoding import read_pixels
+from gaupipe.data.batches import Batches
 from gaupipe.settings import DataSettings
 from gaupipe.system import machine
 
@@ -76,8 +75,6 @@ def main() -> None:
             root = Path(folder) / str(size)
             written = write(root, size, arguments.images, arguments.files)
             print(f"\n{arguments.images:,} files of {size} pixels, {written / 1e3:.1f} kB each")
-            if "decoders" in parts:
-                compare_decoders(root, size, arguments.rounds)
             for count in workers if "loaders" in parts else []:
                 compare_loaders(root, size, count, device, arguments.rounds)
             if "step" in parts:
@@ -118,45 +115,6 @@ def write_jpeg(size: int, seed: int, path: Path) -> int:
     return path.stat().st_size
 
 
-def compare_decoders(root: Path, size: int, rounds: int) -> None:
-    """Prints the processor time of an image, and ratios to Pillow with torchvision's transforms."""
-    files = sorted((root / "train" / "a").iterdir())[: 1000 if size < 100 else 100]
-    seen = SEEN[size]
-    square = v2.Compose([v2.ToImage(), v2.Resize(seen, antialias=True), v2.CenterCrop(seen)])
-    source = load(root, size, "none").train.source
-
-    def by_pillow(path: Path) -> object:
-        with Image.open(path) as image:
-            return np.asarray(image.convert("RGB"))
-
-    def square_by_pillow(path: Path) -> object:
-        with Image.open(path) as image:
-            return square(image.convert("RGB"))
-
-    def pixels(path: Path) -> object:
-        return read_pixels(path.read_bytes(), path.name)
-
-    names = {str(path): number for number, path in enumerate(sorted(root.rglob("*.jpg")))}
-    ways: dict[str, Callable[[Path], object]] = {
-        "pixels, Pillow": by_pillow,
-        "pixels, gaupipe": pixels,
-        "squares, Pillow": square_by_pillow,
-        "squares, gaupipe": lambda path: source.__getitems__([names[str(path)]]),
-    }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, read in ways.items():
-            began = time.process_time()
-            for path in files:
-                read(path)
-            if number:
-                times[name].append((time.process_time() - began) / len(files) * 1e6)
-    for name, values in times.items():
-        base = times[f"{name.split(',')[0]}, Pillow"]
-        ratios = [own / other for own, other in zip(values, base, strict=True)]
-        print(f"{name}: {spread(values, ',.0f')} microseconds, {spread(ratios)} of Pillow")
-
-
 Epoch = Callable[[], Iterable[Tensor]]
 """The normalised images of an epoch, batch by batch."""
 
@@ -195,7 +153,7 @@ def contestants(
     root: Path, size: int, workers: int, device: torch.device
 ) -> Iterator[tuple[bool, dict[str, Callable]]]:
     """For squares and for crops of full-size images (True): an epoch's images by loader."""
-    decoding, kept = load(root, size, "none"), load(root, size, "file")
+    decoding, kept = load(root, size, "none"), load(root, size, "auto")
     for crops in (False, True):
         yield (
             crops,

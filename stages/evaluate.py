@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gaupipe.data.splits import ImageData, Split, load_data
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, Split, load_data
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.student import check_fit, layer_map
@@ -281,7 +282,7 @@ def teacher_agreement(
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
-        views, augment = maps.schema.views, Augment(settings.phase_b.augment, settings.seed)
+        views, augment = maps.schema.views, Augment(settings.augment, settings.seed)
         loaded = batches.views(image_ids * views, augment, views)
     for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())

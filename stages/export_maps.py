@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from gaupipe.data.splits import ImageData, load_data
 from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import KINDS, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
@@ -73,7 +74,7 @@ def run(
     overrides  ``phase_a.teacher_args...=value``, of ``teacher``
     download   fetch the published weights of ``teacher``
     data       the data set of the settings, where it has been read already
-    augment    what views are drawn with; None is the run's ``phase_b.augment``
+    augment    what views are drawn with; None is the run's ``augment``
 
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
@@ -107,8 +108,7 @@ def run(
             arguments = tree["phase_a"]["teacher_args"]
             job = other_teacher(settings, teacher, arguments, download=download, data=data)
         if augment is not None:
-            phase = job.settings.phase_b.model_copy(update={"augment": augment})
-            job.settings = job.settings.model_copy(update={"phase_b": phase})
+            job.settings = job.settings.model_copy(update={"augment": augment})
         tokens = job.shape.grid[0] * job.shape.grid[1]
         return job, chosen(job.settings, None if overwrite else stored_export(url), given, tokens)
 
@@ -246,7 +246,7 @@ def make_schema(
     have, StoreError for an encoding that the kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    augment = job.settings.phase_b.augment
+    augment = job.settings.augment
     check_export(export, augment, job.teacher, shape.grid, job.has_parameters_of_images)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes() | (more or {})
@@ -273,7 +273,7 @@ def make_schema(
 
 def drawing(settings: Settings) -> dict[str, Any]:
     """What the views of a store are drawn from, as JSON: phase B must draw the same."""
-    augment = settings.phase_b.augment.model_dump(mode="json")
+    augment = settings.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
         augment.pop(name, None)
     return {"seed": settings.seed, "augment": augment}
@@ -415,7 +415,7 @@ def outputs(
     if schema.extra.get("views") is None:
         loaded = batches.in_order(entries)
     else:
-        augment = Augment(job.settings.phase_b.augment, job.settings.seed)
+        augment = Augment(job.settings.augment, job.settings.seed)
         loaded = batches.views(entries, augment, schema.views)
     for batch in loaded:
         generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))

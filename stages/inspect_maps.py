@@ -18,7 +18,8 @@ from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.loader import view_of
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
@@ -228,7 +229,7 @@ def image_pixels(data: ImageData, image: int, views: dict[str, Any] | None, view
     if views is None:
         return data.train.image(image)
     augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
-    return data.train.view(image, augment, view)
+    return view_of(data.train, image, augment, view)
 
 
 def student_maps(run: RunDirectory, name: str, image: int, layer: int, view: int = 0) -> ImageMaps:

@@ -19,14 +19,15 @@ from torch import Tensor
 import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import mixed_targets
-from gaupipe.data.batches import Batch, Batches, ImageData, load_data
+from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, Reader, of_block
 from gaupipe.distillation.losses import gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.settings import PhaseBSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings.load import check_used
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
@@ -102,7 +103,7 @@ class PhaseB(Training):
         if depth != schema.layers:
             layers = layer_map(self.settings.phase_b, depth, schema.layers)
             remarks.append(f"its blocks are compared with the stored blocks {layers}")
-        if moves_roughly(schema, self.settings.phase_b):
+        if moves_roughly(schema, self.settings):
             remarks.append(
                 "shifts and crops move the stored maps; a trained ViT would not show them so: "
                 "'gaupipe export-maps --views' stores the maps of the views"
@@ -331,14 +332,14 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
     drawn = schema.extra.get("views")
     if drawn is not None and drawn != export_maps.drawing(settings):
         raise UserError(
-            f"{url}: holds maps of views drawn with other phase_b.augment or another seed: "
+            f"{url}: holds maps of views drawn with another augmentation or another seed: "
             "phase B must draw the same; change them back, or export again"
         )
 
 
-def moves_roughly(schema: store.Schema, phase: PhaseBSettings) -> bool:
+def moves_roughly(schema: store.Schema, settings: Settings) -> bool:
     """Whether maps of a trained ViT are moved by shifts or crops and compared."""
-    augment = phase.augment
+    augment, phase = settings.augment, settings.phase_b
     moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
     return bool(schema.views == 1 and moved and phase.gamma and schema.extra.get("teacher"))
 

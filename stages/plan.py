@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from gaupipe.data.splits import ImageData, Split, load_data
 from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model, list_models
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import store
-from gaupipe.data.batches import ArrayImages, Batches, ImageData, Split, load_data
-from gaupipe.data.decoded_images import DecodedImages, Kind
+from gaupipe.data.batches import Batches
+from gaupipe.data.files import FileImages
+from gaupipe.data.sources import ArrayImages
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import LogSettings, Settings
@@ -85,7 +87,7 @@ def run(
     teacher = build_teacher(settings, data)
     sizes = sizes_of(teacher, data)
     export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
-    augment, of_images = settings.phase_b.augment, settings.phase_a.learns_of_images
+    augment, of_images = settings.augment, settings.phase_a.learns_of_images
     check_export(export, augment, teacher, sizes.grid, of_images, prefix="export.")
     if images is not None:
         sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
@@ -95,11 +97,9 @@ def run(
     if world_size is not None:
         share = plan_world.share(settings, data, sizes, plan, seconds, world_size, bandwidth)
         counts["world"] = share
-    place, image_bytes = kept_images(settings, data)
     return {
         **counts,
-        "kept_images_in": place,
-        "kept_images_bytes": image_bytes,
+        "kept_images_bytes": kept_image_bytes(settings, data),
         "phase_a_disk_bytes": plan.phase_a_disk_bytes,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
@@ -109,21 +109,15 @@ def run(
     }
 
 
-def kept_images(settings: Settings, data: ImageData) -> tuple[str, int]:
-    """Where the decoded images of image files are kept (:attr:`DataSettings.cache`), and how many
-    bytes they take there; ``none`` and 0 of other images."""
-    source = data.train.source
-    if not isinstance(source, DecodedImages):
-        return "none", 0
-    crops = [phase.augment.resized_crop for phase in (settings.phase_a, settings.phase_b)]
-    full = [crop is not None and crop.full_size for crop in crops]
-    kinds: list[Kind] = ["square"] if not all(full) else []
-    kinds += ["full"] if any(full) else []
-    would = [source.would_keep(kind) for kind in kinds]
-    if isinstance(data.val.source, DecodedImages) and data.val.source is not source:
-        would.append(data.val.source.would_keep("square"))
-    kept = [(place, size) for place, size in would if place != "none"]
-    return (kept[0][0], sum(size for _, size in kept)) if kept else ("none", 0)
+def kept_image_bytes(settings: Settings, data: ImageData) -> int:
+    """Bytes that the decoded images of image files take in the user's cache
+    (:attr:`DataSettings.cache`)."""
+    crops = [augment.resized_crop for augment in (settings.phase_a_augment, settings.augment)]
+    of_training = [data.train.source] * any(crop is None or not crop.full_size for crop in crops)
+    sources = {id(source): source for source in (*of_training, data.val.source)}
+    if not of_training:
+        sources.pop(id(data.train.source), None)
+    return sum(source.kept_bytes() for source in sources.values() if isinstance(source, FileImages))
 
 
 def build_teacher(settings: Settings, data: ImageData) -> StartedTeacher:
@@ -359,8 +353,8 @@ def _bytes(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     remark = f"per-image parameters {per_image}, a checkpoint {checkpoint}; {free} free"
     yield "disk, phase A", gigabytes(plan["phase_a_disk_bytes"]), remark
     if plan["kept_images_bytes"]:
-        place = {"file": "a file in the user's cache"}.get(plan["kept_images_in"], "memory")
-        yield "decoded images", gigabytes(plan["kept_images_bytes"]), f"kept in {place}: data.cache"
+        size = gigabytes(plan["kept_images_bytes"])
+        yield "decoded images", size, "kept in the user's cache: data.cache"
     for kind, size in plan["store_bytes"].items():
         yield f"store, {kind}", gigabytes(size), "before compression"
 

@@ -8,10 +8,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gaupipe.data.splits import ImageData
 from rich.table import Table
 
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.batches import Batches, ImageData
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.student import build_student, check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system.device import select_device

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from gaupipe.data.splits import ImageData
 
-from gaupipe.data.batches import ImageData
 from gaupipe.data.buckets import Buckets, too_many
 from gaupipe.distillation.kinds import chosen
 from gaupipe.distillation.student import build_student

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from gaupipe.data.splits import load_data
 from torch import Tensor
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, Batches, load_data
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import without_keys
 from gaupipe.settings.augment import AugmentSettings

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gaupipe.data.splits import ImageData, load_data
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import store
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, ImageData, load_data, train_and_val
+from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
@@ -66,7 +67,7 @@ class Training:
     @property
     def augment(self) -> AugmentSettings:
         """The augmentation of the training images."""
-        return self.settings.phase_b.augment
+        return self.settings.augment
 
     @property
     def label_smoothing(self) -> float:

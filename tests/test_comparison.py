@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gaupipe.data.splits import load_data
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import store
 from arguments import sets
 from gaupipe.cli import main
-from gaupipe.data.batches import load_data
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
@@ -585,10 +585,10 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "views.yaml"
     sweep.write_text(
         "- {name: xsa, phase_b.student: xsa}\n"
-        "- {name: flips, phase_b.augment.flip: true}\n"
+        "- {name: flips, augment.flip: true}\n"
         "- {name: the images themselves, export.views: null}\n"
     )
-    views = ["phase_a.teacher=vit", "phase_b.alpha=0.0", "phase_b.augment.crop_padding=1"]
+    views = ["phase_a.teacher=vit", "phase_b.alpha=0.0", "augment.crop_padding=1"]
     rows = [part for name in ("xsa", "flips", "the images themselves") for part in ("--row", name)]
     command = compare(folder, "--sweep", sweep, *rows, *sets(*views, "export.views=2"))
     code, _, err = in_process(*command)

@@ -48,7 +48,8 @@ CASES = {
     "files": [
         "phase_a.rows.memory_budget_gb=0",
         "phase_a.rows.initial_std=0.1",
-        "phase_a.augment.flip=true",
+        "phase_a.augment=true",
+        "augment.flip=true",
         "phase_b.warm_start=teacher",
         "baseline.enabled=false",
     ],
@@ -65,7 +66,8 @@ CASES = {
     ],
     "predicted": [
         "phase_a.per_image=predicted",
-        "phase_a.augment.flip=true",
+        "phase_a.augment=true",
+        "augment.flip=true",
         "phase_b.student=gaussian",
         "phase_b.warm_start=teacher",
         "baseline.enabled=false",
@@ -186,7 +188,8 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
     import hashlib
 
-    from gaupipe.data.batches import load_data
+    from gaupipe.data.splits import load_data
+
     from stages.phase_a import gaussian as phase_a
 
     with distributed.process_group():
@@ -347,7 +350,8 @@ def command_elsewhere(place: Path, *arguments: str) -> None:
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory) -> Path:
     """Folders of two ranks, each with a data set and a trained ViT of its own."""
-    from gaupipe.data.batches import load_data
+    from gaupipe.data.splits import load_data
+
     from gaupipe.models import save_student
     from gaupipe.vit.build import build_vit
 

@@ -1,18 +1,23 @@
 """Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
 
 import hashlib
+import json
 import os
 import shutil
+import subprocess
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
+from arguments import sets
+from gaupipe.data import cache as user_cache
 from gaupipe.data import files as image_files
-from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
@@ -105,24 +110,17 @@ def test_of_many_files_that_are_no_images_the_first_is_named_and_all_are_counted
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_image_cut_off_in_the_middle_is_refused_when_it_is_read(root, workers):
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 150), os.unlink])
+def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, workers, change):
     data = load(root)
-    name = data.train.source.files.names[data.train.positions[5]]
-    path = root / "train" / name
-    os.truncate(path, 150)
-    data = load(root)  # the header is there
+    path = root / "train" / data.train.source.files.names[data.train.positions[5]]
+    change(path)
     with pytest.raises(UserError) as error:
         list(Batches(data.train, data, CPU, 4, workers).in_order())
     message = str(error.value)
-    assert message.startswith(f"{path}: not readable as an image (") and "truncated" in message
+    assert message.startswith(f"{path}: not readable as an image (")
+    assert "truncated" in message or "No such file" in message
     assert "\n" not in message and "Traceback" not in message
-
-
-def test_an_image_that_is_gone_when_it_is_read_is_refused(root):
-    data = load(root)
-    shutil.rmtree(root / "train")
-    with pytest.raises(UserError, match="No such file"):
-        data.train.image(0)
 
 
 @pytest.mark.parametrize("limit", [20, 40])  # of 64 pixels: Pillow raises an error, and only warns
@@ -134,27 +132,25 @@ def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit
     )
 
 
-def test_the_command_ends_with_one_line_and_code_2(root, in_process, tmp_path):
+@pytest.mark.parametrize("command", ["phase-a", "train"])
+@pytest.mark.parametrize("cache", ["auto", "none"])
+def test_a_damaged_image_stops_a_run_before_anything_is_written(
+    root, in_process, tmp_path, command, cache
+):
     path = root / "train" / "dog" / "3.bmp"
-    phase_a = [
-        "phase-a",
-        "digits",
-        "--run-dir",
-        tmp_path / "run",
-        "--set",
-        "data.name=folder",
-        "--set",
-        f"data.root={root}",
-        "--set",
-        "data.image_size=8",
-        "--set",
-        "threads=1",
-    ]
-    for size in (150, 0):  # found in the first epoch, and before
+    whole = path.read_bytes()
+    settings = ["data.name=folder", f"data.root={root}", "data.image_size=8", "threads=1"]
+    small = ["phase_a.max_epochs=1", "phase_b.epochs=1", "phase_a.per_image=none"]
+    small += ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", f"data.cache={cache}"]
+    train = [command, "digits", "--run-dir", tmp_path / "run", *sets(*settings, *small)]
+    for size in (150, 0):  # only the header is there, and nothing
         os.truncate(path, size)
-        code, out, err = in_process(*phase_a, "--resume")
+        code, out, err = in_process(*train)
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert err.startswith(f"gaupipe: {path}: not readable")
+        assert not (tmp_path / "run").exists()
+    path.write_bytes(whole)
+    assert in_process(*train)[0] == 0
 
 
 # what a folder holds
@@ -219,6 +215,19 @@ def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(r
     assert "cat/deep/deeper/0.BMP" in data.train.source.files.names
 
 
+def test_a_thousand_folders_in_each_other_are_read(root, request):
+    remove = ["rm", "-r", root / "train" / "cat"]  # too deep for pytest
+    request.addfinalizer(lambda: subprocess.run(remove, check=True))
+    folder = os.open(root / "train" / "cat", os.O_RDONLY)
+    for _ in range(1200):
+        os.mkdir("d", dir_fd=folder)
+        below = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    assert len(load(root).train.source) == 20
+
+
 def empty(folder):
     shutil.rmtree(folder)
     folder.mkdir()
@@ -261,6 +270,18 @@ FOLDERS = {
     "class of val alone": (
         lambda root: shutil.copytree(root / "val" / "dog", root / "val" / "fox"),
         "/val has the class 'fox', which",
+    ),
+    "one image": (
+        lambda root: [path.unlink() for path in (root / "train" / "cat").glob("[1-9].bmp")],
+        "the class 'cat' has one training image, which cannot be split: add another one",
+    ),
+    "name that is no text": (
+        lambda root: (root / "train" / os.fsdecode(b"f\xff")).mkdir(),
+        "/train/f\\udcff': the name is not UTF-8",
+    ),
+    "moved": (
+        lambda root: root.rename(root.with_name("moved")),
+        "if the images of a run have moved, repeat its command (run, phase-a or train) with --data",
     ),
     "link to nothing": (
         lambda root: (root / "train" / "fox").symlink_to(root / "absent"),
@@ -320,13 +341,11 @@ def test_fractions_are_scaled_and_numbers_without_a_known_range_refused(root):
     assert pixels(path)[0, :, 0].tolist() == [0, 128, 255]
     for values in ([[0, 1.5]], [[-0.1, 0]], [[np.nan, 1]]):
         Image.fromarray(np.array(values, np.float32)).save(path)
-        data = load(root)
-        position = data.train.source.files.names.index("cat/5.tif")
-        with pytest.raises(UserError, match="5.tif: .*its values go from .*0 to 1 can be scaled"):
-            data.train.source.__getitems__([position])
+        message = refused(root)
+        assert "5.tif: " in message and "its values go from " in message
+        assert "0 to 1 can be scaled" in message
     Image.fromarray(np.array([[0, 65536]], np.int32)).save(path)
-    with pytest.raises(UserError, match="0 to 65536; 0 to 65535 can be scaled"):
-        load(root).train.source.__getitems__([position])
+    assert "0 to 65536; 0 to 65535 can be scaled" in refused(root)
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "16.png"])
@@ -442,7 +461,7 @@ def cache(tmp_path, monkeypatch):
     """The cache folder, in which files that have just been written count too."""
     monkeypatch.setenv("GAUPIPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(image_files, "SETTLED_NS", 0)
-    return tmp_path / "cache"
+    return tmp_path / "cache" / "digests"
 
 
 @pytest.fixture
@@ -496,11 +515,21 @@ def test_a_damaged_cache_counts_as_none(root, cache, examined):
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[whole.index(b".bmp") + 60] ^= 1
-        for content in (b"", whole[:-1], bytes(len(whole)), flipped):
-            path.write_bytes(content)
+        name, [stamp, _] = next(iter(json.loads(whole.partition(b"\n")[2]).items()))
+        forged = ([], [1], {name: 1}, {name: [stamp]}, {name: [stamp, "x"]}, {name: [[], {}]})
+        damaged = [b"", whole[:-1], bytes(len(whole)), bytes(flipped), *map(sealed, forged)]
+        for content in (*damaged, None):
+            path.unlink()
+            os.mkfifo(path) if content is None else path.write_bytes(content)
             examined.clear()
             assert load(root).sha256 == before and examined
             assert path.read_bytes() == whole
+
+
+def sealed(value) -> bytes:
+    """A forged cache whose first line fits the rest."""
+    text = json.dumps(value).encode()
+    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(root, tmp_path, monkeypatch, examined):
@@ -526,9 +555,9 @@ def test_where_the_cache_lies(monkeypatch, tmp_path):
     monkeypatch.delenv("GAUPIPE_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert image_files.cache_folder() == tmp_path / ".cache" / "gaupipe"
+    assert user_cache.cache_folder() == tmp_path / ".cache" / "gaupipe"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert image_files.cache_folder() == tmp_path / "x" / "gaupipe"
+    assert user_cache.cache_folder() == tmp_path / "x" / "gaupipe"
 
 
 # a run on a folder

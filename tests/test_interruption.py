@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from arguments import sets
-from gaupipe import settings as config
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
+from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from gaupipe.training.epochs import Epoch
 from processes import exit_code, signal_at_call
@@ -271,7 +272,7 @@ def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> No
     """A command in a world, of which one rank gets a signal."""
     from gaupipe.cli import main
 
-    if kill and distributed.place().rank == rank:
+    if kill and distributed.launch().rank == rank:
         get_ready(kill)
     sys.argv = ["gaupipe", *arguments]
     main()

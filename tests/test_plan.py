@@ -11,11 +11,11 @@ import pytest
 import timm
 import torch
 import zarr
+from gaupipe.data.splits import load_data
 from typer.testing import CliRunner
 
 import store
 from gaupipe.cli import app
-from gaupipe.data.batches import load_data
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError

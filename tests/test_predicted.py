@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from gaupipe.data.splits import load_data
 from scipy.stats import norm
 
 import gaupipe.vit.models  # noqa: F401
 import store
 from arguments import sets
 from gaupipe.attention.gaussian import predicted_gaussians
-from gaupipe.data.batches import load_data
 from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
 from gaupipe.settings import load as config
@@ -133,7 +133,9 @@ def test_a_teacher_starts_with_a_gaussian_on_each_token(parametrisation):
 
 def test_predicted_gaussians_are_of_the_view_that_the_teacher_sees():
     """So a batch's geometry moves nothing, and each image of a batch is by itself."""
-    settings = config.load("digits", [*TINY, "phase_a.augment.flip=true", "data.train_images=64"])
+    settings = config.load(
+        "digits", [*TINY, "phase_a.augment=true", "augment.flip=true", "data.train_images=64"]
+    )
     data = load_data(settings.data)
     job = phase_a.build(settings, Path("unused"), data)
     torch.nn.init.normal_(job.teacher.predictor, std=0.3)
@@ -192,7 +194,7 @@ def test_its_store_holds_the_gaussians_that_it_predicts(run_dir, in_process):
 
 def test_students_learn_from_it_and_are_shown_beside_it(run_dir):
     for name, changes in {
-        "moved": ["phase_b.augment={flip: true, crop_padding: 1}"],
+        "moved": ["augment={flip: true, crop_padding: 1}"],
         "warm": ["phase_b.warm_start=teacher"],
         "fitted": ["phase_b.warm_start=prior"],
     }.items():
@@ -207,7 +209,7 @@ def test_students_learn_from_it_and_are_shown_beside_it(run_dir):
 def test_its_maps_of_views_can_be_stored(run_dir, tmp_path):
     """The teacher sees views, so the store holds what it predicts for them, and nothing moves."""
     changes = [
-        "phase_b.augment={flip: true}",
+        "augment={flip: true}",
         *TINY,
         "data.train_images=40",
         "phase_a.max_epochs=1",

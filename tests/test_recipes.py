@@ -6,10 +6,11 @@ from itertools import islice
 
 import pytest
 import torch
+from gaupipe.data.splits import ImageData
 
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
@@ -51,7 +52,7 @@ def test_a_step_of_every_shipped_configuration(name):
     before = {key: value.clone() for key, value in student.state_dict().items()}
     update = Update(phase_b.training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
-    augment = Augment(settings.phase_b.augment, 0)
+    augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
         with update.forward():
             loss = losses(batch, 0.0)["loss"]

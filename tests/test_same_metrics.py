@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from gaupipe.settings import load as config
-from stages import run
+from stages import export_maps, phase_b
+from stages.phase_a import gaussian as phase_a
 
 OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())
 
@@ -31,7 +32,11 @@ def first_weight() -> float:
 @pytest.mark.parametrize("name", OLD)
 def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
     old = dict(OLD[name])
-    run.run(config.load("digits", old.pop("settings")), tmp_path)
+    phase_a.run(config.load("digits", old.pop("settings")), tmp_path)
+    export_maps.run(tmp_path)
+    of_students = old.pop("of_students", [])
+    for distilled in (True, False):
+        phase_b.run(tmp_path, overrides=of_students, distilled=distilled)
     for part, entries in old.items():
         lines = (tmp_path / part / "metrics.jsonl").read_text().splitlines()
         assert len(lines) == len(entries)

@@ -37,7 +37,7 @@ def test_the_page_is_what_the_settings_say(settings_page):
 
 def test_every_setting_is_on_the_page_with_its_default():
     described = table()
-    shared = {"phase_b.optim.": "phase_a.optim.", "phase_b.augment.": "phase_a.augment."}
+    shared = {"phase_b.optim.": "phase_a.optim."}
     for key, value in config.flatten(config.Settings()).items():
         for section, same in shared.items():
             key = key.replace(section, same)

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import timm
 import torch
+from gaupipe.data.splits import load_data
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 import store
 from arguments import sets
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, load_data
+from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import ExportSettings
@@ -182,7 +183,7 @@ def test_a_store_is_verified_against_its_teacher(run, kind, in_process):
 def test_every_kind_teaches_students_of_other_shapes(run, kind):
     with_settings(
         run,
-        "phase_b.augment={flip: true, crop_padding: 1, mixup: 0.2}",
+        "augment={flip: true, crop_padding: 1, mixup: 0.2}",
         "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
         "phase_b.match_grid=true",
         "phase_b.head_map=[0, 1, 1, 0]",
@@ -209,7 +210,7 @@ def test_blocks_are_compared_evenly_spaced():
 @pytest.mark.parametrize("views", [3, 2])
 def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
     """The maps of a view are the teacher's on the very image that phase B trains on."""
-    with_settings(run, "phase_b.augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
+    with_settings(run, "augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
     export_maps.run(run, "dense", views=views)
     maps = store.open(run / "maps.zarr")
     assert (maps.schema.views, maps.schema.images, len(maps)) == (views, 120, 120 * views)
@@ -218,7 +219,7 @@ def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
         stored = phase_b.MapsOfEpoch(maps, epoch % views)
-        augment = Augment(settings.phase_b.augment, settings.seed)
+        augment = Augment(settings.augment, settings.seed)
         batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
         oracle = teachers_maps(run, batch.images)
@@ -272,7 +273,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     ],
 )
 def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augment, views, said):
-    with_settings(run, f"phase_b.augment={augment}", "phase_b.epochs=1")
+    with_settings(run, f"augment={augment}", "phase_b.epochs=1")
     export_maps.run(run, views=views)
     phase_b.run(run, "standard")
     assert ("'gaupipe export-maps --views' stores" in capsys.readouterr().err) == said
@@ -288,7 +289,7 @@ def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
 def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, monkeypatch):
     with_settings(
         run,
-        "phase_b.augment={flip: true, crop_padding: 1}",
+        "augment={flip: true, crop_padding: 1}",
         "phase_b.epochs=5",
         f"phase_b.alpha={alpha}",
         "phase_b.beta=0.5",
@@ -313,12 +314,12 @@ def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha
 
 
 @pytest.mark.parametrize(
-    "change", ["seed=1", "phase_b.augment={flip: false, crop_padding: 1}"], ids=["seed", "flip"]
+    "change", ["seed=1", "augment={flip: false, crop_padding: 1}"], ids=["seed", "flip"]
 )
 def test_views_that_phase_b_would_draw_otherwise_are_refused(run, change):
-    with_settings(run, "phase_b.augment={flip: true, crop_padding: 1}")
+    with_settings(run, "augment={flip: true, crop_padding: 1}")
     export_maps.run(run, views=2)
-    with pytest.raises(UserError, match="other phase_b.augment or another seed"):
+    with pytest.raises(UserError, match="another augmentation or another seed"):
         phase_b.run(run, "standard", overrides=[change])
 
 
@@ -413,10 +414,10 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no embeddings"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
-        (["export.views=2"], "export.views 2: phase_b.augment draws nothing"),
+        (["export.views=2"], "export.views 2: the section augment draws nothing"),
         (
             ["phase_a.teacher=gaussian", "phase_a.per_image=predicted", "export.views=2"],
-            "export.views 2: phase_b.augment draws nothing",
+            "export.views 2: the section augment draws nothing",
         ),
         (["export.kind=dense", "export.k=4"], "export.k 4: a store of the kind dense has no k"),
         (["phase_a.teacher=gaussian", "export.views=3"], "export.views 3: Gaussians of images"),
@@ -443,7 +444,7 @@ def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
         (["--teacher", "local-dir:nowhere", "--out", "o.zarr"], "there is no folder"),
         (["--set", "phase_a.teacher_args.depth=3"], "it is for another --teacher"),
         (["--set", "export.k=4"], "takes phase_a.teacher_args alone"),
-        (["--views", "2"], "--views 2: phase_b.augment draws nothing"),
+        (["--views", "2"], "--views 2: the section augment draws nothing"),
     ],
 )
 def test_exports_that_make_no_sense_are_refused(run, in_process, arguments, message):
@@ -515,8 +516,8 @@ def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_pro
 
 def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_process):
     settings = settings_with(
-        "phase_b.augment.flip=true",
-        "phase_b.augment.crop_padding=1",
+        "augment.flip=true",
+        "augment.crop_padding=1",
         "phase_b.alpha=0",
         "export.views=2",
         "export.kind=dense",

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.settings.augment import AugmentSettings, RandAugmentSettings, ResizedCropSettings
 from gaupipe.maps.gaussians import Geometry
+from gaupipe.settings.augment import AugmentSettings, RandAugmentSettings, ResizedCropSettings
 
 # Each kind of draw has numbers of its own, so that switching one augmentation on leaves the draws
 # of the others alone.
 RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
+
+RATIO = (3 / 4, 4 / 3)
+"""Smallest and largest ratio of width to height of a resized crop."""
 
 ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
@@ -143,11 +146,12 @@ class Augment:
         self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
     ) -> Tensor:
         draws = self._draw(image_ids, epoch, 2 * settings.ops, RANDAUGMENT)
-        choices = np.floor(draws[:, ::2] * len(settings.operations)).astype(np.int64)
+        operations = self.settings.operations
+        choices = np.floor(draws[:, ::2] * len(operations)).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
         images = images.clone()
         for choice, sign in zip(choices.T, signs.T, strict=True):
-            for number, name in enumerate(settings.operations):
+            for number, name in enumerate(operations):
                 for direction in (-1, 1):
                     chosen = np.flatnonzero((choice == number) & (sign == direction))
                     if len(chosen) and name != "Identity":
@@ -177,8 +181,8 @@ def crop_boxes(
     """Parts (top, left, height, width) of images of this size in pixels, int64 [B, 4], drawn as
     torchvision's RandomResizedCrop draws them, from uniform numbers [B, 4 * ATTEMPTS]."""
     height, width = size
-    boxes, found = _boxes(draws, size, settings.scale, settings.ratio)
-    low, high = settings.ratio  # the largest box in the middle, when no attempt fits
+    boxes, found = _boxes(draws, size, settings.scale, RATIO)
+    low, high = RATIO  # the largest box in the middle, when no attempt fits
     h = height if width / height >= low else round(width / low)
     w = width if width / height <= high else round(height * high)
     boxes[~found] = (height - h) // 2, (width - w) // 2, h, w

@@ -1,187 +1,232 @@
-"""Decoded images that are kept: in memory, or in the user's cache, from where every process of the
-machine maps them.
-
-A folder of the cache holds
-
-    pixels      the images one after the other, uint8
-    index       a line with the digest of the rest, then an npz: ``key``, which says what the images
-                are; ``shapes`` int64 [N, 3]; ``sums`` uint32 [N], the crc32c of each image's pixels
-
-The folder appears whole or not at all (:func:`gaupipe.system.files.replaced`).
-"""
+"""The user's cache: digests of image files, and decoded images, which every process of the machine
+maps. A file of it that is not whole, or of something else, counts as not there."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import json
+import math
 import os
-import shutil
+import tempfile
 import time
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from google_crc32c import value as crc32c
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from gaupipe.system.files import alone_in, replaced
+from gaupipe.system import signals
+from gaupipe.system.files import alone_in
+from gaupipe.system.progress import EpochProgress
 
 UNUSED_DAYS = 60
 """Images that nobody has read for so long are removed when others are kept."""
 
-
-class Damaged(Exception):
-    """An image is not the one that was kept."""
-
-
-class KeptImages:
-    """N decoded images, uint8, of any shapes. With a ``folder`` they are checked when they are
-    first read, and a copy in another process maps the folder's files anew."""
-
-    def __init__(
-        self,
-        pixels: Tensor,
-        shapes: np.ndarray,
-        sums: np.ndarray | None = None,
-        folder: Path | None = None,
-        key: str = "",
-        inode: int = 0,
-    ) -> None:
-        self.pixels: Tensor | None = pixels
-        self.shapes, self.folder, self.key, self.inode = shapes, folder, key, inode
-        self.starts = np.concatenate([[0], np.cumsum(shapes.prod(1))])
-        self.sums = sums
-        self.unchecked = np.full(len(shapes), sums is not None)
-
-    def __len__(self) -> int:
-        return len(self.shapes)
-
-    def __getitem__(self, number: int) -> Tensor:
-        """One image. Raises Damaged."""
-        first, last = self.starts[number : number + 2]
-        image = self._all()[first:last]
-        if self.sums is not None and self.unchecked[number]:
-            if crc32c(image.numpy()) != self.sums[number]:
-                raise Damaged(f"{self.folder}: image {number} is damaged")
-            self.unchecked[number] = False
-        return image.view(*self.shapes[number].tolist())
-
-    def gather(self, numbers: np.ndarray) -> Tensor:
-        """Images of one shape, copied: [B, *shape]. Raises Damaged."""
-        for number in numbers[self.unchecked[numbers]].tolist():
-            self[number]
-        images = self._all().view(len(self), *self.shapes[0].tolist())
-        return images[torch.from_numpy(numbers)]
-
-    def _all(self) -> Tensor:
-        if self.pixels is None:
-            raise Damaged(f"{self.folder} has gone")
-        return self.pixels
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "pixels": None} if self.folder else self.__dict__
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self.folder and (found := read(self.folder, self.key)):
-            self.__dict__.update(found.__dict__)
+SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+DIGESTS = TypeAdapter(dict[str, tuple[str, SHA256]])
 
 
-def in_memory(images: Iterable[Tensor], count: int, size: int) -> KeptImages:
-    """``count`` images, of about ``size`` bytes together."""
-    shapes = np.empty((count, 3), dtype=np.int64)
-    pixels, end = np.empty(size, dtype=np.uint8), 0
-    for number, image in enumerate(images):
-        shapes[number] = image.shape
-        if end + image.numel() > len(pixels):
-            pixels = np.resize(pixels, max(end + image.numel(), 5 * len(pixels) // 4))
-        pixels[end : end + image.numel()] = image.reshape(-1).numpy()
-        end += image.numel()
-    return KeptImages(torch.from_numpy(pixels[:end]), shapes)
+def cache_folder() -> Path:
+    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder.
 
-
-def is_begun(folder: Path) -> bool:
-    """Whether some process has been :func:`one_at_a_time`: it may be writing."""
-    return (folder.parent / "lock").exists()
+    For a user without a home it is a folder that cannot be there.
+    """
+    if folder := os.environ.get("GAUPIPE_CACHE"):
+        return Path(folder)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gaupipe"
+    except RuntimeError:
+        return Path(os.devnull) / "gaupipe"
 
 
 @contextlib.contextmanager
-def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Waits until no other process decides about ``folder`` or writes it. Raises OSError where
-    nothing can be written beside it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = folder.parent / "lock"
-    lock.touch()
-    with alone_in(lock):
-        yield
-
-
-def in_folder(images: Iterable[Tensor], count: int, folder: Path, key: str) -> KeptImages:
-    """``count`` images, which ``folder`` keeps from now on. Raises OSError where it cannot be
-    written."""
-    remove_unused(folder.parent.parent)
-    with replaced(folder) as fresh:
-        _write(images, count, fresh, key)
-    kept = read(folder, key)
-    if kept is None:
-        raise OSError(None, "the images that were just written cannot be read", str(folder))
-    return kept
-
-
-def _write(images: Iterable[Tensor], count: int, folder: Path, key: str) -> None:
-    shapes, sums = np.empty((count, 3), dtype=np.int64), np.empty(count, dtype=np.uint32)
-    with (folder / "pixels").open("wb") as file:
-        for number, image in enumerate(images):
-            content = image.contiguous().numpy().tobytes()
-            shapes[number], sums[number] = image.shape, crc32c(content)
-            file.write(content)
-    table = io.BytesIO()
-    np.savez(table, key=np.array(key), shapes=shapes, sums=sums)
-    text = table.getvalue()
-    (folder / "index").write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-
-
-def read(folder: Path, key: str) -> KeptImages | None:
-    """The images that a folder keeps under this key; None where it has others, or where its index
-    is damaged or does not fit its pixels."""
+def _replacing(path: Path) -> Iterator[int]:
+    """A descriptor of a new file that takes the place of ``path`` when the block ends without an
+    exception, and goes otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".partial-{path.name}-")
     try:
-        check, _, text = (folder / "index").read_bytes().partition(b"\n")
-        if hashlib.sha256(text).hexdigest().encode() != check:
-            return None
-        with np.load(io.BytesIO(text)) as table:
-            found, shapes, sums = str(table["key"]), table["shapes"], table["sums"]
-        size = int(shapes.prod(1).sum())
-        with (folder / "pixels").open("rb") as file:
-            if found != key or os.fstat(file.fileno()).st_size != size:
-                return None
-            pixels = np.memmap(file, dtype=np.uint8, mode="c")  # torch wants to be able to write
-            inode = os.fstat(file.fileno()).st_ino
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _write(descriptor: int, content: bytes, offset: int = 0) -> None:
+    """Writes all of the content. Raises OSError where the disk is full."""
+    rest = memoryview(content)
+    while rest:
+        count = os.pwrite(descriptor, rest, offset)
+        rest, offset = rest[count:], offset + count
+
+
+class DigestCache:
+    """The digests of the files under one folder, in one file, whose first line is the digest of the
+    rest. A cache that cannot be written is left as it is."""
+
+    def __init__(self, root: Path) -> None:
+        name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]
+        self._path = cache_folder() / "digests" / name
+        self._digests = self._read()
+
+    def _read(self) -> dict[str, tuple[str, str]]:
+        """{name: (stamp, digest)}."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._path.is_file():  # a pipe would be waited for
+                check, _, text = self._path.read_bytes().partition(b"\n")
+                if hashlib.sha256(text).hexdigest().encode() == check:
+                    return DIGESTS.validate_json(text)
+        return {}
+
+    def digest(self, name: str, stamp: str | None) -> str | None:
+        """The digest of the file while it had this stamp; None if it is not known."""
+        before, digest = self._digests.get(name, (None, None))
+        return digest if stamp is not None and stamp == before else None
+
+    def save(self, digests: dict[str, list[str]]) -> None:
+        """Replaces all that the cache knows, in one step."""
+        text = json.dumps(digests).encode()
+        with contextlib.suppress(OSError), _replacing(self._path) as descriptor:
+            _write(descriptor, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
+
+
+class ImageCache:
+    """Decoded images, uint8 [N, 3, height, width], in one file of the user's cache.
+
+    The file begins with the 32 bytes of ``key``, which says what the images are, and the crc32c of
+    each image, uint32 [N]; the pixels follow. It appears whole or not at all. Each process checks
+    an image when it reads it for the first time.
+    """
+
+    def __init__(self, name: str, key: bytes, shape: tuple[int, int, int, int]) -> None:
+        self.path = cache_folder() / "images" / name
+        self.key, self.shape = key, shape
+        self.images: Tensor | None = None
+        """None where nothing is mapped."""
+        self.sums = np.empty(0, dtype=np.uint32)
+        self.unchecked = np.ones(shape[0], dtype=bool)
+        self.inode = 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Of all images."""
+        return math.prod(self.shape)
+
+    @property
+    def _start(self) -> int:
+        """Where the pixels begin in the file."""
+        return len(self.key) + 4 * self.shape[0]
+
+    def open(self) -> bool:
+        """Maps the images; False where the file is not there or holds others."""
+        try:
+            if not self.path.is_file():
+                return False
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size != self._start + self.pixel_bytes:
+                    return False
+                if file.read(len(self.key)) != self.key:
+                    return False
+                self.sums = np.fromfile(file, np.uint32, self.shape[0])
+                # torch wants memory that it may write to: "c" leaves the file alone
+                pixels = np.memmap(file, np.uint8, "c", self._start, self.shape)
+        except OSError:
+            return False
+        self.images, self.inode = torch.from_numpy(pixels), status.st_ino
         with contextlib.suppress(OSError):  # another user's, or a file system to read from
-            os.utime(folder)  # for remove_unused
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
-        return None
-    return KeptImages(torch.from_numpy(pixels), shapes, sums, folder, key, inode)
+            os.utime(self.path)  # for _remove_unused
+        return True
+
+    def gather(self, numbers: np.ndarray) -> tuple[Tensor, list[int]]:
+        """(copies of the images of these numbers, uint8 [B, 3, height, width], and the places among
+        them of images that are damaged)."""
+        assert self.images is not None
+        images = self.images[torch.from_numpy(numbers)]
+        damaged = []
+        for place in np.flatnonzero(self.unchecked[numbers]).tolist():
+            number = numbers[place]
+            if crc32c(images[place].numpy()) == self.sums[number]:
+                self.unchecked[number] = False
+            else:
+                damaged.append(place)
+        return images, damaged
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Waits until no other process makes or removes the file. Raises OSError where the cache
+        cannot be written."""
+        lock = self.path.with_suffix(".lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()
+        if not lock.is_file():
+            raise OSError(None, "no file", str(lock))
+        with alone_in(lock):
+            yield
+
+    def make(self, image_of: Callable[[int], Tensor], threads: int) -> None:
+        """Writes ``image_of(number)`` of all numbers, computed in as many threads, and maps them.
+        Raises what it raises, and OSError where the cache cannot be written. The caller has
+        :meth:`locked` the cache."""
+        for left in self.path.parent.glob(f".partial-{self.path.name}-*"):  # by a killed process
+            left.unlink()
+        count, size = self.shape[0], math.prod(self.shape[1:])
+        sums = np.empty(count, dtype=np.uint32)
+        _remove_unused(self.path.parent)
+        with (
+            _replacing(self.path) as descriptor,
+            EpochProgress("decoding images", count, 1) as progress,
+            ThreadPoolExecutor(threads) as pool,
+        ):
+
+            def write(numbers: np.ndarray) -> int:
+                for number in numbers.tolist():
+                    content = image_of(number).contiguous().numpy().tobytes()
+                    sums[number] = crc32c(content)
+                    _write(descriptor, content, self._start + number * size)
+                return len(numbers)
+
+            try:
+                for written in pool.map(write, np.array_split(np.arange(count), -(-count // 16))):
+                    progress.advance(written)
+                    signals.let_through()  # no step has been taken that could be saved
+            finally:
+                pool.shutdown(cancel_futures=True)
+            _write(descriptor, self.key + sums.tobytes())
+        self.open()
+
+    def remove(self) -> None:
+        """Removes the file, unless another process has replaced it. Processes that have mapped it
+        keep the images."""
+        with contextlib.suppress(OSError), self.locked():
+            if self.path.stat().st_ino == self.inode:
+                self.path.unlink()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "images": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Another process maps the file itself."""
+        self.__dict__.update(state)
+        self.open()
 
 
-def remove(damaged: KeptImages) -> None:
-    """Removes damaged images from their folder, unless another process has mended them; processes
-    that have mapped them keep them."""
-    if damaged.folder is None:
-        return
-    with contextlib.suppress(OSError), one_at_a_time(damaged.folder):
-        if (damaged.folder / "pixels").stat().st_ino == damaged.inode:
-            shutil.rmtree(damaged.folder)
-
-
-def remove_unused(cache: Path) -> None:
-    """Removes all images of a cache that no process has opened for :data:`UNUSED_DAYS`, and what
-    killed processes left unfinished a day ago or earlier."""
-    for name, days in (("*/images", UNUSED_DAYS), ("*/.images.partial-*", 1)):
-        for folder in cache.glob(name):
-            with contextlib.suppress(OSError):
-                if time.time() - folder.stat().st_mtime > days * 86400:
-                    shutil.rmtree(folder)
+def _remove_unused(folder: Path) -> None:
+    """Removes images that no process has opened for :data:`UNUSED_DAYS`, and what killed processes
+    left unfinished a day ago or earlier."""
+    for path in folder.iterdir():
+        days = 1 if path.name.startswith(".partial-") else UNUSED_DAYS
+        with contextlib.suppress(OSError):
+            if path.suffix != ".lock" and time.time() - path.stat().st_mtime > days * 86400:
+                path.unlink()

@@ -1,25 +1,18 @@
-"""The pixels of an image file, in RGB. A file that cannot be read to its end is refused by name.
-
-Pillow decodes, and says what is wrong with a file. Most JPEGs go past it to torchvision's decoder,
-which takes two thirds of the time and gives the same pixels: both are libjpeg-turbo. torchvision
-0.29 calls its decoders deprecated; without them Pillow reads every file.
-"""
+"""The pixels of an image file, in RGB, by Pillow. A file that cannot be read to its end is refused
+by name."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
-import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from gaupipe.system.errors import UserError
 
@@ -29,7 +22,6 @@ a damaged file may pass for one of them."""
 
 NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
 """Formats that Pillow only recognises, or that another program would have to draw."""
-
 
 OF_PILLOW = re.compile(r"PIL\.")
 """Modules whose warnings :func:`quiet` silences."""
@@ -56,8 +48,8 @@ def suffix_of(name: str) -> str:
 
 def identify(file: BinaryIO, name: str) -> Image.Image:
     """An image of which the header has been read and no pixels yet. Raises what Pillow raises."""
-    own = suffixes().get(suffix_of(name))
-    formats = [known for known in (own, *COMMON) if known in Image.OPEN]
+    of_suffix = suffixes().get(suffix_of(name))
+    formats = [known for known in (of_suffix, *COMMON) if known in Image.OPEN]
     quiet()
     image = Image.open(file, formats=formats)
     if Image.MAX_IMAGE_PIXELS and image.width * image.height > Image.MAX_IMAGE_PIXELS:
@@ -73,77 +65,23 @@ def read_rgb(file: BinaryIO, name: str) -> Image.Image:
     for grey values of another range.
     """
     with identify(file, name) as image:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.mode == "F" or image.mode.startswith("I"):
-            image = Image.fromarray(_eight_bits(np.asarray(image)))
-        return image.convert("RGB")
+        return _rgb(image)
 
 
-def read_pixels(content: bytes, name: str) -> Tensor:
-    """The pixels of :func:`read_rgb` of a file with this content: uint8 [3, height, width], one
-    pixel's colours side by side in memory. Raises what :func:`read_rgb` raises."""
-    if suffixes().get(suffix_of(name), "JPEG") in COMMON and _is_plain_jpeg(content):
-        with contextlib.suppress(RuntimeError, ValueError):  # Pillow says what is wrong
-            return decode_jpeg()(content)
-    return torch.from_numpy(np.array(read_rgb(io.BytesIO(content), name))).permute(2, 0, 1)
+def check(file: BinaryIO, name: str) -> None:
+    """Reads an image to its end, without the fine detail that some formats can leave out. Raises
+    what :func:`read_rgb` raises."""
+    with identify(file, name) as image:
+        image.draft(None, (1, 1))
+        _rgb(image)
 
 
-@functools.cache
-def decode_jpeg() -> Callable[[bytes], Tensor]:
-    """The decoder for JPEGs that Pillow need not read. It raises RuntimeError or ValueError."""
-    with contextlib.suppress(ImportError, AttributeError):
-        from torchvision.io import ImageReadMode
-
-        rgb, decode = ImageReadMode.RGB.value, torch.ops.image.decode_jpeg.default
-        return lambda content: decode(torch.frombuffer(bytearray(content), dtype=torch.uint8), rgb)
-    return _leave_to_pillow
-
-
-def _leave_to_pillow(_content: bytes) -> Tensor:
-    raise RuntimeError("no decoder but Pillow")
-
-
-def _is_plain_jpeg(content: bytes) -> bool:
-    """Whether Pillow, too, would do no more with a JPEG than let libjpeg make RGB of it: grey or
-    three colours of 8 bits, not to be turned, of no more pixels than Pillow reads."""
-    if content[:2] != b"\xff\xd8":
-        return False
-    at, plain, described = 2, False, False
-    while content[at : at + 1] == b"\xff" and at + 10 <= len(content):
-        marker = content[at + 1]
-        if marker == START_OF_SCAN:
-            return plain and not (described and _is_turned(content))
-        described |= marker == APP1
-        if marker in FRAMES:
-            bits, components = content[at + 4], content[at + 9]
-            height = int.from_bytes(content[at + 5 : at + 7])
-            pixels = height * int.from_bytes(content[at + 7 : at + 9])
-            most = Image.MAX_IMAGE_PIXELS or pixels
-            plain = bits == 8 and components in (1, 3) and 0 < pixels <= most
-        at += 2 + int.from_bytes(content[at + 2 : at + 4])
-    return False
-
-
-START_OF_SCAN, APP1, FRAMES = 0xDA, 0xE1, (0xC0, 0xC1, 0xC2)
-"""Markers in a JPEG: where its header ends, EXIF or XMP, and what begins a baseline, an extended
-or a progressive frame."""
-
-
-def _is_turned(content: bytes) -> bool:
-    """Whether EXIF or XMP may say that a JPEG is shown turned."""
-    try:
-        quiet()
-        with Image.open(io.BytesIO(content), formats=["JPEG"]) as image:
-            return image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-    except Exception:  # what Pillow's parsers raise of damaged metadata
-        return True
-
-
-def image_size(content: BinaryIO, name: str) -> tuple[int, int]:
-    """(height, width) of an image as it is stored, from its header. Raises what Pillow raises."""
-    with identify(content, name) as image:
-        return image.height, image.width
+def _rgb(image: Image.Image) -> Image.Image:
+    image.load()
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F" or image.mode.startswith("I"):
+        image = Image.fromarray(_eight_bits(np.asarray(image)))
+    return image.convert("RGB")
 
 
 def _eight_bits(values: np.ndarray) -> np.ndarray:

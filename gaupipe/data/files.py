@@ -1,26 +1,33 @@
-"""Image files and the digests of their contents, which the user's cache keeps between commands."""
+"""Images in files: decoded when they are asked for, or once and then read from the user's cache."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import copy
 import hashlib
 import json
 import os
-import tempfile
+import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import PIL
+import torch
+import torchvision
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms.v2 import functional as F
 
-from gaupipe.data.decoding import identify, refusing
+from gaupipe.data.augment import Crops
+from gaupipe.data.cache import DigestCache, ImageCache, cache_folder
+from gaupipe.data.decoding import check, read_rgb, refusing
+from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
+from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-
-SAMPLE = 64
-"""Files that stand for all where a guess is enough."""
 
 READERS = 8
 """Threads that read files at once; what they wait for is the disk or the network."""
@@ -29,17 +36,18 @@ SETTLED_NS = 2_000_000_000
 """A file that changed less long ago might change again within the same time stamp: its digest is
 not kept."""
 
+MOST_BYTES = 20e9
+"""More bytes of decoded images are not kept; nor is what fills half of the free disk."""
 
-def sample(count: int) -> np.ndarray:
-    """Numbers of :data:`SAMPLE` files of ``count``, evenly spaced, int64."""
-    return np.linspace(0, count - 1, SAMPLE).astype(np.int64)
+SECONDS, SECONDS_PER_BYTE = 1e-4, 3e-8
+"""What one core takes to decode an image, roughly: at least, and for each byte of the file."""
 
 
 class ImageFiles:
     """Image files in a fixed order: ``names`` are their paths relative to ``root``.
 
-    Raises UserError, with the first one's name, for files that are not images. Whether an image can
-    be decoded to its end shows when it is.
+    Raises UserError, with the first one's name, for files that cannot be read to their end as
+    images. A file that is known from an earlier time is not read for that.
     """
 
     threads = True
@@ -49,15 +57,16 @@ class ImageFiles:
         self.root, self.names = root, names
         self.place = str(root.resolve())
         """Where the files are."""
-        digest, contents = hashlib.sha256(), bytearray()
-        for name, content in zip(names, content_digests(root, names), strict=True):
-            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(content))
-            contents += bytes.fromhex(content)
-        self._fingerprint = digest.digest()
+        digests, self.total_bytes = content_digests(root, names)
+        fingerprint, contents = hashlib.sha256(), bytearray()
+        for name, digest in zip(names, digests, strict=True):
+            fingerprint.update(os.fsencode(name) + b"\0" + bytes.fromhex(digest))
+            contents += bytes.fromhex(digest)
+        self._fingerprint = fingerprint.digest()
         self._contents = np.frombuffer(bytes(contents), dtype=np.uint8).reshape(len(names), 32)
 
     def name(self, position: int) -> str:
-        """What messages call the file."""
+        """The file's path, for messages too."""
         return os.path.join(self.root, self.names[position])
 
     def open(self, position: int) -> BinaryIO:
@@ -71,35 +80,28 @@ class ImageFiles:
         """Tells the contents of some files from any others, in their order."""
         return self._contents[positions].tobytes()
 
-    def check(self, position: int, content: bytes) -> None:
-        """Raises UserError if this is not the content of the file that the fingerprint is of."""
-        if hashlib.sha256(content).digest() != self._contents[position].tobytes():
+    def check(self, position: int) -> None:
+        """Raises UserError for a file that has changed since its digest was taken."""
+        with refusing(self.name(position)), open(self.name(position), "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        if digest != self._contents[position].tobytes():
             raise UserError(
                 f"{self.name(position)}: has changed since the data set was opened; start again"
             )
-
-    @functools.cached_property
-    def mean_bytes(self) -> float:
-        """Of a file, about."""
-        size = 0
-        for position in sample(len(self.names)).tolist():
-            with refusing(self.name(position)):
-                size += os.stat(self.name(position)).st_size
-        return size / SAMPLE
 
 
 class HubImages:
     """The images of a Hugging Face data set, as timm's reader hands them out."""
 
     threads = False
-    mean_bytes = 50_000.0
 
     def __init__(self, data_set: str, reader: Any) -> None:
         self.data_set = self.place = data_set
         self.reader = reader
+        self.total_bytes = 50_000 * len(reader.dataset)  # a guess
 
     def name(self, position: int) -> str:
-        """What messages call the image."""
+        """The image's name, for messages."""
         return f"image {position} of {self.data_set}"
 
     def open(self, position: int) -> BinaryIO:
@@ -116,51 +118,56 @@ class HubImages:
         """As of :class:`ImageFiles`, by the fingerprint."""
         return self.fingerprint()
 
-    def check(self, position: int, content: bytes) -> None:
+    def check(self, position: int) -> None:
         """Nothing is known of a single image."""
 
 
-def content_digests(root: Path, names: list[str]) -> list[str]:
-    """SHA-256 of each file's content, in hexadecimal digits.
+def content_digests(root: Path, names: list[str]) -> tuple[list[str], int]:
+    """(SHA-256 of each file's content, in hexadecimal digits; the bytes of all files).
 
     A file is read only if the cache does not know it with its present size, time stamps and inode.
     The inode counts because files that change places may agree in the rest. Raises UserError when a
-    file is not an image.
+    file cannot be read to its end as an image.
     """
     now = time.time_ns()
     cache = DigestCache(root)
     paths = [os.path.join(root, name) for name in names]
     stamps = [_stamp(path) for path in paths]
     digests = [cache.digest(name, stamp) for name, stamp in zip(names, stamps, strict=True)]
-    known = [digest for digest in digests if digest is not None]
-    if len(known) == len(digests):
-        return known
     unknown = [position for position, digest in enumerate(digests) if digest is None]
-    problems = []
-    with (
-        ThreadPoolExecutor(READERS) as pool,
-        EpochProgress("reading images", len(unknown), 1) as progress,
-    ):
-        try:
-            read = pool.map(_examine, [paths[position] for position in unknown])
-            for position, found in zip(unknown, read, strict=True):
-                if isinstance(found, UserError):
-                    problems.append(found)
-                else:
-                    digests[position] = found
-                progress.advance(1)
-        finally:  # after an interrupt, too, nothing is read twice
-            cache.save(
-                {
-                    name: [stamp, digest]
-                    for name, stamp, digest in zip(names, stamps, digests, strict=True)
-                    if stamp and digest and _changed_ns(stamp) < now - SETTLED_NS
-                }
-            )
+    problems: list[UserError] = []
+
+    def save() -> None:
+        known = zip(names, stamps, digests, strict=True)
+        cache.save(
+            {
+                name: [stamp, digest]
+                for name, stamp, digest in known
+                if stamp and digest and _changed_ns(stamp) < now - SETTLED_NS
+            }
+        )
+
+    if unknown:
+        with (
+            ThreadPoolExecutor(READERS) as pool,
+            EpochProgress("reading images", len(unknown), 1) as progress,
+        ):
+            try:
+                answers = pool.map(_examine, [paths[position] for position in unknown])
+                for position, answer in zip(unknown, answers, strict=True):
+                    if isinstance(answer, UserError):
+                        problems.append(answer)
+                    else:
+                        digests[position] = answer
+                    progress.advance(1)
+            finally:  # after an interrupt, too, nothing is read twice
+                pool.shutdown(cancel_futures=True)
+                save()
     if problems:
         more = f"; {len(problems)} of {len(names)} files are so" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}")
-    return [digest for digest in digests if digest is not None]  # there are no others left
+    total_bytes = sum(int(stamp.split()[0]) for stamp in stamps if stamp)
+    return [digest for digest in digests if digest is not None], total_bytes
 
 
 def _examine(path: str) -> str | UserError:
@@ -171,19 +178,19 @@ def _examine(path: str) -> str | UserError:
                 raise ValueError("it is empty")
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
-            identify(file, path)
+            check(file, path)
             return digest
     except UserError as error:
         return error
 
 
 def _stamp(path: str) -> str | None:
-    """What changes with a file's content: size, times and inode. None for a link to nothing."""
+    """Size, times and inode: they change with a file's content. None for a link to nothing."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return f"{found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+    return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
 
 
 def _changed_ns(stamp: str) -> int:
@@ -192,53 +199,159 @@ def _changed_ns(stamp: str) -> int:
     return max(modified, changed)
 
 
-class DigestCache:
-    """The digests of the files under one folder, kept in one file.
+class FileImages(Dataset):
+    """Images in files, and their labels int64 [N].
 
-    A cache that cannot be read counts as empty. One that cannot be written is left as it is.
+    They are resized so that the shorter side is ``size``, bilinear with antialiasing, and cropped
+    to the square in the middle. An image that cannot be decoded raises UserError. ``class_names``
+    are as those of :class:`ArrayImages`.
     """
 
-    def __init__(self, root: Path) -> None:
-        name = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:32]
-        self._path = cache_folder() / f"contents-1-{name}"
-        self._known = self._read()
+    def __init__(
+        self,
+        files: ImageFiles | HubImages,
+        labels: np.ndarray,
+        settings: DataSettings,
+        class_names: Sequence[str] = (),
+    ) -> None:
+        self.class_names = tuple(class_names)
+        self.files, self.settings = files, settings
+        self.size = settings.image_size or FILE_IMAGE_SIZE
+        self.labels = np.asarray(labels, dtype=np.int64)
+        self.positions = np.arange(len(labels))
+        """Positions of the images that a training reads, ascending: those that may be kept."""
+        self._cache: ImageCache | None = None
 
-    def _read(self) -> dict[str, list[str]]:
-        """{name: [stamp, digest]}. The file's first line is the digest of the rest."""
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(positions)
+        labels = torch.from_numpy(self.labels[where])
+        numbers = np.searchsorted(self.positions, where)
+        if not self.is_kept or (self.positions.take(numbers, mode="clip") != where).any():
+            squares = [self._square(position) for position in where.tolist()]
+            return torch.stack(squares).contiguous(), labels
+        images, damaged = self.cache.gather(numbers)
+        for place in damaged:
+            images[place] = self._square(int(where[place]))
+        if damaged and self.cache.path.exists():
+            _say(
+                f"{self.cache.path}: image {numbers[damaged[0]]} is damaged and was decoded again; "
+                "the next training decodes all"
+            )
+            self.cache.remove()
+        return images, labels
+
+    def cropped(self, positions: list[int], crops: Crops) -> tuple[Tensor, Tensor, Tensor]:
+        """(crops of full-size images uint8 [B, 3, size, size], labels, places as
+        :meth:`Crops.of` returns them)."""
+        images, places = crops.of(map(self._pixels, positions), self.size)
+        return images, torch.from_numpy(self.labels[np.asarray(positions)]), places
+
+    def fingerprint(self) -> bytes:
+        return self.files.fingerprint()
+
+    def trial(self, positions: np.ndarray) -> FileImages:
+        """The same images, of which only those at ``positions`` will be read: in memory if a
+        training would keep them all."""
+        few, keeps = copy.copy(self), bool(self.kept_bytes())
+        few.settings = self.settings.model_copy(update={"cache": "none"})
+        few.positions = np.unique(positions)
+        few._cache = few._named_cache()
+        if keeps:
+            squares = [self._square(position) for position in few.positions.tolist()]
+            few._cache.images = torch.stack(squares)
+            few._cache.unchecked[:] = False
+        return few
+
+    def seconds(self) -> float:
+        """About how long one core takes for the images of an epoch, in the sense of
+        :data:`SECONDS`."""
+        share = len(self.positions) / max(1, len(self))
+        return share * (len(self) * SECONDS + self.files.total_bytes * SECONDS_PER_BYTE)
+
+    # ---- pixels -----------------------------------------------------------------------------
+
+    def _pixels(self, position: int) -> Tensor:
+        """All pixels of an image: uint8 [3, height, width], one pixel's colours side by side in
+        memory."""
+        name = self.files.name(position)
+        with refusing(name), self.files.open(position) as file:
+            return torch.from_numpy(np.array(read_rgb(file, name))).permute(2, 0, 1)
+
+    def _square(self, position: int) -> Tensor:
+        """uint8 [3, size, size]."""
+        image = self._pixels(position)
+        if image.shape[1:] == (self.size, self.size):
+            return image
+        with refusing(self.files.name(position)):
+            resized = F.resize_image(image, [self.size], antialias=True)
+            return F.center_crop_image(resized, [self.size, self.size])
+
+    # ---- the cache --------------------------------------------------------------------------
+
+    @property
+    def cache(self) -> ImageCache:
+        if self._cache is None:
+            self._cache = self._named_cache()
+            if self.settings.cache == "auto":
+                self._cache.open()
+        return self._cache
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the squares need not be decoded."""
+        return self.cache.images is not None
+
+    def kept_bytes(self) -> int:
+        """Bytes that the decoded images take in the cache; 0 where :meth:`keep` keeps none."""
+        if self.settings.cache == "none":
+            return 0
+        size, free = self.cache.pixel_bytes, machine.free_disk(cache_folder())
+        return size if self.is_kept or size < min(MOST_BYTES, free / 2) else 0
+
+    def keep(self) -> None:
+        """Decodes the images that a training reads into the cache, if ``data.cache`` and the disk
+        let it and if they are not there. Raises UserError for an image that cannot be decoded, or
+        that is not the one that the data set's digest is of.
+
+        Several processes that want the same do so one after the other: the later ones find what the
+        first one has kept, and need no space for it.
+        """
+        if self.settings.cache == "none" or self.is_kept:
+            return
+
+        def square(number: int) -> Tensor:
+            position = int(self.positions[number])
+            self.files.check(position)
+            return self._square(position)
+
+        threads = max(1, machine.share_of_cores()) if self.files.threads else 1
         try:
-            check, _, text = self._path.read_bytes().partition(b"\n")
-        except OSError:
-            return {}
-        return json.loads(text) if hashlib.sha256(text).hexdigest().encode() == check else {}
+            with self.cache.locked():
+                if not self.cache.open() and self.kept_bytes():
+                    self.cache.make(square, threads)
+        except OSError as error:
+            _say(
+                f"decoded images cannot be kept in {self.cache.path.parent} ({error.strerror}): "
+                "they are decoded in every epoch; GAUPIPE_CACHE names another folder"
+            )
+            self.settings = self.settings.model_copy(update={"cache": "none"})
 
-    def digest(self, name: str, stamp: str | None) -> str | None:
-        """The digest of the file while it had this stamp; None if it is not known."""
-        known = self._known.get(name)
-        return known[1] if known and known[0] == stamp else None
-
-    def save(self, known: dict[str, list[str]]) -> None:
-        """Replaces all that the cache knows, in one step."""
-        text = json.dumps(known).encode()
-        content = hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-        with contextlib.suppress(OSError):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, partial = tempfile.mkstemp(dir=self._path.parent)
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(content)
-                os.replace(partial, self._path)
-            except OSError:
-                os.unlink(partial)
+    def _named_cache(self) -> ImageCache:
+        """The cache of each place of the images and each choice among them has a file, and a key
+        that says which images, with which content, are decoded and resized by what."""
+        settings = self.settings
+        words = (self.files.place, self.size, settings.train_images, settings.val_fraction)
+        name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]
+        key = hashlib.sha256(self.files.contents(self.positions))
+        key.update(np.asarray(self.positions, dtype="<i8").tobytes())
+        libraries = [PIL.__version__, torch.__version__, torchvision.__version__]
+        libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
+        key.update(json.dumps([self.size, *libraries]).encode())
+        return ImageCache(name, key.digest(), (len(self.positions), 3, self.size, self.size))
 
 
-def cache_folder() -> Path:
-    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder.
-
-    For a user without a home it is a folder that cannot be there.
-    """
-    if own := os.environ.get("GAUPIPE_CACHE"):
-        return Path(own)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gaupipe"
-    except RuntimeError:
-        return Path(os.devnull) / "gaupipe"
+def _say(line: str) -> None:
+    print(f"data.cache: {line}", file=sys.stderr)

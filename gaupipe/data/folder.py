@@ -1,4 +1,5 @@
-"""A folder with a folder of images for each class: which images it has, and what else is there."""
+"""A folder with a folder of images for each class: which images it has, what they are like, and
+what else is there."""
 
 from __future__ import annotations
 
@@ -6,19 +7,22 @@ import functools
 import multiprocessing
 import os
 import stat
+import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe.data.decoding import suffix_of, suffixes
+from gaupipe.data.decoding import identify, refusing, suffix_of, suffixes
 from gaupipe.system.errors import UserError
 
 LeftOut = list[tuple[str, str]]
 """(why, path) of what is not among the images."""
 
 LOOP = "link to a folder read already"
+
+SAMPLE = 200
+"""Images whose headers are read to see what the images are like."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +42,18 @@ def layout(root: Path) -> Layout:
     any of these folders all class folders lie in ``root`` itself. Raises UserError for a ``root``
     that is not there, is empty, or holds other images than those for training alone.
     """
-    found = {name: root / name for name in ("train", "val", "validation", "test")}
-    found = {name: folder for name, folder in found.items() if folder.is_dir()}
-    val, test = found.get("val") or found.get("validation"), found.get("test")
-    if "train" in found:
-        return Layout(found["train"], val if test else None, test or val)
-    if found or not root.is_dir() or not any(entry.is_dir() for entry in _entries(root)):
+    folders = {name: root / name for name in ("train", "val", "validation", "test")}
+    folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
+    val, test = folders.get("val") or folders.get("validation"), folders.get("test")
+    if "train" in folders:
+        return Layout(folders["train"], val if test else None, test or val)
+    if folders or not root.is_dir() or not any(entry.is_dir() for entry in _entries(root)):
+        moved = "; if the images of a run have moved, repeat its command (run, phase-a or train) "
+        moved += "with --data NEW --run-dir RUN"
         raise UserError(
             f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
             f"and, for test images, val/CLASS/*.png; or {str(root)!r} should hold CLASS/*.png"
+            f"{'' if root.exists() else moved}"
         )
     return Layout(root, None, None)
 
@@ -69,24 +76,27 @@ def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
     of their class. What is not among them is added to ``left_out``. Raises UserError for what
-    cannot be meant: no class folder, a class without images, a link to nothing in a class's place.
+    cannot be meant: no class folder, a class without images, a link to nothing in a class's place,
+    a class whose name is no text.
     """
     place = folder.resolve()
     above = {_identity(os.stat(parent)) for parent in (place, *place.parents)}
     start = len(os.path.join(folder, ""))
     classes = {}
     for entry in _entries(folder):
-        found = _stat(entry.path)
+        status = _stat(entry.path)
         if entry.name.startswith("."):
             left_out.append(("hidden", entry.path))
-        elif found is None:
+        elif status is None:
             raise UserError(f"data.root: {entry.path} is a link that leads nowhere")
-        elif not stat.S_ISDIR(found.st_mode):
+        elif not stat.S_ISDIR(status.st_mode):
             left_out.append(("outside a class folder", entry.path))
-        elif _identity(found) in above:
+        elif _identity(status) in above:
             left_out.append((LOOP, entry.path))
+        elif any("\ud800" <= letter <= "\udfff" for letter in entry.name):  # Python's stand-ins
+            raise UserError(f"data.root: rename {entry.path!r}: the name is not UTF-8")
         else:
-            images = _class_images(entry.path, above | {_identity(found)}, left_out)
+            images = _class_images(entry.path, above | {_identity(status)}, left_out)
             classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
     if not classes:
         raise UserError(
@@ -97,9 +107,26 @@ def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
 
 
 def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> list[str]:
-    """Paths of the images of a class."""
+    """Paths of the images of a class. No folder is entered twice."""
     others: LeftOut = []
-    images = list(_images(folder, entered, others))
+    images, folders = [], [folder]
+    while folders:
+        for entry in _entries(folders.pop()):
+            status, suffix = _stat(entry.path), suffix_of(entry.name)
+            if entry.name.startswith("."):
+                others.append(("hidden", entry.path))
+            elif status and stat.S_ISDIR(status.st_mode):
+                if _identity(status) in entered:
+                    others.append((LOOP, entry.path))
+                else:
+                    entered.add(_identity(status))
+                    folders.append(entry.path)
+            elif status and not stat.S_ISREG(status.st_mode):
+                others.append(("pipe or device", entry.path))
+            elif suffix in suffixes():
+                images.append(entry.path)  # a link to nothing too: it is refused when it is read
+            else:
+                others.append((suffix or "without suffix", entry.path))
     if not images:
         instead = f", only {_counted(others)}" if others else ""
         raise UserError(
@@ -108,27 +135,6 @@ def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut)
         )
     left_out += others
     return images
-
-
-def _images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> Iterator[str]:
-    """Paths of the images under a folder, no folder entered twice."""
-    for entry in _entries(folder):
-        found = _stat(entry.path)
-        suffix = suffix_of(entry.name)
-        if entry.name.startswith("."):
-            left_out.append(("hidden", entry.path))
-        elif found and stat.S_ISDIR(found.st_mode):
-            if _identity(found) in entered:
-                left_out.append((LOOP, entry.path))
-            else:
-                entered.add(_identity(found))
-                yield from _images(entry.path, entered, left_out)
-        elif found and not stat.S_ISREG(found.st_mode):
-            left_out.append(("pipe or device", entry.path))
-        elif suffix in suffixes():
-            yield entry.path  # a link to nothing too: it is refused when it is read
-        else:
-            left_out.append((suffix or "without suffix", entry.path))
 
 
 def say_left_out(root: Path, left_out: LeftOut) -> None:
@@ -162,12 +168,81 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
 
 
 def _stat(path: str) -> os.stat_result | None:
-    """Of what a link leads to; None for a link that leads nowhere."""
+    """Status of the file that a link leads to; None for a link that leads nowhere."""
     try:
         return os.stat(path)
     except OSError:
         return None
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+@dataclass(frozen=True)
+class FolderFacts:
+    """The facts about a folder of images that settings are chosen by."""
+
+    counts: dict[str, int]
+    """Training images of each class."""
+    width: int
+    """Median over the sampled training images, in pixels, as ``height``."""
+    height: int
+    val: int | None = None
+    """Images in a folder of their own for validation; None where validation images are a part of
+    the training images."""
+    test: int | None = None
+    """Images in a folder of their own for the test; None where there is none."""
+
+    @property
+    def images(self) -> int:
+        """Training images, with those of which validation images are a part."""
+        return sum(self.counts.values())
+
+    @property
+    def shorter(self) -> int:
+        """The median image's shorter side in pixels."""
+        return min(self.width, self.height)
+
+    def __str__(self) -> str:
+        held_out = [
+            f"{count:,} {split} images"
+            for split, count in (("validation", self.val), ("test", self.test))
+            if count is not None
+        ]
+        most, least = (pick(self.counts, key=self.counts.__getitem__) for pick in (max, min))
+        classes = f"{self.images:,} training images of {len(self.counts)} classes"
+        if self.counts[most] > self.counts[least]:
+            classes += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
+        pixels = f"{self.width} x {self.height} pixels"
+        return ", ".join([classes, *(held_out or ["no test images"]), pixels])
+
+
+def facts_of(root: Path) -> FolderFacts:
+    """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
+    and for a sampled file that is no image."""
+    left_out: LeftOut = []  # it is said when the images are read
+    places = layout(root)
+    classes = training_classes(places.train, left_out)
+    names = [name for images in classes.values() for name in images]
+    sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
+    sizes = [_size(places.train / name) for name in sampled]
+
+    def count(folder: Path | None) -> int | None:
+        if folder is None:
+            return None
+        return sum(len(images) for images in find_classes(folder, left_out).values())
+
+    return FolderFacts(
+        counts={name: len(images) for name, images in classes.items()},
+        width=round(statistics.median(width for width, _ in sizes)),
+        height=round(statistics.median(height for _, height in sizes)),
+        val=count(places.val),
+        test=count(places.test),
+    )
+
+
+def _size(path: Path) -> tuple[int, int]:
+    """(width, height) of an image file."""
+    with refusing(str(path)), open(path, "rb") as file, identify(file, str(path)) as image:
+        return image.size

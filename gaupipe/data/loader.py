@@ -1,12 +1,9 @@
-"""Reads the images of a split batch by batch, ahead of what uses them: in processes of their own,
-or in a thread."""
+"""Reads the images of a split batch by batch with torch's DataLoader, which decodes in processes of
+its own where that is worth it."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,22 +12,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from gaupipe.data.augment import Augment, Crops
+from gaupipe.data.files import FileImages
+from gaupipe.data.sources import Source
+from gaupipe.data.splits import Split
 from gaupipe.system import machine
-from gaupipe.data.augment import Crops
-from gaupipe.data.decoded_images import DecodedImages, Kind
 from gaupipe.system.errors import UserError
-from gaupipe.data.sources import ArrayImages, Source
 from gaupipe.system.signals import spare_worker, spared
-
-AHEAD = 2
-"""Batches that are read while one is used."""
 
 FEW_SECONDS = 5.0
 """Decoding an epoch that takes less is not worth starting processes."""
 
 MOST_WORKERS = 16
-SMALL_BATCH = 2**20
-"""Bytes of a batch in memory that is copied before a thread could be told to."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +34,6 @@ class Request:
     positions: np.ndarray
     ids: np.ndarray
     crops: Crops | None = None
-
-    @property
-    def kind(self) -> Kind:
-        return "full" if self.crops else "square"
 
 
 @dataclass
@@ -63,13 +52,38 @@ class Loaded:
         return self
 
 
+def requests(
+    split: Split,
+    batches: Sequence[np.ndarray],
+    augment: Augment | None = None,
+    views: Sequence[np.ndarray] = (),
+) -> list[Request]:
+    """The request for each batch of image ids. With crops of full-size images it asks for those
+    that ``augment`` draws for these ``views``."""
+    crop = augment.settings.resized_crop if augment else None
+    if augment and crop and crop.full_size and isinstance(split.source, FileImages):
+        return [
+            Request(split.positions[ids], ids, Crops(crop, augment.seed, ids, drawn))
+            for ids, drawn in zip(batches, views, strict=True)
+        ]
+    return [Request(split.positions[ids], ids) for ids in batches]
+
+
 def fetch(source: Source, request: Request) -> Loaded:
     """The images of a batch. Raises UserError for one that cannot be read."""
     positions, ids = request.positions.tolist(), torch.from_numpy(request.ids)
-    if request.crops and isinstance(source, DecodedImages):
+    if request.crops and isinstance(source, FileImages):
         images, labels, places = source.cropped(positions, request.crops)
         return Loaded(images, labels, ids, places)
     return Loaded(*source.__getitems__(positions), ids)
+
+
+def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:
+    """The view that ``augment`` makes of one image in an epoch: uint8 [height, width, C]."""
+    [request] = requests(split, [np.array([image_id])], augment, [np.array([epoch])])
+    loaded = fetch(split.source, request)
+    views, _ = augment(loaded.images, loaded.ids, epoch, loaded.places)
+    return views[0].permute(1, 2, 0).numpy()
 
 
 class _Fetching(Dataset):
@@ -92,8 +106,8 @@ class _Fetching(Dataset):
 class Loader:
     """Fetches batches of a source, on the CPU; in pinned memory for a GPU.
 
-    ``workers`` processes decode images, or with 0 a thread; ``auto`` is chosen by the machine. The
-    processes live on from one call to the next.
+    ``workers`` processes decode images; ``auto`` is chosen by the machine. The processes live on
+    from one call to the next.
     """
 
     def __init__(
@@ -102,76 +116,18 @@ class Loader:
         self.source, self.workers = source, workers
         self.pin = device.type == "cuda"
         self._requests: list[Request] = []
-        self._made_for: tuple[int, tuple[Kind, ...]] | None = None
+        self._made_for: tuple[int, bool] | None = None
         self._loader: DataLoader | None = None
 
     def __call__(self, requests: Sequence[Request]) -> Iterator[Loaded]:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
         if not requests:
             return
-        kind = requests[0].kind
-        if isinstance(self.source, DecodedImages):
-            self.source.find(kind)
-        workers = self.number_of_workers(kind)
-        read = self._from_processes if workers else self._ahead
-        with contextlib.closing(read(requests, workers)) as batches:
-            yield from batches
-
-    def number_of_workers(self, kind: Kind = "square") -> int:
-        """The processes that read images of this kind."""
-        kept = self.source.kept.get(kind) if isinstance(self.source, DecodedImages) else None
-        if kept is not None and kept.folder is None:
-            return 0  # they lie in the memory of this process, and nothing has to be decoded
-        if self.workers != "auto":
-            return self.workers
-        if isinstance(self.source, ArrayImages) or self.source.seconds(kind) < FEW_SECONDS:
-            return 0
-        cores = machine.share_of_cores()
-        if not self.pin:  # the cores train, too
-            return min(cores // 2, MOST_WORKERS)
-        return min(max(1, cores - 1), MOST_WORKERS)
-
-    def _ahead(self, requests: Sequence[Request], _workers: int) -> Generator[Loaded, None, None]:
-        """Reads in a thread, but small batches in memory at once."""
-
-        def read(request: Request) -> Loaded:
-            batch = fetch(self.source, request)
-            return batch.pin_memory() if self.pin else batch
-
-        if isinstance(self.source, ArrayImages) and not self.pin:
-            largest = max(len(request.ids) for request in requests)
-            if largest * self.source.images[:1].nbytes < SMALL_BATCH:
-                yield from map(read, requests)
-                return
-        pool, waiting = ThreadPoolExecutor(1), deque[Future[Loaded]]()
-        try:
-            for request in requests:
-                waiting.append(pool.submit(read, request))
-                if len(waiting) > AHEAD:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-    def _from_processes(
-        self, requests: Sequence[Request], workers: int
-    ) -> Generator[Loaded, None, None]:
-        kept = tuple(self.source.kept) if isinstance(self.source, DecodedImages) else ()
-        if self._loader is None or self._made_for != (workers, kept):
-            self._made_for = (workers, kept)
-            # tensorstore must not be in use before a fork, so workers start from a clean process
-            self._loader = DataLoader(
-                _Fetching(self.source),
-                batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
-                collate_fn=_as_is,
-                num_workers=workers,
-                worker_init_fn=spare_worker,
-                generator=torch.Generator(),
-                multiprocessing_context="forkserver",
-                persistent_workers=True,
-                pin_memory=self.pin,
-            )
+        decodes = requests[0].crops is not None or not self._is_in_memory()
+        made_for = self.number_of_workers(decodes), decodes
+        if self._loader is None or self._made_for != made_for:
+            self._made_for = made_for
+            self._loader = self._data_loader(made_for[0])
         self._requests[:] = requests
         with spared():
             batches = iter(self._loader)
@@ -179,6 +135,36 @@ class Loader:
             if isinstance(batch, UserError):
                 raise batch
             yield batch
+
+    def number_of_workers(self, decodes: bool) -> int:
+        """The processes that read images, which may have to be decoded."""
+        if self.workers != "auto":
+            return self.workers
+        if not decodes or not isinstance(self.source, FileImages):
+            return 0
+        if self.source.seconds() < FEW_SECONDS:
+            return 0
+        cores = machine.share_of_cores()
+        if not self.pin:  # the cores train, too
+            return min(cores // 2, MOST_WORKERS)
+        return min(max(1, cores - 1), MOST_WORKERS)
+
+    def _is_in_memory(self) -> bool:
+        return not isinstance(self.source, FileImages) or self.source.is_kept
+
+    def _data_loader(self, workers: int) -> DataLoader:
+        return DataLoader(
+            _Fetching(self.source),
+            batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
+            collate_fn=_as_is,
+            num_workers=workers,
+            worker_init_fn=spare_worker,
+            generator=torch.Generator(),
+            # tensorstore must not be in use before a fork, so workers start from a clean process
+            multiprocessing_context="forkserver" if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=self.pin,
+        )
 
 
 def _as_is(batch: Any) -> Any:

@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gaupipe.settings import DataSettings
-from gaupipe.data.decoded_images import DecodedImages
-from gaupipe.system.errors import UserError
-from gaupipe.data.files import HubImages, ImageFiles
+from gaupipe.data.files import FileImages, HubImages, ImageFiles
 from gaupipe.data.folder import (
     LeftOut,
     find_classes,
@@ -29,6 +26,8 @@ from gaupipe.data.folder import (
     say_left_out,
     training_classes,
 )
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
@@ -72,10 +71,12 @@ class ArrayImages(Dataset):
         return hashlib.sha256(self.images.numpy().tobytes()).digest()
 
 
-Source = ArrayImages | DecodedImages
+Source = ArrayImages | FileImages
 
 
-def open_sources(settings: DataSettings, download: bool = False) -> tuple[Source, Source | None, Source | None]:
+def open_sources(
+    settings: DataSettings, download: bool = False
+) -> tuple[Source, Source | None, Source | None]:
     """The sources of the training images, of validation images that are not among them, and of the
     test images. ``download`` lets torchvision fetch a data set.
 
@@ -141,7 +142,7 @@ def _idx_array(root: Path, name: str, axes: int) -> np.ndarray:
 
 def _folder_sources(
     settings: DataSettings,
-) -> tuple[DecodedImages, DecodedImages | None, DecodedImages | None]:
+) -> tuple[FileImages, FileImages | None, FileImages | None]:
     """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
     root = settings.root or Path("data")
     left_out: LeftOut = []
@@ -169,10 +170,10 @@ def _folder_sources(
 
 def _class_images(
     folder: Path, classes: dict[str, list[str]], numbers: dict[str, int], settings: DataSettings
-) -> DecodedImages:
+) -> FileImages:
     files = [file for images in classes.values() for file in images]
     labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return DecodedImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
+    return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
@@ -225,13 +226,13 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
         return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
-        return DecodedImages(HubImages(settings.name, reader), labels, settings)
+        return FileImages(HubImages(settings.name, reader), labels, settings)
     files = _files(data_set)
     start = len(os.path.join(data_set.root, ""))
     names = [str(path)[start:] for path, _ in files]
     labels = np.asarray([label for _, label in files])
     files_of = ImageFiles(Path(data_set.root), names)
-    return DecodedImages(files_of, labels, settings, class_names)
+    return FileImages(files_of, labels, settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

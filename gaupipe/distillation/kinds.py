@@ -355,7 +355,7 @@ def check_export(
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     as :func:`chosen` gives it
-    augment    phase B's, which draws the views
+    augment    what draws the views
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
     per_image  whether the teacher has parameters of single images
@@ -376,6 +376,6 @@ def check_export(
         )
     if export.views is not None and not augment.draws_views:
         raise UserError(
-            f"{prefix}views {export.views}: phase_b.augment draws nothing, so every view would be "
-            "the image itself: set phase_b.augment, or leave out the views"
+            f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
+            "be the image itself: set augment, or leave out the views"
         )

@@ -9,7 +9,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.attention.standard import in_steps
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import check_maps
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.settings import PhaseBSettings, Settings

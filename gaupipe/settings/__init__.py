@@ -13,7 +13,6 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -151,17 +150,15 @@ class DataSettings(Section):
     """Training images in a step."""
     eval_batch_size: Annotated[Positive, Scope.MACHINE] = 512
     """Images in a batch where nothing is trained: validation, export, evaluation."""
-    workers: Annotated[Workers, Scope.MACHINE] = "auto"
-    """Processes that decode images, 0 to 1024; with 0 a thread of the process that trains decodes.
-    ``auto`` is 0 for images held in memory or in the cache, and for few images; else it is chosen
-    by the processor cores, and is larger with a GPU."""
-    cache: Annotated[Literal["auto", "memory", "file", "none"], Scope.MACHINE] = "auto"
-    """Where the decoded images of image files are kept from one epoch to the next: ``file`` in the
-    user's cache (GAUPIPE_CACHE), also for later commands; ``memory`` in each process. ``auto`` is
-    ``file`` or else ``memory`` where they fit, and ``none`` decodes in every epoch."""
-    cache_gb: Annotated[Weight, Scope.MACHINE] = 8.0
-    """Decoded images that take more GB than this are not kept by ``cache: auto``."""
-    buckets: Annotated[Positive | None, Scope.PHASE] = None
+    workers: Workers = "auto"
+    """Processes that decode images, 0 to 1024; with 0 the process that trains decodes. ``auto`` is
+    0 for images held in memory or in the cache, and for few images; else it is chosen by the
+    processor cores, and is larger with a GPU."""
+    cache: Literal["auto", "none"] = "auto"
+    """``auto`` keeps the decoded images of image files in the user's cache (GAUPIPE_CACHE), also
+    for later commands, where they take less than 20 GB and less than half of the free disk.
+    ``none`` decodes in every epoch."""
+    buckets: Positive | None = None
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
@@ -290,7 +287,8 @@ class PhaseASettings(Section):
     label_passes: Positive = 8
     """In the mode ``stochastic`` the teacher's predictions are the mean over this many forward
     passes, each with newly sampled points."""
-    augment: AugmentSettings = AugmentSettings()
+    augment: bool = False
+    """Whether phase A augments the training images too, as the section ``augment`` says."""
     optim: OptimSettings = OptimSettings()
     rows: RowSettings = RowSettings()
 
@@ -300,13 +298,6 @@ class PhaseASettings(Section):
             return self._without_gaussians()
         if self.teacher_args:
             raise ValueError("teacher_args are for a teacher that is a ViT: see model.args")
-        if self.augment.mixup or self.augment.cutmix:
-            raise ValueError(
-                "augment: phase A learns where to look in single images: set mixup and cutmix in "
-                "phase_b.augment instead"
-            )
-        if self.compression != CompressionSettings() and self.per_image != "embedding":
-            raise ValueError("compression: has the sizes of per_image: embedding, set that too")
         if not self.prior and self.per_image == "none":
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
@@ -364,9 +355,9 @@ class ExportSettings(Section):
     k: Annotated[int, Field(gt=0, le=255)] | None = None
     """Number of keys that ``topk`` stores for each query (null: 8)."""
     views: Annotated[int, Field(gt=1, le=10_000)] | None = None
-    """Number of augmented views of each image whose maps are stored. The views are drawn with
-    ``phase_b.augment``, and phase B trains on the same views. Null stores the maps of the images
-    themselves."""
+    """Number of augmented views of each image whose maps are stored. The views are drawn as
+    the section ``augment`` says, and phase B trains on the same views. Null stores the maps of the
+    images themselves."""
 
 
 class PhaseBSettings(Section):
@@ -443,7 +434,6 @@ class PhaseBSettings(Section):
     """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
-    augment: AugmentSettings = AugmentSettings()
     optim: OptimSettings = OptimSettings()
 
     @model_validator(mode="after")
@@ -513,24 +503,22 @@ class Settings(Section):
     machine."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
+    augment: Annotated[AugmentSettings, Scope.PHASE] = AugmentSettings()
     phase_a: PhaseASettings = PhaseASettings()
     export: Annotated[ExportSettings, Scope.EXPORT] = ExportSettings()
     log: Annotated[LogSettings, Scope.WATCH] = LogSettings()
     phase_b: Annotated[PhaseBSettings, Scope.STUDENT] = PhaseBSettings()
     baseline: Annotated[BaselineSettings, Scope.STUDENT] = BaselineSettings()
-    _choices: str | None = PrivateAttr(None)
 
     @property
-    def choices(self) -> str | None:
-        """The YAML file with comments that these settings are from, where they were chosen for a
-        folder of images."""
-        return self._choices
-
-    def with_choices(self, text: str) -> Settings:
-        """The same settings, from the YAML file ``text``."""
-        settings = self.model_copy()
-        settings._choices = text
-        return settings
+    def phase_a_augment(self) -> AugmentSettings:
+        """The augmentation of phase A. Where a teacher learns Gaussians, no images are mixed: it
+        learns where to look in single images."""
+        if not self.phase_a.augment:
+            return AugmentSettings()
+        if not self.phase_a.learns_gaussians:
+            return self.augment
+        return self.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
 
     @property
     def baseline_optim(self) -> OptimSettings:

@@ -23,62 +23,42 @@ COLOUR_OPERATIONS = (
 GEOMETRIC_OPERATIONS = ("Rotate", "ShearX", "ShearY", "TranslateX", "TranslateY")
 """RandAugment's operations that stored maps cannot follow."""
 
-Range = tuple[Rate, Rate]
-
 
 class ResizedCropSettings(Section):
-    """A random part of the image, enlarged to the image's size (bilinear with antialiasing)."""
+    """A random part of the image, enlarged to the image's size (bilinear with antialiasing). The
+    part is 3/4 to 4/3 times as wide as high."""
 
-    scale: Range = (0.08, 1.0)
+    scale: tuple[Rate, Rate] = (0.08, 1.0)
     """Smallest and largest share of the image's area that the part has."""
-    ratio: Range = (3 / 4, 4 / 3)
-    """Smallest and largest ratio of width to height, before the part is enlarged."""
     full_size: bool = False
     """Take the part from the image file at its full size, as is usual for ImageNet, and not from
     the square of ``data.image_size`` pixels. Images held in memory have only the square."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> ResizedCropSettings:
+    def _ascending(self) -> ResizedCropSettings:
         if not self.scale[0] <= self.scale[1] <= 1:
             raise ValueError(
                 "scale should be two shares of the area, the smaller first, none above 1"
             )
-        if self.ratio[0] > self.ratio[1]:
-            raise ValueError("ratio should be two numbers, the smaller first")
         return self
 
 
 class RandAugmentSettings(Section):
-    """Operations drawn at random for every image, all of the same strength (arXiv 1909.13719)."""
+    """Operations drawn at random for every image, all of the same strength (arXiv 1909.13719):
+    those of torchvision's RandAugment. With ``geometry: follow`` the operations that move pixels
+    are not among them."""
 
     ops: Positive = 2
     """Number of operations applied to each image."""
     magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
     """Strength on torchvision's scale from 0 to 30. timm's scale goes from 0 to 10: its ``m9`` is
     27 here."""
-    operations: tuple[str, ...] = COLOUR_OPERATIONS
-    """Names of the operations to draw from, as torchvision's RandAugment has them."""
-
-    @model_validator(mode="after")
-    def _known(self) -> RandAugmentSettings:
-        unknown = [
-            name
-            for name in self.operations
-            if name not in (*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS)
-        ]
-        if unknown or not self.operations:
-            raise ValueError(
-                f"unknown operation {unknown[0]!r}; known: "
-                f"{', '.join((*COLOUR_OPERATIONS, *GEOMETRIC_OPERATIONS))}"
-                if unknown
-                else "operations is empty; null switches RandAugment off"
-            )
-        return self
 
 
 class AugmentSettings(Section):
     """Augmentation of the training images, in the order of the settings in this section. The
-    default does nothing."""
+    default does nothing. Phase B augments, and so does plain training; phase A does if
+    ``phase_a.augment`` is true."""
 
     resized_crop: ResizedCropSettings | None = None
     crop_padding: Count = 0
@@ -91,15 +71,15 @@ class AugmentSettings(Section):
     """Share of images that get one rectangle of a random colour over 2 to 33 % of their area."""
     mixup: Weight = 0.0
     """Mixup with shares from Beta(mixup, mixup); 0 is off. With cutmix on as well, every image
-    draws one of the two. Phase A refuses it with ``phase_a.teacher: gaussian``."""
+    draws one of the two. Phase A with ``phase_a.teacher: gaussian`` mixes no images."""
     cutmix: Weight = 0.0
-    """CutMix with shares from Beta(cutmix, cutmix); 0 is off. Phase A refuses it with
-    ``phase_a.teacher: gaussian``."""
+    """CutMix with shares from Beta(cutmix, cutmix); 0 is off. Phase A with ``phase_a.teacher:
+    gaussian`` mixes no images."""
     geometry: Literal["follow", "ignore"] = "follow"
     """``follow`` moves attention maps with the image: in phase A those of a teacher with Gaussian
     attention, in phase B those of the store. ``ignore`` leaves the maps where they are, as in the
-    GauTransformer paper. ``ignore`` also allows RandAugment's geometric operations, which maps
-    cannot follow."""
+    GauTransformer paper. With ``ignore`` RandAugment also rotates, shears and translates, which
+    maps cannot follow."""
 
     @property
     def draws_views(self) -> bool:
@@ -107,17 +87,8 @@ class AugmentSettings(Section):
         views = (self.resized_crop, self.crop_padding, self.flip, self.randaugment, self.erasing)
         return any(views)
 
-    @model_validator(mode="after")
-    def _can_be_followed(self) -> AugmentSettings:
-        named = (
-            [name for name in self.randaugment.operations if name in GEOMETRIC_OPERATIONS]
-            if self.randaugment
-            else []
-        )
-        if named and self.geometry == "follow":
-            raise ValueError(
-                f"Gaussians cannot follow RandAugment's {', '.join(named)}: take "
-                f"{'it' if len(named) == 1 else 'them'} out of randaugment.operations, or set "
-                "geometry to ignore to use stored maps that do not match the image"
-            )
-        return self
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Names of the operations that RandAugment draws from."""
+        moving = GEOMETRIC_OPERATIONS if self.geometry == "ignore" else ()
+        return (*COLOUR_OPERATIONS, *moving)

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.saving import WEIGHTS, load_folder

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from gaupipe.attention import ATTENTION
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.maps.fits import fit_gaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError

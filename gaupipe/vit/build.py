@@ -15,7 +15,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.initialisation import start_weights
 
 if TYPE_CHECKING:
-    from gaupipe.data.batches import ImageData
+    from gaupipe.data.splits import ImageData
 
 
 def build_vit(

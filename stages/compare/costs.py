@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from gaupipe.data.splits import ImageData, load_data
 from torch.utils.flop_counter import FlopCounterMode
 
 import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches, ImageData, load_data
+from gaupipe.data.batches import Batches
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in
 from stages import export_maps, phase_b
@@ -49,7 +50,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
     stored, _view = job.maps_of_epoch(0)
-    batch = next(iter(batches.epoch(0, Augment(settings.phase_b.augment, settings.seed), stored)))
+    batch = next(iter(batches.epoch(0, Augment(settings.augment, settings.seed), stored)))
     losses = job.losses().train()
     forwards = {
         gamma: multiply_adds(partial(losses, batch, gamma)) / len(batch)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gaupipe.data.batches import ImageData, load_data
+from gaupipe.data.splits import ImageData, load_data
+
 from gaupipe.settings import (
     BaselineSettings,
     DataSettings,
@@ -57,8 +58,13 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a run."""
-    others = {"phase_b": PhaseBSettings(), "baseline": BaselineSettings()}
-    return settings.model_copy(update={"export": ExportSettings(), **others})
+    others = {
+        "augment": settings.phase_a_augment,
+        "export": ExportSettings(),
+        "phase_b": PhaseBSettings(),
+        "baseline": BaselineSettings(),
+    }
+    return settings.model_copy(update=others)
 
 
 def digest(settings: Settings, *more: Any) -> str:

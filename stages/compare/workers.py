@@ -18,11 +18,11 @@ from typing import Any
 
 import timm
 import torch
+from gaupipe.data.splits import load_data
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import store
-from gaupipe.data.batches import load_data
 from gaupipe.settings import load as config
 from gaupipe.system import machine
 from gaupipe.system.device import select_device
@@ -169,7 +169,7 @@ def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
         training.teacher.path,
         out=str(training.maps),
         export=settings.export,
-        augment=settings.phase_b.augment,
+        augment=settings.augment,
     )
     spent = costs.of_phase_a(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batch, Batches, ImageData, load_data
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
@@ -102,7 +103,7 @@ def check(
         check_student(settings, data, MapShape.of(teacher), teacher.weights())
         check_export(
             chosen(settings),
-            settings.phase_b.augment,
+            settings.augment,
             teacher,
             teacher.grid,
             settings.phase_a.learns_of_images,
@@ -140,8 +141,8 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
     settings, phase, data = job.settings, job.settings.phase_a, job.data
     per_image = job.per_image
     training = job.batches(data.train, settings.data.batch_size)
-    evaluation, validation = job.batches(data.train), job.batches(data.val, keep=True)
-    augment = Augment(phase.augment, settings.seed)
+    evaluation, validation = job.batches(data.train), job.batches(data.val)
+    augment = Augment(settings.phase_a_augment, settings.seed)
     draws = Draws(job, training.buckets)
     loss_module = TeacherLoss(job)
     parameters = noise = None

@@ -10,9 +10,10 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
+from gaupipe.data.splits import ImageData, Split
 from torch import Tensor
 
-from gaupipe.data.batches import Batch, Batches, ImageData, Split
+from gaupipe.data.batches import Batch, Batches
 from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import Settings
@@ -48,11 +49,11 @@ class TeacherJob(Generic[Kind]):
         """Whether the teacher keeps numbers of single images."""
         return self.settings.phase_a.learns_of_images
 
-    def batches(self, split: Split, batch_size: int | None = None, keep: bool = False) -> Batches:
+    def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, by default of the size for evaluation."""
         data = self.settings.data
         size = batch_size or data.eval_batch_size
-        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets, keep)
+        return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
 
     def forward_with_maps(
         self, batch: Batch, generator: torch.Generator

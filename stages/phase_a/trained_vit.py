@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gaupipe.data.splits import ImageData, Split
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from gaupipe.data.batches import ImageData, Split
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.settings import Settings
@@ -50,7 +50,7 @@ class TeacherTraining(Training):
 
     @property
     def augment(self) -> AugmentSettings:
-        return self.settings.phase_a.augment
+        return self.settings.phase_a_augment
 
     @property
     def label_smoothing(self) -> float:
@@ -102,7 +102,7 @@ def check_store(settings: Settings, teacher: nn.Module) -> None:
     """Raises UserError for a store of the settings that cannot hold the teacher's maps."""
     height, width = grid = MapShape.of(teacher).grid
     export = chosen(settings, tokens=height * width)
-    check_export(export, settings.phase_b.augment, teacher, grid, prefix="export.")
+    check_export(export, settings.augment, teacher, grid, prefix="export.")
 
 
 def check_predictions(job: VitJob) -> None:

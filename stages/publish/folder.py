@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
+from gaupipe.data.splits import ImageData, load_data
 from huggingface_hub import CommitOperationAdd, HfApi
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__
-from gaupipe.data.batches import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system import digests

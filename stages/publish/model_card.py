@@ -9,13 +9,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from gaupipe.data.splits import ImageData
 from huggingface_hub import EvalResult, ModelCardData
 from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe import __version__
 from gaupipe.attention import ATTENTION
-from gaupipe.data.batches import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.teachers.pretrained import LOCAL

@@ -1,389 +1,187 @@
 """Settings for a folder of images that nobody has written settings for, each with its reason.
 
-The choices depend on the facts of the folder, the machine and the settings that the user gave, on
-nothing else. docs/your-own-images.md has the rules in words and what they reached.
+They follow from the size of the images, their number, the names of the classes, whether there is a
+GPU, and the settings that the user gave. docs/your-own-images.md has the measurements.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
-from gaupipe.settings import FILE_IMAGE_SIZE, Settings
+from gaupipe.data.folder import FolderFacts
+from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
-from gaupipe.data.folder_facts import FolderFacts
 
-MINUTES = 10
-"""What the trainings of a run should take: half for teacher and student, half for the baseline."""
-
-CORE_FLOPS, GPU_FLOPS = 3e10, 5e12
-"""Operations a second in training such small ViTs: of one processor core as measured, and of a GPU
-as guessed, with an eye on the work that is not arithmetic."""
-
-MODELS = ((64, 4), (64, 6), (96, 6), (128, 6))
-"""(embed_dim, depth) from small to large, for processor cores."""
-GPU_MODELS = (*MODELS, (192, 9), (256, 9))
-
-ENOUGH_EPOCHS = 30
-"""Epochs that a larger model should have before it is taken in place of a smaller one."""
+# (fewest pixels of the shorter side, image_size, patch_size); null is the images' own size
+SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
+GPU_SIZES = ((128, 128, 8), *SIZES)
+# (embed_dim, depth, training images that teacher and student see in all their epochs)
+MODEL, GPU_MODEL = (64, 4, 132_000), (192, 9, 600_000)
+BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
 FEWEST_EPOCHS, MOST_EPOCHS = 12, 90
+QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
 
-MLP_RATIO, HEAD_DIM = 2, 32
-LR = 2e-3
-
-KEY_BYTES = 16
-"""Of a query in a store of eight keys."""
-MOST_BYTES = 2e9
-"""What views may take in a store."""
-
-PUBLISHED = "vit_small_patch8_224.dino"
-"""A ViT with published weights whose maps suit any images, for the message."""
-
-AS_SET = "as you set it"
-OF_TWO_PHASES = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
+WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
 """Settings that a training without a teacher does not read."""
-WITHOUT_A_TEACHER = {
-    "baseline.epochs": "more may help, and take longer",
-    "phase_b.optim.lr": "the learning rate",
-}
-"""Reasons, where no teacher is trained."""
 
 CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-zA-Z])")
 """Names of classes that are digits or letters."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a training runs on."""
-
-    cores: int
-    gpu: bool = False
-
-    @property
-    def flops(self) -> float:
-        return GPU_FLOPS if self.gpu else CORE_FLOPS * min(self.cores, 8)
-
-    def __str__(self) -> str:
-        if self.gpu:
-            return "a GPU"
-        return f"{self.cores} processor core{'s' if self.cores > 1 else ''}"
-
-
-def this_machine(given: Mapping[str, Any]) -> Machine:
-    """What the settings that the user gave leave of this machine."""
-    import torch
-
-    threads = _whole(given.get("threads"), torch.get_num_threads())
-    device = given.get("device", "auto")
-    gpu = device == "auto" and torch.cuda.is_available()
-    return Machine(threads, gpu or str(device).startswith("cuda"))
-
-
 @dataclass
 class Choices:
-    """Settings as a nested dict, ``tree``, which begins with what the user gave; and for each
-    setting ``a.b`` with a choice to tell of, the reason."""
+    """Settings as a nested dict, at first those of the user; and reasons to tell the user."""
 
     tree: dict[str, Any]
     reasons: dict[str, str] = field(default_factory=dict)
-    minutes: tuple[int, int] = (0, 0)
-    """What the trainings of a run should take, and one without a teacher."""
-    machine: str = ""
 
-    def choose(self, key: str, value: Any, reason: str | None = None) -> Any:
-        """Sets ``a.b`` unless the user gave it, and returns what it is. Without a reason nobody is
-        told."""
-        section: Any = self.tree
-        *parents, leaf = key.split(".")
-        for parent in parents:
-            section = section.get(parent, {})
-            if not isinstance(section, dict):  # the user gave null in place of the section
-                return None
-        if leaf in section:
-            value, reason = section[leaf], reason and AS_SET
-        else:
+    def choose(self, key: str, value: Any, reason: str = "") -> Any:
+        """Sets ``a.b`` unless the user gave it, and returns its value."""
+        given = self.given(key, self)
+        if given is self:
             set_value(self.tree, key, value, key)
+        else:
+            value, reason = given, reason and "as you set it"
         if reason:
             self.reasons[key] = reason
         return value
 
-    def given(self, key: str) -> Any:
-        """What ``a.b`` is; None where it is not set."""
+    def number(self, key: str, value: int, reason: str = "") -> int:
+        """:meth:`choose` of a number above 0; ``value`` for anything that the settings refuse."""
+        given = self.choose(key, value, reason)
+        return given if type(given) is int and given > 0 else value
+
+    def given(self, key: str, otherwise: Any = None) -> Any:
+        """The value of ``a.b``; ``otherwise`` where it is not set."""
         value: Any = self.tree
         for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
+            value = value.get(name, otherwise) if isinstance(value, dict) else otherwise
         return value
 
     def lines(self, plain: bool = False) -> list[str]:
         """'setting=value  reason' of each setting, or of those that a training without a teacher,
         ``plain``, reads."""
-        reasons = self.reasons
-        if plain:
-            reasons = {
-                key: why if why == AS_SET else WITHOUT_A_TEACHER.get(key, why)
-                for key, why in reasons.items()
-                if not key.startswith(OF_TWO_PHASES)
-            }
-        shown = [f"{key}={_inline(self.given(key))}" for key in reasons]
-        width = max(map(len, shown))
-        return [f"{one:<{width}}  {why}" for one, why in zip(shown, reasons.values(), strict=True)]
-
-    def note(self, plain: bool = False) -> str:
-        """How long the trainings should take, in one line."""
-        what = "training" if plain else "trainings"
-        return (
-            f"the {what} should take about {self.minutes[plain]} min on {self.machine}, and the "
-            "reading of the images besides; 'gaupipe plan' measures it"
-        )
-
-    def as_yaml(self, head: str) -> str:
-        """The settings as a YAML file with the reasons as comments."""
-        return "".join(f"# {line}\n" for line in head.splitlines()) + self._yaml(self.tree, "")
-
-    def _yaml(self, tree: Mapping[str, Any], above: str) -> str:
-        text = ""
-        for name, value in tree.items():
-            key, pad = f"{above}{name}", "  " * above.count(".")
-            if reason := self.reasons.get(key):
-                text += f"{pad}# {reason}\n"
-            if isinstance(value, dict) and value:
-                text += f"{pad}{name}:\n{self._yaml(value, f'{key}.')}"
-            else:
-                text += f"{pad}{name}: {_inline(value)}\n"
-        return text
+        keys = [key for key in self.reasons if not (plain and key.startswith(WITH_A_TEACHER))]
+        shown = {key: f"{key}={json.dumps(self.given(key))}".replace('"', "") for key in keys}
+        width = max(map(len, shown.values()))
+        return [f"{shown[key]:<{width}}  {self.reasons[key]}" for key in keys]
 
 
-def choose(
-    facts: FolderFacts, root: str, machine: Machine, given: Mapping[str, Any] | None = None
-) -> Choices:
+def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> Choices:
     """Settings for the folder of images ``root``. ``given`` is what the user set, as a nested dict:
     it stays, and the other choices follow it."""
-    chosen = Choices(copy.deepcopy(dict(given or {})))
-    chosen.choose("data.name", "folder")
-    chosen.choose("data.root", root)
-    images = _choose_images(chosen, facts)
-    size, patch = _choose_sizes(chosen, facts, machine)
-    flops, maps = _choose_model(chosen, images, (size // patch) ** 2, patch, machine)
-    _choose_epochs(chosen, images, flops, machine)
-    _choose_augmentation(chosen, facts, size)
-    _choose_views(chosen, images, maps * (size // patch) ** 2)
-    _choose_optimizer(chosen, images)
-    sections = [name for name in Settings.model_fields if name in chosen.tree]
-    chosen.tree = {name: chosen.tree[name] for name in dict.fromkeys([*sections, *chosen.tree])}
-    return chosen
+    choices = Choices(given)
+    choices.choose("data.name", "folder")
+    choices.choose("data.root", root)
+    images = _choose_images(choices, facts)
+    size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
+    dim, depth, seen = GPU_MODEL if gpu else MODEL
+    maps = _choose_model(choices, dim, depth)
+    _choose_training(choices, images, min(max(seen // images, FEWEST_EPOCHS), MOST_EPOCHS))
+    _choose_augmentation(choices, facts.counts, size, images * tokens * maps * QUERY_BYTES)
+    return choices
 
 
-def _choose_images(chosen: Choices, facts: FolderFacts) -> int:
-    """Which images are for validation. Returns the number of those left for training."""
+def _choose_images(choices: Choices, facts: FolderFacts) -> int:
+    """The share of validation images. Returns the number of training images."""
     images = facts.images
     if facts.val is None:
-        few = images < 1000
-        share = max(0.2 if few else 0.1, math.ceil(100 * len(facts.counts) / images) / 100)
+        share = max(
+            0.2 if images < 1000 else 0.1, math.ceil(100 * len(facts.counts) / images) / 100
+        )
         reason = f"this share of the {images:,} training images is for validation"
-        if few:
-            reason += "; a tenth of so few would say little"
-        share = chosen.choose("data.val_fraction", min(share, 0.5), reason)
+        share = choices.choose("data.val_fraction", min(share, 0.5), reason)
         held_out = share if isinstance(share, float) and 0 < share < 1 else 0.1
         images = max(1, images - math.ceil(images * held_out))
-    return min(images, _whole(chosen.given("data.train_images"), images))
+    given = choices.given("data.train_images")
+    return min(images, given) if type(given) is int and given > 0 else images
 
 
-def _choose_sizes(chosen: Choices, facts: FolderFacts, machine: Machine) -> tuple[int, int]:
-    """Sizes of an image and of a patch, in pixels."""
-    shorter = facts.shorter
-    if shorter >= 48:
-        size = 128 if machine.gpu and shorter >= 128 else 64
-        reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
-    else:
-        size = max(8, shorter // 4 * 4)
-        reason = f"of images of {facts.width} x {facts.height} pixels"
-    size = chosen.choose("data.image_size", size, reason)
-    size = _whole(size, FILE_IMAGE_SIZE if size is None else facts.shorter)
-    wanted = 2 if size < 24 else 4 if size < 48 else 8 if size < 144 else 16
-    fitting = [patch for patch in range(-(-wanted // 2), 2 * wanted + 1) if size % patch == 0]
-    # where none fits, the settings are refused with sizes that would
-    patch = min(fitting, key=lambda patch: abs(patch - wanted), default=min(wanted, size))
+def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int, int]:
+    """Pixels of an image, and its tokens."""
+    size = next(row[1] for row in table if facts.shorter >= row[0])
+    size = size or max(8, facts.shorter // 4 * 4)
+    reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
+    size = choices.choose("data.image_size", size, reason) or FILE_IMAGE_SIZE
+    size = size if type(size) is int and size > 0 else FILE_IMAGE_SIZE
+    patch = 16 if size > 128 else next(row[2] for row in table if size >= row[0])
+    fitting = [number for number in range(1, 2 * patch + 1) if size % number == 0]
+    patch = min(fitting, key=lambda number: abs(number - patch))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
-    taken = _whole(chosen.choose("model.args.patch_size", patch, reason), patch)
-    return size, min(size, taken)
+    patch = min(size, choices.number("model.args.patch_size", patch, reason))
+    return size, (size // patch) ** 2
 
 
-def _choose_model(
-    chosen: Choices, images: int, tokens: int, patch: int, machine: Machine
-) -> tuple[float, int]:
-    """The largest ViT that has enough epochs. Returns the operations of an image in training, and
-    the number of its attention maps."""
-    if (named := chosen.given("model.name")) is not None:
-        *sizes, mlp_ratio = _own_sizes(named)
-        names = ("embed_dim", "depth", "num_heads")
-        dim, depth, heads = (
-            _whole(chosen.given(f"model.args.{name}"), own)
-            for name, own in zip(names, sizes, strict=True)
-        )
-        return training_flops(tokens, patch, dim, depth, mlp_ratio), depth * heads
-    chosen.choose("model.name", "gauvit_pico_patch2_8")
-    models = GPU_MODELS if machine.gpu else MODELS
-    fast_enough = [
-        (dim, depth)
-        for dim, depth in models
-        if epochs_that_fit(images, training_flops(tokens, patch, dim, depth), machine)
-        >= ENOUGH_EPOCHS
-    ]
-    dim, depth = max(fast_enough, default=models[0])
-    reason = f"the width, for {images:,} training images on {machine}"
-    dim = _whole(chosen.choose("model.args.embed_dim", dim, reason), dim)
-    depth = _whole(chosen.choose("model.args.depth", depth, "the number of blocks"), depth)
-    heads = next(n for n in range(max(1, dim // HEAD_DIM), 0, -1) if dim % n == 0)
-    heads = _whole(chosen.choose("model.args.num_heads", heads), heads)
-    chosen.choose("model.args.mlp_ratio", MLP_RATIO)
-    chosen.choose(
-        "model.init",
-        "mimetic",
-        "attention starts as trained attention looks; normal starts at random",
-    )
-    return training_flops(tokens, patch, dim, depth), depth * heads
+def _choose_model(choices: Choices, dim: int, depth: int) -> int:
+    """The ViT. Returns the number of its attention maps, those of DeiT-B if the user named it."""
+    if choices.given("model.name") is not None:
+        return 144
+    choices.choose("model.name", "gauvit_pico_patch2_8")
+    dim = choices.number("model.args.embed_dim", dim, "the width")
+    depth = choices.number("model.args.depth", depth, "the number of blocks")
+    heads = next(number for number in range(max(1, dim // 32), 0, -1) if dim % number == 0)
+    heads = choices.number("model.args.num_heads", heads)
+    choices.choose("model.args.mlp_ratio", 2)
+    choices.choose("model.init", "mimetic", "attention starts as trained attention looks")
+    return depth * heads
 
 
-def _own_sizes(name: Any) -> tuple[int, int, int, float]:
-    """Width, blocks, heads and MLP ratio of a ViT that the user named; of a small one for a name
-    that the settings refuse."""
-    import timm
+def _choose_training(choices: Choices, images: int, epochs: int) -> None:
+    """A teacher, a student with twice the teacher's epochs that learns from its maps in the first
+    third, and a baseline with both's epochs."""
+    reason = "trained on these images; published weights may know more: --teacher NAME --download"
+    teacher = choices.choose("phase_a.teacher", "vit", reason)
+    choices.choose("phase_a.stop_accuracy", 1.0)
+    if not choices.given("phase_b.attention_options"):  # which are the default attention's
+        choices.choose("phase_b.student", "belief", "its attention; timm loads standard by itself")
+    student = choices.number("phase_b.epochs", round(epochs * 2 / 3), "of the student")
+    half = choices.number("phase_a.max_epochs", max(1, student // 2), "of the teacher")
+    together = student + half * (teacher in ("vit", "gaussian"))
+    choices.choose("baseline.epochs", together, "of a training without a teacher")
+    choices.choose("phase_b.alpha", 0.0)
+    choices.choose("phase_b.beta", 1.0)
+    gamma = choices.choose("phase_b.gamma", 0.3, "the weight of the teacher's attention maps")
+    if choices.choose("phase_b.gamma_schedule", "stop_after") == "stop_after" and gamma:
+        choices.choose("phase_b.gamma_epochs", max(1, student // 3), "epochs with these maps")
+    if teacher == "gaussian":
+        choices.choose("phase_a.per_image", "none")
+    elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
+        choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
+        choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
+        choices.choose("phase_b.mean_heads", True)
+        choices.choose("phase_b.match_grid", True)
+    batch = next(size for fewer, size in BATCHES if images < fewer)
+    choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
+    choices.choose("phase_b.optim.lr", 2e-3, "the learning rate")
+    choices.choose("phase_a.optim.lr", 2e-3)
+
+
+def _choose_augmentation(
+    choices: Choices, classes: Iterable[str], size: int, view_bytes: int
+) -> None:
+    """Flips and shifts, and the maps of the views where shifts would move those of the images."""
+    words = not all(CHARACTERS.fullmatch(name) for name in classes)
+    choices.choose("augment.flip", words, "mirrors half of the images; false for digits, letters")
+    reason = "pixels by which an image is shifted at most"
+    choices.choose("augment.crop_padding", size // 8, reason)
+    choices.choose("phase_a.augment", True)
+    learns = choices.given("phase_b.gamma") and not choices.given("phase_b.alpha")
+    moves = choices.given("augment.crop_padding") and choices.given("phase_a.teacher") == "vit"
+    epochs = choices.given("phase_b.gamma_epochs")
+    fit = int(MOST_BYTES / view_bytes)
+    if learns and moves and fit > 1 and type(epochs) is int:
+        reason = "views of each image whose maps are stored; moved maps fit shifts badly"
+        choices.choose("export.views", min(max(2, epochs), fit), reason)
+
+
+def has_gpu(given: Mapping[str, Any]) -> bool:
+    """Whether the settings that the user gave leave a GPU to train on."""
     import torch
 
-    import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
-
-    if isinstance(name, str) and timm.is_model(name):
-        with torch.device("meta"), contextlib.suppress(AttributeError, RuntimeError):  # no ViT
-            vit: Any = timm.create_model(name)
-            block, dim = vit.blocks[0], vit.embed_dim
-            return dim, len(vit.blocks), block.attn.num_heads, block.mlp.fc1.out_features / dim
-    return (*MODELS[0], MODELS[0][0] // HEAD_DIM, MLP_RATIO)
-
-
-def _choose_epochs(chosen: Choices, images: int, flops: float, machine: Machine) -> None:
-    """A teacher, a student with twice the teacher's epochs, and a baseline with both's."""
-    together = epochs_that_fit(images, flops, machine)
-    together = min(max(together, FEWEST_EPOCHS), MOST_EPOCHS)
-    teacher = chosen.choose(
-        "phase_a.teacher",
-        "vit",
-        "trained on these images; published weights may know more, such as "
-        f"--teacher {PUBLISHED} --download",
-    )
-    chosen.choose("phase_a.stop_accuracy", 1.0)
-    if not chosen.given("phase_b.attention_options"):  # which are the default attention's
-        chosen.choose(
-            "phase_b.student",
-            "belief",
-            "its attention; ended above standard, which timm loads without gaupipe",
-        )
-    student = chosen.choose(
-        "phase_b.epochs", round(together * 2 / 3), "of the student; more may help, and take longer"
-    )
-    student = _whole(student, 1)
-    of_teacher = chosen.choose(
-        "phase_a.max_epochs", max(1, student // 2), "of the teacher, half of the student's"
-    )
-    both = student + _whole(of_teacher, 1) * (teacher in ("vit", "gaussian"))
-    baseline = chosen.choose(
-        "baseline.epochs", both, "of the baseline, as many as teacher and student have together"
-    )
-    plain = _whole(baseline, 0)
-    whole = both + plain * (chosen.given("baseline.enabled") is not False)
-    of_epoch = images * flops / machine.flops / 60
-    chosen.minutes = math.ceil(whole * of_epoch), math.ceil(plain * of_epoch)
-    chosen.machine = str(machine)
-    _choose_losses(chosen, teacher, student)
-
-
-def _choose_losses(chosen: Choices, teacher: Any, student: int) -> None:
-    """The student's: labels always, maps at first."""
-    chosen.choose("phase_b.alpha", 0.0)
-    chosen.choose("phase_b.beta", 1.0)
-    chosen.choose(
-        "phase_b.gamma", 0.3, "the weight of the teacher's attention maps; 0 does without them"
-    )
-    schedule = chosen.choose("phase_b.gamma_schedule", "stop_after")
-    if schedule == "stop_after" and chosen.given("phase_b.gamma"):
-        reason = "the student learns from the maps in these first epochs"
-        chosen.choose("phase_b.gamma_epochs", max(1, student // 3), reason)
-    if teacher == "gaussian":
-        chosen.choose("phase_a.per_image", "none")
-    elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
-        chosen.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
-        size = chosen.given("data.image_size")
-        chosen.choose("phase_a.teacher_args.img_size", size)
-        chosen.choose("phase_b.head_map", "mean")
-        chosen.choose("phase_b.match_grid", True)
-
-
-def _choose_augmentation(chosen: Choices, facts: FolderFacts, size: int) -> None:
-    characters = all(CHARACTERS.fullmatch(name) for name in facts.counts)
-    reason = (
-        "the classes look like digits or letters, which a mirror changes"
-        if characters
-        else "mirrors half of the images; false if left and right matter"
-    )
-    for phase, told in (("phase_b", True), ("phase_a", False)):
-        augment = f"{phase}.augment"
-        chosen.choose(f"{augment}.flip", not characters, reason if told else None)
-        crop = "pixels by which an image is shifted at most"
-        chosen.choose(f"{augment}.crop_padding", size // 8, crop if told else None)
-
-
-def _choose_views(chosen: Choices, images: int, rows: int) -> None:
-    """Maps of the views themselves where shifts would move those of the images; ``rows`` are the
-    queries of an image, over all blocks and heads."""
-    learns = (
-        chosen.given("phase_b.gamma") and chosen.given("phase_b.gamma_schedule") == "stop_after"
-    )
-    epochs = _whole(chosen.given("phase_b.gamma_epochs"), 1)
-    if not learns or chosen.given("phase_a.teacher") != "vit":
-        return
-    if not chosen.given("phase_b.augment.crop_padding") or chosen.given("phase_b.alpha"):
-        return
-    of_view = KEY_BYTES * rows
-    views = min(max(2, epochs), int(MOST_BYTES / (images * of_view)))
-    if views > 1:
-        reason = "maps of so many views of each image are stored; moved maps fit shifts badly"
-        chosen.choose("export.views", views, reason)
-
-
-def _choose_optimizer(chosen: Choices, images: int) -> None:
-    batch = 32 if images < 1000 else 64 if images < 10_000 else 128
-    reason = f"images in a step; steps in an epoch: {-(-images // batch):,}"
-    chosen.choose("data.batch_size", batch, reason)
-    chosen.choose("phase_b.optim.lr", LR, "the learning rate, also of teacher and baseline")
-    chosen.choose("phase_a.optim.lr", LR)
-
-
-def epochs_that_fit(images: int, flops: float, machine: Machine) -> int:
-    """Epochs in half of :data:`MINUTES`."""
-    return int(MINUTES * 60 / 2 * machine.flops / (images * flops))
-
-
-def training_flops(
-    tokens: int, patch: int, dim: int, depth: int, mlp_ratio: float = MLP_RATIO
-) -> float:
-    """Operations for one image in one step of training: three times those of the forward pass."""
-    block = 2 * (4 + 2 * mlp_ratio) * dim**2 + 4 * tokens * dim
-    return 3.0 * tokens * (depth * block + 2 * 3 * patch**2 * dim)
-
-
-def _whole(value: Any, otherwise: int) -> int:
-    """A whole number that the user gave; ``otherwise`` for anything that the settings refuse."""
-    usable = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if usable else otherwise
-
-
-def _inline(value: Any) -> str:
-    """A value as YAML in one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
-    return text.removesuffix("...\n").strip()
+    device = given.get("device", "auto")
+    return str(device).startswith("cuda") or (device == "auto" and torch.cuda.is_available())

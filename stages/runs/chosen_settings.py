@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from gaupipe import __version__
-from gaupipe.settings import load as config
-from stages.runs import choices
+from gaupipe.data.folder import facts_of
+from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
-from gaupipe.data.batches import load_data
+from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from gaupipe.data.folder_facts import facts_of
+from stages.runs import choices
 from stages.runs.directory import RunDirectory, with_data
 
 
@@ -26,7 +25,7 @@ def settings_for(
     plain: bool = False,
 ) -> tuple[Settings, list[str]]:
     """The settings for the images in ``folder``, and lines that say what was chosen and why: all of
-    it, or, ``plain``, what a training without a teacher reads.
+    it, or, ``plain``, for a training without a teacher.
 
     ``overrides`` are the user's ``a.b=value``, which win, and ``student`` the attention that is to
     be trained where the run begins. Raises UserError for a folder that cannot
@@ -37,28 +36,19 @@ def settings_for(
     root = Path(os.path.abspath(folder))  # later commands find it from any working directory
     run = RunDirectory(run_dir)
     if run.config.is_file():
-        before = run.settings()
-        moved = run.split.is_file() and not os.path.exists(before.data.root or "")
-        if before.data.name != "folder" or not (moved or _is_same(before.data.root, folder)):
-            raise UserError(
-                f"{run_dir} holds a run on other images ({before.data.name}, data.root "
-                f"{before.data.root}); choose another --run-dir or remove it"
-            )
-        settings = with_data(config.load_merged(run.config, overrides), root=root)
-        if moved:
-            load_data(settings.data).check_split(run.split)
-        return settings, [f"{run_dir}: goes on with the settings with which it began"]
+        return _of_run(run, folder, root, overrides), [
+            f"{run_dir}: goes on with the settings with which it began"
+        ]
     attention = [] if student is None else [f"phase_b.student={student}"]
     given = config.with_overrides({}, [*overrides, *attention])
     for name in ("data.name", "data.root"):
         if choices.Choices(given).given(name) is not None:
             raise UserError(f"--set {name}: --data {folder} says where the images are")
     facts = facts_of(folder)
-    chosen = choices.choose(facts, str(root), choices.this_machine(given), given)
-    head = f"{folder}: {facts}"
-    text = chosen.as_yaml(f"gaupipe {__version__} chose these settings.\n{head}\n{chosen.note()}")
-    settings = config.parse(chosen.tree, f"--data {folder}").with_choices(text)
-    lines = [head, *(f"  {line}" for line in chosen.lines(plain)), chosen.note(plain)]
+    chosen = choices.choose(facts, str(root), choices.has_gpu(given), given)
+    settings = config.parse(chosen.tree, f"--data {folder}")
+    lines = [f"{folder}: {facts}", *(f"  {line}" for line in chosen.lines(plain))]
+    lines.append(f"'gaupipe plan --data {folder}' measures how long it takes")
     if not plain and chosen.given("phase_a.teacher") == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
@@ -66,5 +56,17 @@ def settings_for(
     return settings, lines
 
 
-def _is_same(root: Path | None, folder: Path) -> bool:
-    return root is not None and root.resolve() == folder.resolve()
+def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str]) -> Settings:
+    """The settings of a run that has begun, with its images in ``folder``."""
+    before = run.settings()
+    gone = run.split.is_file() and not os.path.exists(before.data.root or "")
+    same = before.data.root is not None and before.data.root.resolve() == folder.resolve()
+    if before.data.name != "folder" or not (gone or same):
+        raise UserError(
+            f"{run.path} holds a run on other images ({before.data.name}, data.root "
+            f"{before.data.root}); choose another --run-dir or remove it"
+        )
+    settings = with_data(config.load(run.config, overrides), root=root)
+    if gone:
+        load_data(settings.data).check_split(run.split)
+    return settings

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gaupipe.settings import load as config
-from gaupipe.system import distributed
 from gaupipe.settings import Settings
+from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
+from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
 
 if TYPE_CHECKING:
-    from gaupipe.data.batches import ImageData
+    from gaupipe.data.splits import ImageData
 
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
@@ -187,8 +187,6 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
-            if settings.choices is not None:
-                write_whole(self.path / "choices.yaml", settings.choices)
         data.write_split(self.split)
 
     def follow(self, settings: Settings) -> None:
@@ -293,7 +291,8 @@ def say_if_afresh(folder: Path, resume: bool) -> None:
         return
     settings = "it was begun with" if folder.exists() else "of this command"
     print(
-        f"gaupipe: {folder}: nothing was saved to resume: starts afresh with the settings {settings}",
+        f"gaupipe: {folder}: nothing was saved to resume: "
+        f"starts afresh with the settings {settings}",
         file=sys.stderr,
     )
 

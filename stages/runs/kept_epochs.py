@@ -11,7 +11,7 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.batches import ImageData
+from gaupipe.data.splits import ImageData
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -23,9 +23,7 @@ FILE = "student.json"
 REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
-def save(
-    state: TrainingState[VisionTransformer], folder: Path, keep: str, data: ImageData
-) -> None:
+def save(state: TrainingState[VisionTransformer], folder: Path, keep: str, data: ImageData) -> None:
     """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``keep`` says. Where
     these are different ones, the folder ``best`` or ``last`` beside it has the other."""
     assert state.best is not None  # the training has ended

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from gaupipe.system import distributed
+from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
-from gaupipe.data.batches import ImageData
+from gaupipe.system import distributed
 from stages.runs.directory import TOKEN
 
 VISIBLE_WITHIN = 60.0
@@ -69,7 +69,8 @@ R = TypeVar("R", bound=Request)
 
 def resolve(folder: Path, request: Callable[[], R]) -> R:
     """A stage's request, resolved by ``request`` on every rank: with the same settings and data,
-    and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any refuses it."""
+    and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any refuses
+    it."""
     check_shared(folder)
     resolved = distributed.main_first(request)
     check_same(resolved.settings, resolved.data)

@@ -15,13 +15,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import store
-from gaupipe.system import distributed
-from gaupipe.settings import RowSettings, Settings
-from gaupipe.system.errors import UserError
-from gaupipe.teachers.image_state import record_words
-from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.distillation.kinds import default_kind
 from gaupipe.distillation.student import MapShape
+from gaupipe.settings import RowSettings, Settings
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.teachers.image_state import record_words
 from gaupipe.teachers.vit import VitTeacher
 
 PROCESS_BYTES = 11 * 10**8
@@ -54,7 +54,7 @@ class Sizes:
 
 def sizes_of(teacher: Any, data: Any) -> Sizes:
     """Sizes of a :class:`~gaupipe.teachers.gaussian.Teacher`, or of a ViT as a teacher, on an
-    :class:`~gaupipe.data.batches.ImageData`."""
+    :class:`~gaupipe.data.splits.ImageData`."""
     splits = [split for split in (data.train, data.val, data.test) if split]
     sources = {id(split.source): split.source for split in splits}
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
@@ -181,9 +181,7 @@ def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
             dataset=settings.data.name,
             dataset_sha256="",
             teacher_sha256="",
-            embedding_dim=(
-                phase.compression.embedding if kind == "embedding" else None
-            ),
+            embedding_dim=(phase.compression.embedding if kind == "embedding" else None),
             encoding=(export.encoding if usual else None) or store.KINDS[kind].default_encoding,
             k=k,
             views=views,

@@ -1,0 +1,224 @@
+"""Data sets split into training, validation and test images, each with a stable image id.
+
+An image id is the position of a training image in its split's canonical order: the order of the
+source with the held-out images left out. Splits do not depend on the seed of a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gaupipe.data.files import FileImages
+from gaupipe.data.sources import ArrayImages, Source, open_sources
+from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+
+
+@dataclass
+class Split:
+    """Some images of a source; image id i is the source's image ``positions[i]``."""
+
+    source: Source
+    positions: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Labels [N] int64 in the order of the image ids."""
+        return self.source.labels[self.positions]
+
+    def evenly_spaced(self, count: int) -> np.ndarray:
+        """``count`` image ids from the first to the last, int64; all of them where there are
+        fewer."""
+        return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
+
+    def image(self, image_id: int) -> np.ndarray:
+        """One image as the model sees it before normalisation: uint8 [height, width, C]."""
+        images, _ = self.source.__getitems__([int(self.positions[image_id])])
+        return images[0].permute(1, 2, 0).numpy()
+
+    def trial(self, count: int) -> Split:
+        """The first ``count`` images, on which a training is tried."""
+        positions = self.positions[:count]
+        source = self.source
+        if isinstance(source, FileImages):
+            source = source.trial(positions)
+        return Split(source, positions)
+
+
+@dataclass
+class ImageData:
+    """A data set split into training, validation and (where the source has one) test images."""
+
+    name: str
+    train: Split
+    val: Split
+    test: Split | None
+    num_classes: int
+    channels: int
+    image_size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    sha256: str
+    """Names the training images, their order and labels: what stored maps belong to."""
+    val_sha256: str | None = None
+    """Names validation images of a source of their own, in the same way; None for others, which
+    :attr:`sha256` names too."""
+
+    @property
+    def both_sha256(self) -> str:
+        """Names training and validation images."""
+        if self.val_sha256 is None:
+            return self.sha256
+        return hashlib.sha256(f"{self.sha256} {self.val_sha256}".encode()).hexdigest()
+
+    @property
+    def data_config(self) -> dict[str, Any]:
+        """How images become what a model trained on these sees, as timm names it."""
+        return {
+            "mean": self.mean,
+            "std": self.std,
+            "interpolation": "bilinear",
+            "crop_pct": 1.0,
+            "crop_mode": "center",
+        }
+
+    def keep(self, training: bool) -> None:
+        """Decodes validation images of a source of their own into the user's cache, and with
+        ``training`` the source of the training images too."""
+        apart = self.val.source is not self.train.source
+        sources = [self.val.source] * apart + [self.train.source] * training
+        for source in sources:
+            if isinstance(source, FileImages):
+                source.keep()
+
+    def write_split(self, path: Path) -> None:
+        """Writes which images of the source are in each split."""
+        splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
+        digests = {"sha256": self.sha256}
+        if self.val_sha256:
+            digests["val_sha256"] = self.val_sha256
+        positions = {name: split.positions.tolist() for name, split in splits.items()}
+        write_whole(path, json.dumps({"dataset": self.name, **digests, **positions}) + "\n")
+
+    def check_split(self, path: Path) -> None:
+        """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
+        not there says nothing."""
+        try:
+            written = json.loads(path.read_bytes()) if path.is_file() else {}
+        except (ValueError, RecursionError):
+            written = None
+        if not isinstance(written, dict):
+            raise UserError(
+                f"{path} is damaged: restore it from a copy; or remove it, and 'gaupipe phase-a "
+                "--resume' or 'gaupipe train' writes it again, for the images that are there then"
+            )
+        for what, name in (("training", "sha256"), ("validation", "val_sha256")):
+            if name in written and written[name] != getattr(self, name):
+                raise UserError(
+                    f"{path}: the {what} images of data set {self.name} were others when the run "
+                    "began: put them back, or start another run with --run-dir"
+                )
+
+
+def load_data(settings: DataSettings, download: bool = False) -> ImageData:
+    """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch. Raises
+    UserError saying how to get one that is not there."""
+    train, val, test = open_sources(settings, download)
+    labels = train.labels
+    if len(np.unique(labels)) < 2:
+        raise UserError(
+            f"data set {settings.name}: its training images are all of one class; "
+            "two or more are needed"
+        )
+    if val is not None:
+        positions, held_out = np.arange(len(labels)), np.arange(len(val))
+    else:
+        val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
+        positions, held_out = _stratified(train, np.arange(len(labels)), val_fraction)
+    if settings.train_images is not None:
+        if settings.train_images > len(positions):
+            raise UserError(
+                f"data.train_images: {settings.train_images} asked, "
+                f"{settings.name} has {len(positions)} training images"
+            )
+        if settings.train_images < len(positions):
+            _, positions = _stratified(train, positions, settings.train_images)
+    split = Split(train, positions)
+    if isinstance(train, FileImages):
+        train.positions = positions if val is not None else np.union1d(positions, held_out)
+    if isinstance(train, ArrayImages):
+        mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
+    else:
+        from timm.data import IMAGENET_DEFAULT_MEAN as mean
+        from timm.data import IMAGENET_DEFAULT_STD as std
+    image_size = settings.image_size or (
+        train.images.shape[-1] if isinstance(train, ArrayImages) else FILE_IMAGE_SIZE
+    )
+    return ImageData(
+        name=settings.name,
+        train=split,
+        val=Split(train if val is None else val, held_out),
+        test=Split(test, np.arange(len(test))) if test is not None else None,
+        num_classes=int(labels.max()) + 1,
+        channels=len(mean),
+        image_size=image_size,
+        mean=tuple(mean),
+        std=tuple(std),
+        sha256=_digest(split),
+        val_sha256=None if val is None else _digest(Split(val, held_out)),
+    )
+
+
+def _digest(split: Split) -> str:
+    """Names the images of a split, their order and labels."""
+    digest = hashlib.sha256(split.source.fingerprint())
+    for array in (split.positions, split.labels):
+        digest.update(np.asarray(array, dtype="<i8").tobytes())
+    return digest.hexdigest()
+
+
+def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as
+    shares of 255, from counts of the 256 values: no copy of the images is made."""
+    values, means, stds = torch.arange(256, dtype=torch.float64) / 255, [], []
+    for channel in images.unbind(1):
+        counts = torch.bincount(channel.flatten(), minlength=256).double()
+        mean = (counts * values).sum() / counts.sum()
+        means.append(mean.item())
+        stds.append(((counts * (values - mean) ** 2).sum() / (counts.sum() - 1)).sqrt().item())
+    return tuple(means), tuple(stds)
+
+
+def _stratified(
+    source: Source, positions: np.ndarray, share: float | int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Splits positions class by class into (rest, share), each sorted; always the same way."""
+    from sklearn.model_selection import train_test_split
+
+    labels = source.labels[positions]
+    if (single := np.flatnonzero(np.bincount(labels) == 1)).size:
+        [label, *_] = single.tolist()
+        name = source.class_names[label] if source.class_names else label
+        raise UserError(
+            f"the class {name!r} has one training image, which cannot be split: add another one, "
+            "or take the class out"
+        )
+    try:
+        rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
+    except ValueError as error:
+        raise UserError(
+            f"cannot take {share} of {len(positions)} images class by class: {error}"
+        ) from None
+    return np.sort(rest), np.sort(taken)
