@@ -814,22 +814,8 @@ def plan(
         int | None, typer.Option(min=2, help="Its classes.", show_default="read from the data set")
     ] = None,
     world_size: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            max=100_000,
-            help="Also plan for this many processes (torchrun, srun).",
-            show_default="one process",
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GBIT",
-            help="Gbit/s at which a process sends gradients to another.",
-            show_default="the exchange takes no time",
-        ),
-    ] = None,
+        int, typer.Option(min=1, max=100_000, help="Plan for this many processes (torchrun).")
+    ] = 1,
     plain: Annotated[
         bool, typer.Option("--plain", help="Plan 'gaupipe train' alone: no teacher, no store.")
     ] = False,
@@ -838,24 +824,18 @@ def plan(
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
     steps, time."""
     settings, folder = _settings(config, overrides, run_dir, data)
-    if plain:
-        if world_size is not None or bandwidth is not None:
-            raise UserError("--plain plans for one process: leave --world-size and --bandwidth out")
-        from stages import plan_training
-
-        planned = plan_training.run(settings, folder, steps=steps, images=images, classes=classes)
-        print(json.dumps(planned)) if as_json else Console().print(plan_training.table(planned))
-        return
+    if plain and world_size > 1:
+        raise UserError("--plain plans for one process: leave --world-size out")
     from stages import plan as stage
 
     planned = stage.run(
         settings,
         folder,
+        plain=plain,
         steps=steps,
         images=images,
         classes=classes,
         world_size=world_size,
-        bandwidth=bandwidth,
     )
     if as_json:
         print(json.dumps(planned))

@@ -32,7 +32,7 @@ from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_disk, check_memory, make_plan, sizes_of
+from stages.runs.resources import check_disk, check_memory, make_plan
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
@@ -284,7 +284,8 @@ def check_fits(
     """Raises UserError if the disk or the memory cannot hold the export."""
     needed = schema.total_bytes + sum(array.nbytes for array in (decoder or {}).values())
     check_disk("export", needed, path, "choose another --out or --kind")
-    check_memory("export", make_plan(job.settings, sizes_of(job.teacher, job.data)))
+    plan = make_plan(job.settings, job.teacher, job.data, world_size=distributed.size())
+    check_memory("export", plan.memory_bytes)
 
 
 def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:

@@ -41,8 +41,8 @@ class StudentMaps:
     own. Raises UserError where it is not there or damaged."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
-        distilled = run.is_distilled(name)
-        settings, model, self.name = load_student(run.path, name, distilled)
+        student = load_student(run.path, name)
+        settings, model, self.name = student.settings, student.model, student.name
         self.model, self.data = model, load_data(settings.data)
         self.attention = settings.phase_b.student
         self.layers = len(model.blocks)
@@ -50,7 +50,7 @@ class StudentMaps:
         device = torch.device("cpu")
         self._batches = Batches(self.data.train, self.data, device, batch_size=1)
         self._job = None
-        maps = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
+        maps = open_maps(student, self.data)
         self.no_teacher: str | None = None
         if maps is None:
             self.no_teacher = "there is no whole store that fits the student"

@@ -4,6 +4,7 @@ than they bring."""
 import functools
 import gzip
 import importlib
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -54,6 +55,29 @@ def parsers():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory) -> Path:
+    """A run of 40 digits whose stages have all finished, with a Gaussian teacher, a store of
+    several shards and the student ``standard``. To be copied, not changed."""
+    from gaupipe import settings as config
+    from stages import export_maps, phase_b
+    from stages.phase_a import gaussian as phase_a
+
+    small = ["data.train_images=40", "phase_a.max_epochs=1", "phase_b.epochs=1", "threads=1"]
+    model = "model.args={embed_dim: 16, depth: 1, num_heads: 2}"
+    run_dir = tmp_path_factory.mktemp("finished") / "before"
+    phase_a.run(config.load("digits", [*small, model]), run_dir)
+    export_maps.run(run_dir, shard_mb=0.006)
+    phase_b.run(run_dir, "standard")
+    return run_dir.rename(run_dir.with_name("run"))  # what the student learned from has moved
+
+
+@pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    """A copy of :func:`finished_run`."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 @pytest.fixture

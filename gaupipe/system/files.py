@@ -8,6 +8,7 @@ import glob
 import os
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,17 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file by one with this content, or leaves it as it is."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

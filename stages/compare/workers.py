@@ -33,7 +33,6 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
-from gaupipe.training.optimizer import select_device
 from stages import evaluate, export_maps, phase_b
 from stages.compare.speed import Run
 from stages.compare.trainings import Training, as_teacher
@@ -223,9 +222,9 @@ def _quietly(log: Path) -> Iterator[list[str]]:
 def score_test_split(training: Training) -> dict[str, float]:
     """How good a finished student is on the test split."""
     settings = training.settings
-    data, device = load_data(settings.data), select_device(settings)
+    data = load_data(settings.data)
     folder = training.folder / "student"
-    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(device)
+    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
-    logits, labels = evaluate.predictions(student, data.test, data, settings, device)
+    logits, labels = evaluate.predictions(student, data.test, data, settings)
     return evaluate.metrics(logits, labels)

@@ -41,7 +41,7 @@ from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, without
-from stages.runs.resources import check_resources, make_plan, per_image_in_files, sizes_of
+from stages.runs.resources import check_resources, make_plan, per_image_in_files
 
 
 @dataclass
@@ -133,7 +133,8 @@ def run(
         check_buckets(len(images.train), asked.data.num_buckets, asked.data.batch_size)
         if not asked.phase_a.learns_gaussians:
             return asked, images, None
-        teacher = build_teacher(asked, images)
+        with torch.device("meta"):  # what does not fit is said before it is allocated
+            teacher = build_teacher(asked, images)
         if students:
             check_student(asked, images, MapShape.of(teacher), teacher.weights())
             check_export(
@@ -145,7 +146,8 @@ def run(
                 prefix="export.",
             )
         if not force:  # before any per-image parameter is made
-            check_resources(make_plan(asked, sizes_of(teacher, images)), run_dir)
+            plan = make_plan(asked, teacher, images, world_size=distributed.size())
+            check_resources(plan, run_dir)
         return asked, images, build(asked, run.phase_a, images)
 
     ranks.check_shared(run_dir)
