@@ -26,16 +26,16 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """The tests on the newest dependencies that a Python can have."""
+    """All tests on the newest dependencies that a Python can have."""
     session.install("-e", ".[test]")
-    session.run("python", "-m", "pytest", "-q", *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "-m", "", *session.posargs)
 
 
 @nox.session(python=PYTHONS[0])
 def lowest(session: nox.Session) -> None:
-    """The tests on the lowest versions that pyproject.toml allows."""
+    """All tests on the lowest versions that pyproject.toml allows."""
     session.install("-e", ".[test]", *lowest_versions())
-    session.run("python", "-m", "pytest", "-q", *session.posargs)
+    session.run("python", "-m", "pytest", "-q", "-m", "", *session.posargs)
 
 
 def lowest_versions() -> list[str]:

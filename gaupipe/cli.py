@@ -735,17 +735,8 @@ def plan(
     ] = None,
     classes: Annotated[int | None, _option("Its classes.", "read from the data set", min=2)] = None,
     world_size: Annotated[
-        int | None,
-        _option("Also plan for this many processes (torchrun).", "one process", min=2, max=100000),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        _option(
-            "Gbit/s at which a process sends gradients to another.",
-            "the exchange takes no time",
-            metavar="GBIT",
-        ),
-    ] = None,
+        int, typer.Option(min=1, max=100_000, help="Plan for this many processes (torchrun).")
+    ] = 1,
     plain: Annotated[
         bool, typer.Option("--plain", help="Plan 'gaupipe train' alone: no teacher, no store.")
     ] = False,
@@ -754,24 +745,18 @@ def plan(
     """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
     steps, time."""
     settings, folder = _settings(config, overrides, run_dir, data)
-    if plain:
-        if world_size is not None or bandwidth is not None:
-            raise UserError("--plain plans for one process: leave --world-size and --bandwidth out")
-        from stages import plan_training
-
-        planned = plan_training.run(settings, folder, steps=steps, images=images, classes=classes)
-        print(json.dumps(planned)) if as_json else _print_rich(plan_training.table(planned))
-        return
+    if plain and world_size > 1:
+        raise UserError("--plain plans for one process: leave --world-size out")
     from stages import plan as stage
 
     planned = stage.run(
         settings,
         folder,
+        plain=plain,
         steps=steps,
         images=images,
         classes=classes,
         world_size=world_size,
-        bandwidth=bandwidth,
     )
     if as_json:
         print(json.dumps(planned))

@@ -6,20 +6,21 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData, Split, load_data
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.student import check_fit, layer_map
@@ -40,22 +41,44 @@ TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
 
 
-def load_student(
-    run_dir: Path, name: str | None = None, distilled: bool = True
-) -> tuple[Settings, VisionTransformer, str]:
-    """The settings of a student, the student as timm loads its folder, in eval mode, and its name.
+@dataclass(frozen=True)
+class TrainedStudent:
+    """A student of a run, as timm loads its folder, in eval mode."""
 
-    ``name`` None is the student trained last. Raises UserError where the student is not there,
-    damaged, no ViT, or not the one that student.json beside it describes.
+    run: RunDirectory
+    name: str
+    distilled: bool
+    settings: Settings
+    model: VisionTransformer
+
+    @property
+    def folder(self) -> Path:
+        """The folder with its metrics, its checkpoint and ``student/``."""
+        return self.run.student(self.name, self.distilled)
+
+    @property
+    def has_other_teacher(self) -> bool:
+        """Whether it learned from another teacher than its run's."""
+        learned = recorded_store(self.folder)
+        return learned is not None and learned["teacher_sha256"] != self.run.teacher_digest()
+
+
+def load_student(
+    run_dir: Path, name: str | None = None, distilled: bool | None = None
+) -> TrainedStudent:
+    """The student of a name, or with None the one trained last.
+
+    ``distilled`` None is what :meth:`RunDirectory.is_distilled` says. Raises UserError where the
+    student is not there, damaged, no ViT, or not the one that student.json beside it describes.
     """
     run = RunDirectory(run_dir)
     run.settings()
+    distilled = run.is_distilled(name) if distilled is None else distilled
     there, plain = run.students(distilled), "" if distilled else " --no-distill"
     command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
     if name is None and not there:
         raise UserError(f"{run_dir} has no student: {command}' trains one")
-    if name is None:
-        name = there[-1]
+    name = name or there[-1]
     check_name(name)
     folder = run.student(name, distilled) / "student"
     if not folder.is_dir():
@@ -69,7 +92,7 @@ def load_student(
     if not isinstance(model, VisionTransformer):
         raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
     kept_epochs.of_student(folder.parent)
-    return settings, model, name
+    return TrainedStudent(run, name, distilled, settings, model)
 
 
 def run(
@@ -81,128 +104,115 @@ def run(
 ) -> dict[str, Any]:
     """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's
     store is complete and fits the student, also how far student and teacher agree on training
-    images. ``distilled`` None is what :meth:`RunDirectory.is_distilled` says. Raises StoreError
-    for the store of another teacher or data set, and for a damaged one."""
-    run = RunDirectory(run_dir)
+    images.
 
-    def load() -> tuple[Settings, VisionTransformer, Path, ImageData, store.Store | None]:
-        learned = run.is_distilled(name) if distilled is None else distilled
-        settings, student, named = load_student(run_dir, name, learned)
-        data = load_data(settings.data)
+    ``name`` and ``distilled`` are those of :func:`load_student`. Raises StoreError for the store of
+    another teacher or data set, and for a damaged one.
+    """
+
+    def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
+        student = load_student(run_dir, name, distilled)
+        data = load_data(student.settings.data)
         if getattr(data, split) is None:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
-        check_data(student, data, run_dir)
-        folder = run.student(named, learned)
-        maps = open_maps(run, data, student, settings, folder)
-        return (
-            settings,
-            student.to(select_device(settings.device, settings.threads)),
-            folder,
-            data,
-            maps,
-        )
+        check_data(student, data)
+        return student, data, open_maps(student, data)
 
-    settings, student, folder, data, maps = distributed.main_first(load)
-    ranks.check_same(settings, data)
+    student, data, maps = distributed.main_first(load)
+    ranks.check_same(student.settings, data)
+    folder, images = student.folder, getattr(data, split)
     weights = (digests.read(folder / "student") or {}).get("model.safetensors")
-    what = f"{folder / 'student'}, sha256"
-    distributed.check_same({what: weights}, "should be the same student everywhere")
-    images, device = getattr(data, split), next(student.parameters()).device
-    logits, labels = predictions(student, images, data, settings, device)
-    scores: dict[str, Any] = {"student": folder.name, "split": split, "images": len(images)}
+    same = {f"{folder / 'student'}, sha256": weights}
+    distributed.check_same(same, "should be the same student everywhere")
+    logits, labels = predictions(student.model, images, data, student.settings)
+    scores: dict[str, Any] = {"student": student.name, "split": split, "images": len(images)}
     if epoch := kept_epochs.of_student(folder):
         scores["epoch"] = epoch
     scores |= metrics(logits, labels)
-    scores |= beside_teacher(run, folder, images, data, logits)
+    scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
-        scores |= teacher_agreement(student, maps, data, settings, device)
+        scores |= teacher_agreement(student.model, maps, data, student.settings)
     return scores
 
 
 @torch.inference_mode()
 def beside_teacher(
-    run: RunDirectory, folder: Path, images: Split, data: ImageData, logits: Tensor
+    student: TrainedStudent, images: Split, data: ImageData, logits: Tensor
 ) -> dict[str, Any]:
-    """Of a teacher that is a trained ViT with predictions, or predicts its Gaussians: its top-1
-    accuracy and cross-entropy on the split, and the share on which it predicts the class that
-    ``logits`` [N, C] do. Nothing for other teachers, which know no unseen images. ``no_teacher``
-    says why, where the teacher is no longer there, and where the student in ``folder`` learned from
-    another one than the run's."""
+    """Top-1 accuracy and cross-entropy of the teacher on the split, and the share of images whose
+    class it predicts as ``logits`` [N, C] do. For a teacher that knows unseen images: a trained ViT
+    with predictions, or one that predicts its Gaussians.
+
+    ``no_teacher`` says why, where the teacher is no longer there, and where the student learned
+    from another one than the run's.
+    """
+    run = student.run
     phase = run.settings().phase_a
     if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
         return {}
-    learned = distributed.broadcast(read_json(folder / "maps.json"))
-    if learned is not None and learned["teacher_sha256"] != distributed.broadcast(
-        run.teacher_digest()
-    ):
+    if distributed.broadcast(student.has_other_teacher):
         return {"no_teacher": "the student learned from another teacher than the run's"}
-    job, missing = None, None
     try:
-        job = phase_a.load(run, data)
+        job = distributed.main_first(lambda: phase_a.load(run, data))
     except UserError as error:  # a folder that has moved, or weights that are no longer there
-        missing = str(error)
-    reasons = [reason for reason in distributed.all_gather_object(missing) if reason]
-    if job is None or reasons:
-        return {"no_teacher": reasons[0]}
+        return {"no_teacher": str(error)}
     teacher = job.teacher
     if isinstance(teacher, VitTeacher) and not teacher.predicts:
         return {}
     predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher.predict
-    own, labels = predictions(predict, images, data, job.settings, job.device)
-    scores = metrics(own, labels)
+    teacher_logits, labels = predictions(predict, images, data, job.settings)
+    scores = metrics(teacher_logits, labels)
+    same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {
         "teacher_top1": scores["top1"],
         "teacher_loss": scores["loss"],
-        "same_class_as_teacher": (own.argmax(-1) == logits.argmax(-1)).float().mean().item(),
+        "same_class_as_teacher": same.float().mean().item(),
     }
 
 
-def check_data(student: VisionTransformer, data: ImageData, run_dir: Path) -> None:
-    """Raises UserError for a student of other images or classes than the run's."""
-    takes = (student.in_chans, *student.patch_embed.img_size, student.num_classes)
+def check_data(student: TrainedStudent, data: ImageData) -> None:
+    """Raises UserError for a student of other images or classes than the data set's."""
+    model = student.model
+    takes = (model.in_chans, *model.patch_embed.img_size, model.num_classes)
     if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
         raise UserError(
-            f"{run_dir}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} pixels "
-            f"and {takes[3]} classes, the data set {data.name} has {data.channels}, "
+            f"{student.run.path}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} "
+            f"pixels and {takes[3]} classes, the data set {data.name} has {data.channels}, "
             f"{data.image_size} x {data.image_size} and {data.num_classes}"
         )
 
 
-def open_maps(
-    run: RunDirectory,
-    data: ImageData,
-    student: VisionTransformer,
-    settings: Settings,
-    folder: Path,
-) -> store.Store | None:
-    """The store that a student in ``folder`` learned from; where that is gone, or the student
-    learned from none, the run's own. None where neither is there, finished, and of as many blocks
-    and heads as the student."""
-    for url, teacher_sha256 in stores_of(run, folder):
+def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
+    """The store that the student learned from; where that is gone, or the student learned from
+    none, the run's own. None where neither is there, finished, and of as many blocks and heads as
+    the student."""
+    for url, teacher_sha256 in stores_of(student):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student, maps.schema, settings.phase_b, url)
-            phase_b.check_targets(maps.schema, settings, url)
+            check_fit(student.model, maps.schema, student.settings.phase_b, url)
+            phase_b.check_targets(maps.schema, student.settings, url)
             return maps
     return None
 
 
-def stores_of(run: RunDirectory, folder: Path) -> list[tuple[str, str | None]]:
-    """(url, sha256 of its teacher) of the stores that a student in ``folder`` may have learned
-    from, the likeliest first. The run's own store is found where the run is now."""
-    own = (str(run.maps), run.teacher_digest())
-    learned = read_json(folder / "maps.json")
+def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
+    """(url, sha256 of its teacher) of the stores that a student may have learned from, the
+    likeliest first. The run's own store is found where the run is now."""
+    run, learned = student.run, recorded_store(student.folder)
     if learned is None:
-        return [own]
+        return [(str(run.maps), run.teacher_digest())]
     recorded = (learned["url"], learned["teacher_sha256"])
-    if recorded[1] != own[1]:
+    of_run = (str(run.maps), run.teacher_digest() or recorded[1])
+    if recorded[1] != of_run[1]:
         return [recorded]
-    was_own = Path(recorded[0]).name == run.maps.name
-    return [own, recorded] if was_own else [recorded, own]
+    moved = Path(recorded[0]).name == run.maps.name
+    return [of_run, recorded] if moved else [recorded, of_run]
 
 
-def read_json(path: Path) -> dict[str, str] | None:
-    """What a student's maps.json says; None where there is none, as before version 0.2."""
+def recorded_store(folder: Path) -> dict[str, str] | None:
+    """``url`` and ``teacher_sha256`` of the store that the student in ``folder`` learned from, by
+    its maps.json; None for a student that learned from none."""
+    path = folder / "maps.json"
     if not path.is_file():
         return None
     try:
@@ -217,15 +227,17 @@ def read_json(path: Path) -> dict[str, str] | None:
 
 @torch.inference_mode()
 def predictions(
-    model: Callable[[Tensor], Tensor],
-    images: Split,
-    data: ImageData,
-    settings: Settings,
-    device: torch.device,
+    model: Callable[[Tensor], Tensor], images: Split, data: ImageData, settings: Settings
 ) -> tuple[Tensor, Tensor]:
-    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. Ranks share
-    the work, and every one gets all of it."""
-    sizes, world = settings.data, distributed.world_size()
+    """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
+    is that of the settings. Ranks share the work, and every one gets all of it."""
+    sizes, world, device = (
+        settings.data,
+        distributed.world_size(),
+        select_device(settings.device, settings.threads),
+    )
+    if isinstance(model, nn.Module):
+        model = model.to(device)
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
@@ -262,11 +274,7 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
 
 @torch.inference_mode()
 def teacher_agreement(
-    student: VisionTransformer,
-    maps: store.Store,
-    data: ImageData,
-    settings: Settings,
-    device: torch.device,
+    student: VisionTransformer, maps: store.Store, data: ImageData, settings: Settings
 ) -> dict[str, Any]:
     """Over training images: the share on which student and teacher predict the same class, and
     the KL of each block's map from the teacher's (teacher first, mean over images, heads and
@@ -274,6 +282,7 @@ def teacher_agreement(
     image_ids = data.train.evenly_spaced(TEACHER_IMAGES)
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
+    device = next(student.parameters()).device
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
@@ -286,18 +295,18 @@ def teacher_agreement(
         loaded = batches.views(image_ids * views, augment, views)
     for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())
-        logits, rows = forward_with_maps(student, batch.images)
+        logits, log_maps = forward_with_maps(student, batch.images)
         same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()
         teacher = job.teacher_maps(batch)
-        for layer, row in enumerate(rows):
-            if layers[layer] is not None:
-                row = patch_map(row, student.num_prefix_tokens)
-                hidden = torch.isneginf(row) if torch.isneginf(row).any() else None
-                kl = feature_loss(row, teacher.map(layer), hidden=hidden).item()
-                divergence[layer] += kl * len(batch) / count
+        for block, log_map in enumerate(log_maps):
+            if layers[block] is not None:
+                log_map = patch_map(log_map, student.num_prefix_tokens)
+                hidden = torch.isneginf(log_map) if torch.isneginf(log_map).any() else None
+                kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
+                divergence[block] += kl * len(batch) / count
     kls = distributed.all_reduce_sum(divergence).tolist()
     return {
         "teacher_images": count,
         "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
-        "map_kl": [None if of is None else kl for of, kl in zip(layers, kls, strict=True)],
+        "map_kl": [None if layer is None else kl for layer, kl in zip(layers, kls, strict=True)],
     }

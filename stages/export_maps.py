@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from torch import Tensor
 
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
@@ -32,7 +32,7 @@ from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_disk, check_memory, make_plan, sizes_of
+from stages.runs.resources import check_disk, check_memory, make_plan
 from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 WRITERS = min(4, os.cpu_count() or 1)
@@ -211,7 +211,7 @@ def other_teacher(
     )
     phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
     settings = settings.model_copy(update={"phase_a": phase, "download": download})
-    return trained_teacher.build(settings, data or load_data(settings.data))
+    return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
 
 
 def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
@@ -285,7 +285,8 @@ def check_fits(
     """Raises UserError if the disk or the memory cannot hold the export."""
     needed = schema.total_bytes + sum(array.nbytes for array in (decoder or {}).values())
     check_disk("export", needed, path, "choose another --out or --kind")
-    check_memory("export", make_plan(job.settings, sizes_of(job.teacher, job.data)))
+    plan = make_plan(job.settings, job.teacher, job.data, world_size=distributed.world_size())
+    check_memory("export", plan.memory_bytes)
 
 
 def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:

@@ -71,20 +71,20 @@ def summary(
 
 
 def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
-    """What a student is, in what its settings differ from the run's, and the metrics of its last
+    """A student's model, in what its settings differ from the run's, and the metrics of its last
     epoch."""
-    distilled = run.is_distilled(name)
-    settings, model, name = load_student(run.path, name, distilled)
+    student = load_student(run.path, name)
+    model = student.model
     block: Any = model.blocks[0]
-    metrics = read_metrics(run.student(name, distilled) / "metrics.jsonl")
+    metrics = read_metrics(student.folder / "metrics.jsonl")
     return {
-        "student": name,
-        "attention": settings.phase_b.student,
+        "student": student.name,
+        "attention": student.settings.phase_b.student,
         "layers": len(model.blocks),
         "heads": block.attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "overrides": run.overrides(name, distilled),
+        "overrides": run.overrides(student.name, student.distilled),
         **metrics[-1],
     }
 

@@ -1,4 +1,4 @@
-"""Plan: what a run will take, from its settings and a few real training steps, before it starts."""
+"""Plan: parameters, memory, disk and time of a run, from its settings and a few training steps."""
 
 from __future__ import annotations
 
@@ -9,103 +9,152 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData, Split, load_data
 from rich.table import Table
-from timm.models import get_pretrained_cfg, is_model, list_models
-from timm.models.vision_transformer import VisionTransformer
-from torch import nn
+from timm.models import get_pretrained_cfg, is_model
 
 import store
 from gaupipe.data.batches import Batches
+from gaupipe.data.buckets import check_buckets
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
+from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.kinds import check_export, chosen
-from gaupipe.distillation.student import build_student
+from gaupipe.distillation.student import MapShape, build_student, check_baseline
 from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.scores import score_model
-from stages import export_maps, phase_b, plan_world
-from stages import train as student_training
+from stages import export_maps, phase_b, train
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs.resources import (
     Plan,
+    check_disk,
+    check_memory,
     check_resources,
+    copies,
     gigabytes,
     make_plan,
-    sizes_of,
+    training_memory,
 )
 
-StartedTeacher = Teacher | VisionTransformer | VitTeacher
 
-JSON_NAMES = {
-    "per_image_parameters": "row_parameters",
-    "per_image_in": "rows_in",
-    "per_image_disk_bytes": "rows_disk_bytes",
-}
-"""Fields of :class:`~stages.runs.resources.Plan`, and their older names in the JSON: scripts read
-it."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A run to be planned, with its data set or what stands in for it."""
+
+    settings: Settings
+    run_dir: Path
+    data: ImageData
+    device: torch.device
+    images: int
+    """Training images of the run, of which ``data`` may hold a part."""
+    validation_images: int
+    steps: int
+    """Training steps of each phase to measure."""
+    world_size: int
 
 
 def run(
     settings: Settings,
     run_dir: Path,
     *,
+    plain: bool = False,
     steps: int = 4,
     images: int | None = None,
     classes: int | None = None,
-    world_size: int | None = None,
-    bandwidth: float | None = None,
+    world_size: int = 1,
 ) -> dict[str, Any]:
     """Counts, bytes and seconds of a run, as plain JSON values. Leaves nothing on disk.
 
-    steps             training steps of each phase to measure; 0 leaves the times out (null)
+    plain             plans a training on the labels alone
+    steps             training steps of each phase to measure; 0 leaves the times out (null), and so
+                      does a model that the memory cannot hold
     images, classes   describe a data set that is not at hand. Random pixels stand in for it, so
                       that decoding is not in the times
-    world_size, bandwidth
-                      also plan for this many processes (:func:`stages.plan_world.share`, under
-                      ``world``), which exchange gradients at ``bandwidth`` Gbit/s
+    world_size        number of processes: ``memory_bytes`` is that of each, and ``seconds`` are
+                      those of one process divided by it, without the exchange of gradients
 
-    Raises UserError for settings that cannot be run. What does not fit is in ``problem``.
+    Raises UserError for settings that cannot be run. ``problem`` says what does not fit.
     """
-    if bandwidth is not None and (world_size is None or not 0 < bandwidth < math.inf):
-        raise UserError(
-            f"--bandwidth {bandwidth}: should be a positive number of Gbit/s beside --world-size"
-        )
     device = select_device(settings.device, settings.threads)
     data, held_out = data_of(settings, images, classes)
-    teacher = build_teacher(settings, data)
-    sizes = sizes_of(teacher, data)
-    export = chosen(settings, tokens=sizes.grid[0] * sizes.grid[1])
-    augment, of_images = settings.augment, settings.phase_a.learns_of_images
-    check_export(export, augment, teacher, sizes.grid, of_images, prefix="export.")
-    if images is not None:
-        sizes = dataclasses.replace(sizes, images=images, image_bytes=0)
-    plan = make_plan(settings, sizes)
-    seconds = measure(settings, data, teacher, device, plan, steps, held_out) if steps else None
-    counts = {JSON_NAMES.get(name, name): value for name, value in dataclasses.asdict(plan).items()}
-    if world_size is not None:
-        share = plan_world.share(settings, data, sizes, plan, seconds, world_size, bandwidth)
-        counts["world"] = share
+    request = Request(
+        settings=settings,
+        run_dir=run_dir,
+        data=data,
+        device=device,
+        images=len(data.train) if images is None else images,
+        validation_images=held_out,
+        steps=steps,
+        world_size=world_size,
+    )
+    plan = plan_training(request) if plain else plan_run(request)
+    if plan["seconds"] is not None:
+        plan["seconds"] = {name: value / world_size for name, value in plan["seconds"].items()}
     return {
-        **counts,
-        "kept_images_bytes": kept_image_bytes(settings, data),
-        "phase_a_disk_bytes": plan.phase_a_disk_bytes,
+        **plan,
+        "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(device),
+    }
+
+
+def plan_run(request: Request) -> dict[str, Any]:
+    """Both phases and the export."""
+    settings, data = request.settings, request.data
+    buckets = settings.data.buckets or request.world_size
+    check_buckets(request.images, buckets, settings.data.batch_size, request.world_size)
+    teacher = build_teacher(settings, data)
+    grid = MapShape.of(teacher).grid
+    export = chosen(settings, tokens=math.prod(grid))
+    of_images = settings.phase_a.learns_of_images
+    check_export(export, settings.augment, teacher, grid, of_images, prefix="export.")
+    plan = make_plan(settings, teacher, data, request.images, request.world_size)
+    fits = mistake_in(lambda: check_memory("a step", plan.fixed_memory_bytes)) is None
+    store_bytes, maps = plan.store_bytes[str(export.kind)], request.run_dir / "maps.zarr"
+    return {
+        **dataclasses.asdict(plan),
+        "kept_images_bytes": kept_image_bytes(settings, data),
+        "seconds": measure(request, plan) if request.steps and fits else None,
+        "problem": mistake_in(lambda: check_resources(plan, request.run_dir))
+        or mistake_in(lambda: check_disk("export", store_bytes, maps, "choose another --kind")),
+    }
+
+
+def plan_training(request: Request) -> dict[str, Any]:
+    """A training on the labels alone."""
+    settings, data = request.settings, request.data
+    check_baseline(settings, data)
+    student = build_student(settings, data, "meta")
+    parameters = sum(parameter.numel() for parameter in student.parameters())
+    epochs, ema = settings.baseline.epochs or settings.phase_b.epochs, settings.baseline_optim.ema
+    memory = training_memory(settings, student, data, ema, request.world_size)
+    problem = mistake_in(lambda: check_memory("the training", memory))
+    seconds = None
+    if request.steps and problem is None:
+        training, scoring = measure_training(request)
+        epoch = request.images * training + request.validation_images * scoring
+        seconds = {"epoch": epoch, "training": epoch * epochs}
+    return {
+        "images": request.images,
+        "attention": settings.phase_b.student,
+        "network_parameters": parameters,
+        "epochs": epochs,
+        "memory_bytes": memory,
+        "checkpoint_bytes": 4 * (copies(ema) + 1) * parameters,  # and the weights of the best epoch
         "seconds": seconds,
-        "problem": find_problem(plan, run_dir, str(export.kind)),
+        "problem": problem,
     }
 
 
@@ -113,28 +162,28 @@ def kept_image_bytes(settings: Settings, data: ImageData) -> int:
     """Bytes that the decoded images of image files take in the user's cache
     (:attr:`DataSettings.cache`)."""
     crops = [augment.resized_crop for augment in (settings.phase_a_augment, settings.augment)]
-    of_training = [data.train.source] * any(crop is None or not crop.full_size for crop in crops)
-    sources = {id(source): source for source in (*of_training, data.val.source)}
-    if not of_training:
-        sources.pop(id(data.train.source), None)
+    squares = any(crop is None or not crop.full_size for crop in crops)
+    splits = [data.val, *([data.train] if squares else [])]
+    sources = {id(split.source): split.source for split in splits}
     return sum(source.kept_bytes() for source in sources.values() if isinstance(source, FileImages))
 
 
-def build_teacher(settings: Settings, data: ImageData) -> StartedTeacher:
-    """The teacher as phase A starts with it."""
+def build_teacher(settings: Settings, data: ImageData) -> Any:
+    """The teacher as phase A starts with it: one that phase A trains on torch's meta device, where
+    it takes no memory."""
     phase = settings.phase_a
-    if phase.learns_gaussians:
-        return phase_a.build_teacher(settings, data)
     if phase.teacher == "vit":
-        return trained_teacher.build_model(settings, data)
-    return trained_teacher.build(settings, data).teacher
+        return trained_teacher.build_model(settings, data, "meta")
+    if not phase.learns_gaussians:
+        return trained_teacher.build(settings, data).teacher
+    with torch.device("meta"):
+        return phase_a.build_teacher(settings, data)
 
 
-def find_problem(plan: Plan, run_dir: Path, store_kind: str) -> str | None:
-    """Why phase A or the export would not fit, in one line; None if they do."""
+def mistake_in(check: Callable[[], None]) -> str | None:
+    """The message of the UserError that a check raises; None where it raises none."""
     try:
-        check_resources(plan, run_dir)
-        check_resources(plan, run_dir, store_kind=store_kind)
+        check()
     except UserError as error:
         return str(error)
     return None
@@ -145,39 +194,21 @@ def data_of(settings: Settings, images: int | None, classes: int | None) -> tupl
     are held out for validation. Raises UserError where one of the two numbers is missing."""
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
-    if images is None or classes is None:
-        data = load_or_say_how(settings)
-        return data, len(data.val)
-    held_out = round(images * settings.data.val_fraction)
-    return random_data(settings, images, classes), held_out
-
-
-def load_or_say_how(settings: Settings) -> ImageData:
-    """The data set. Raises UserError, saying how to plan without it, where it is not there."""
+    if images is not None and classes is not None:
+        held_out = round(images * settings.data.val_fraction)
+        return random_data(settings, images, classes), held_out
     try:
-        return load_data(settings.data, settings.download)
+        data = load_data(settings.data, settings.download)
     except UserError as error:
         raise UserError(f"{error}; or plan without it: --images N --classes C") from None
-
-
-def model_image_size(name: str) -> int:
-    """The image size, in pixels, that a model is made for.
-
-    Raises UserError for an unknown model.
-    """
-    config = get_pretrained_cfg(name, allow_unregistered=False) if is_model(name) else None
-    if config is None:
-        known = ", ".join(list_models("gauvit_*"))
-        raise UserError(
-            f"model.name: unknown model {name!r}: set data.image_size, or name one of {known}"
-        )
-    return config.input_size[-1]
+    return data, len(data.val)
 
 
 def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     """Stands in for a data set of ``classes``: as many random images as measuring takes, and one
     more for validation."""
-    size = settings.data.image_size or model_image_size(settings.model.name)
+    model = get_pretrained_cfg(settings.model.name) if is_model(settings.model.name) else None
+    size = settings.data.image_size or (model.input_size[-1] if model else 224)
     count = min(images, 8 * settings.data.batch_size) + 1
     generator = np.random.default_rng(0)
     pixels = generator.integers(0, 256, (count, 3, size, size), dtype=np.uint8)
@@ -196,98 +227,114 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
     )
 
 
-def measure(
-    settings: Settings,
-    data: ImageData,
-    teacher: StartedTeacher,
-    device: torch.device,
-    plan: Plan,
-    steps: int,
-    held_out: int,
-) -> dict[str, float]:
-    """Seconds of each stage, scaled up from a run on the first ``steps`` batches of images.
+# ---- time ----------------------------------------------------------------------------------------
 
-    A first epoch warms up, the second counts. ``held_out`` is the number of validation images.
-    Training stops earlier than after ``max_epochs`` where it reaches ``stop_accuracy``.
+
+def measure(request: Request, plan: Plan) -> dict[str, float]:
+    """Seconds of each stage, scaled up from a run on the first batches of images.
+
+    A first epoch warms up, the second counts. Training stops earlier than after ``max_epochs``
+    where it reaches ``stop_accuracy``.
     """
-    count = min(steps * settings.data.batch_size, len(data.train))
-    small = first_images(data, count)
-    short = two_epochs(settings, per_image_in_files=plan.per_image_in == "files")
-    sizes = settings.data
-    evaluation = Batches(small.train, small, device, sizes.eval_batch_size, sizes.workers)
-    with (
-        tempfile.TemporaryDirectory() as name,
-        contextlib.redirect_stderr(io.StringIO()),
-    ):
-        folder = Path(name)
-        job, train_a = measure_phase_a(short, small, teacher, device, folder)
-        score_a = measure_scores(job, evaluation) / count
+    settings, small = request.settings, first_images(request)
+    short, count = two_epochs(settings, in_files=plan.per_image_in == "files"), len(small.train)
+    with scratch_folder() as folder:
+        job, train_a = measure_phase_a(short, small, folder)
+        score_a = measure_scores(job, evaluation(request, small)) / count
         export = measure_export(job, folder / "maps.zarr") / count
-        student, train_b = measure_phase_b(short, small, device, folder)
-        score_b = clock(lambda: score_model(student, evaluation)) / count
-    epoch_a = plan.images * (train_a + score_a) + held_out * score_a
-    epoch_b = plan.images * train_b + held_out * score_b
+        student = build_student(short, small).to(request.device)
+        maps = store.open(str(folder / "maps.zarr"))
+        distilled = phase_b.PhaseB(short, small, request.device, student, short.phase_b.optim, maps)
+        train_b, score_b = measure_student(request, distilled, folder)
+    held_out = request.validation_images
+    epoch_a = request.images * (train_a + score_a) + held_out * score_a
+    epoch_b = request.images * train_b + held_out * score_b
     return {
         "phase_a_epoch": epoch_a,
         "phase_a": epoch_a * settings.phase_a.max_epochs,
-        "export": export * plan.images,
+        "export": export * request.images,
         "phase_b_epoch": epoch_b,
         "phase_b": epoch_b * settings.phase_b.epochs,
     }
 
 
-def first_images(data: ImageData, count: int) -> ImageData:
-    """The first ``count`` training images and one validation image."""
-    train, val = data.train, data.val
+def measure_training(request: Request) -> tuple[float, float]:
+    """Seconds of an image in a plain training and in validation."""
+    job = phase_b.build(two_epochs(request.settings), first_images(request), teacher=None)
+    with scratch_folder() as folder:
+        return measure_student(request, job, folder)
+
+
+def measure_student(request: Request, job: train.Training, folder: Path) -> tuple[float, float]:
+    """Seconds of an image in the training of a student and in validation."""
+    state, count = train.training_state(job), len(job.data.train)
+    train.train(job, state, folder / "student")
+    batches = evaluation(request, job.data)
+    scoring = clock(lambda: score_model(job.student, batches)) / count
+    return state.metrics[-1]["seconds"] / count, scoring
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder that is removed, while nothing is printed to stderr."""
+    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
+        yield Path(name)
+
+
+def first_images(request: Request) -> ImageData:
+    """The training images of the first ``steps`` batches, and one validation image."""
+    data = request.data
+    count = min(request.steps * request.settings.data.batch_size, len(data.train))
     return dataclasses.replace(
-        data,
-        train=train.trial(count),
-        val=val.trial(1),
-        test=None,
+        data, train=data.train.trial(count), val=data.val.trial(1), test=None
     )
 
 
-def two_epochs(settings: Settings, *, per_image_in_files: bool) -> Settings:
-    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees."""
+def evaluation(request: Request, data: ImageData) -> Batches:
+    """Batches of the training images, of the size for evaluation."""
+    sizes = request.settings.data
+    return Batches(data.train, data, request.device, sizes.eval_batch_size, sizes.workers)
+
+
+def two_epochs(settings: Settings, in_files: bool = False) -> Settings:
+    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees;
+    per-image parameters lie in memory or ``in_files``, and in one bucket."""
     phase_a = settings.phase_a
-    budget = 0 if per_image_in_files else math.inf
-    rows = phase_a.rows.model_copy(update={"memory_budget_gb": budget})
+    rows = phase_a.rows.model_copy(update={"memory_budget_gb": 0 if in_files else math.inf})
     changes = {"max_epochs": 2, "stop_accuracy": 1.0, "rows": rows}
     return settings.model_copy(
         update={
             "phase_a": phase_a.model_copy(update=changes),
             "phase_b": settings.phase_b.model_copy(update={"epochs": 2}),
+            "data": settings.data.model_copy(update={"buckets": None}),
             "log": LogSettings(every=0),
         }
     )
 
 
-def measure_phase_a(
-    settings: Settings, data: ImageData, teacher: StartedTeacher, device: torch.device, folder: Path
-) -> tuple[TeacherJob, float]:
+def measure_phase_a(settings: Settings, data: ImageData, folder: Path) -> tuple[TeacherJob, float]:
     """The trained teacher, and the seconds an image took in the last epoch: none where the teacher
     was trained before."""
-    count = len(data.train)
-    if isinstance(teacher, VitTeacher):
-        return TeacherJob(settings, data, device, teacher.to(device)), 0.0
-    if isinstance(teacher, VisionTransformer):
-        training = trained_teacher.training(settings, data)
-        state = trained_teacher.training_state(training)
-        trained_teacher.train(training, state, folder / "phase_a")
-        vit = VitTeacher(state.kept, data, "vit").to(device)
-        trained = TeacherJob(settings, data, device, vit)
-        return trained, state.metrics[-1]["seconds"] / count
-    job = phase_a.build(settings, folder, data)
-    started = phase_a.training_state(job)
-    phase_a.train(job, started, folder / "phase_a")
-    return job, started.metrics[-1]["seconds"] / count
+    phase, count = settings.phase_a, len(data.train)
+    if phase.learns_gaussians:
+        job = phase_a.build(settings, folder, data)
+        state = phase_a.training_state(job)
+        phase_a.train(job, state, folder / "phase_a")
+        return job, state.metrics[-1]["seconds"] / count
+    if phase.teacher != "vit":
+        return trained_teacher.build(settings, data), 0.0
+    training = trained_teacher.training(settings, data)
+    started = trained_teacher.training_state(training)
+    trained_teacher.train(training, started, folder / "phase_a")
+    vit = VitTeacher(started.kept, data, "vit").to(training.device)
+    trained = TeacherJob(settings, data, training.device, vit)
+    return trained, started.metrics[-1]["seconds"] / count
 
 
 def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
     """Seconds that the teacher takes to classify the images."""
     if job.settings.phase_a.learns_gaussians:
-        gaussian = job
-        return clock(lambda: phase_a.score_teacher(gaussian, evaluation, seen=True))
+        return clock(lambda: phase_a.score_teacher(job, evaluation, seen=True))
     vit = job.teacher
     assert isinstance(vit, VitTeacher)
     return clock(lambda: [vit.predict(batch.images) for batch in evaluation.in_order()])
@@ -295,23 +342,10 @@ def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
 
 def measure_export(job: TeacherJob, path: Path) -> float:
     """Seconds of an export of the kind that the settings say, without views."""
-    tokens = job.shape.grid[0] * job.shape.grid[1]
-    export = chosen(job.settings, tokens=tokens).model_copy(update={"views": None})
-    schema = export_maps.make_schema(job, export)
+    export = chosen(job.settings, tokens=math.prod(job.shape.grid))
+    schema = export_maps.make_schema(job, export.model_copy(update={"views": None}))
     writer = store.create(str(path), schema, decoder=export_maps.decoder(job, schema.kind))
     return clock(lambda: export_maps.write(job, writer))
-
-
-def measure_phase_b(
-    settings: Settings, data: ImageData, device: torch.device, folder: Path
-) -> tuple[nn.Module, float]:
-    """The trained student, and the seconds an image took in the last epoch."""
-    student = build_student(settings, data).to(device)
-    maps = store.open(str(folder / "maps.zarr"))
-    job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
-    state = student_training.training_state(job)
-    student_training.train(job, state, folder / "phase_b")
-    return student, state.metrics[-1]["seconds"] / len(data.train)
 
 
 def clock(work: Callable[[], Any]) -> float:
@@ -323,55 +357,37 @@ def clock(work: Callable[[], Any]) -> float:
     return time.monotonic() - started
 
 
+# ---- for people ----------------------------------------------------------------------------------
+
+LABELS = {
+    "images": "training images",
+    "network_parameters": "parameters of the network",
+    "prior_parameters": "parameters of the shared prior",
+    "per_image_parameters": "per-image parameters, in all",
+    "memory_bytes": "memory of each process",
+    "available_memory_bytes": "available memory",
+    "checkpoint_bytes": "disk, one of two checkpoints",
+    "per_image_disk_bytes": "disk, per-image parameters",
+    "phase_a_disk_bytes": "disk, phase A",
+    "free_disk_bytes": "free disk",
+    "kept_images_bytes": "decoded images (data.cache)",
+}
+
+
 def table(plan: dict[str, Any]) -> Table:
-    """The plan that :func:`run` returned, for people."""
-    shown = Table(show_header=False, box=None, pad_edge=False)
-    shown.add_column()
-    shown.add_column(justify="right")
-    shown.add_column()
-    world = plan_world.lines(plan["world"], duration) if "world" in plan else ()
-    for name, value, *remark in [*_counts(plan), *_bytes(plan), *_times(plan), *world]:
-        shown.add_row(name, value, *remark)
-    return shown
-
-
-def _counts(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    yield "training images", f"{plan['images']:,}"
-    yield "network", f"{plan['network_parameters']:,}", "parameters"
-    yield "shared prior", f"{plan['prior_parameters']:,}", "parameters"
-    place = f"kept in {plan['rows_in']}" if plan["row_parameters"] else ""
-    yield "per image", f"{plan['row_parameters']:,}", f"parameters in all, {place}".rstrip(", ")
-
-
-def _bytes(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    free = plan["available_memory_bytes"]
-    available = f"{gigabytes(free)} available" if free is not None else ""
-    yield "memory", gigabytes(plan["memory_bytes"]), available
-    per_image, checkpoint, free = (
-        gigabytes(plan[name]) for name in ("rows_disk_bytes", "checkpoint_bytes", "free_disk_bytes")
-    )
-    remark = f"per-image parameters {per_image}, a checkpoint {checkpoint}; {free} free"
-    yield "disk, phase A", gigabytes(plan["phase_a_disk_bytes"]), remark
-    if plan["kept_images_bytes"]:
-        size = gigabytes(plan["kept_images_bytes"])
-        yield "decoded images", size, "kept in the user's cache: data.cache"
-    for kind, size in plan["store_bytes"].items():
-        yield f"store, {kind}", gigabytes(size), "before compression"
-
-
-def _times(plan: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    if not plan["seconds"]:
-        return
-    remarks = {
-        "phase_a_epoch": "",
-        "phase_a": "all epochs; phase_a.stop_accuracy may end phase A",
-        "export": "of the kind that the settings say",
-        "phase_b_epoch": "",
-        "phase_b": "all epochs",
-    }
-    for name, remark in remarks.items():
-        yield f"time, {name.replace('_', ' ')}", duration(plan["seconds"][name]), remark
-    yield "measured on", plan["device"]
+    """The plan that :func:`run` returned, in two columns."""
+    rows = Table(show_header=False, box=None, pad_edge=False)
+    rows.add_column()
+    rows.add_column(justify="right")
+    for name, label in LABELS.items():
+        if value := plan.get(name):
+            rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
+    for kind, size in plan.get("store_bytes", {}).items():
+        rows.add_row(f"store of kind {kind}, before compression", gigabytes(size))
+    for name, seconds in (plan["seconds"] or {}).items():
+        rows.add_row(f"time, {name.replace('_', ' ')}", duration(seconds))
+    rows.add_row("device", plan["device"])
+    return rows
 
 
 def duration(seconds: float) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gaupipe.data.splits import ImageData, load_data
 from rich.table import Table
 
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed

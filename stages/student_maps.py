@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import load_data
 from torch import Tensor
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import without_keys
 from gaupipe.settings.augment import AugmentSettings
@@ -48,15 +48,15 @@ class StudentMaps:
     where there is none that fits it. Raises UserError where the student is not there or damaged."""
 
     def __init__(self, run: RunDirectory, name: str) -> None:
-        distilled = run.is_distilled(name)
-        settings, model, self.name = load_student(run.path, name, distilled)
-        self.model, self.data = model, load_data(settings.data)
+        student = load_student(run.path, name)
+        settings, model, self.name = student.settings, student.model, student.name
+        self.model, self.data = model, load_data(settings.data, settings.download)
         self.attention = settings.phase_b.student
         self.layers = len(model.blocks)
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         device = torch.device("cpu")
         self._batches = Batches(self.data.train, self.data, device, batch_size=1)
-        self.store = open_maps(run, self.data, model, settings, run.student(self.name, distilled))
+        self.store = open_maps(student, self.data)
         self._job = PhaseB(settings, self.data, device, model, settings.phase_b.optim, self.store)
 
     @torch.inference_mode()

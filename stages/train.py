@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
 from gaupipe.settings import OptimSettings, PhaseBSettings, Settings

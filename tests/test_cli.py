@@ -11,11 +11,11 @@ import pytest
 import timm
 import torch
 import zarr
-from gaupipe.data.splits import load_data
 from PIL import Image
 
 from arguments import sets
 from gaupipe import __version__
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 
 TINY = [

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import load_data
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import store
 from arguments import sets
 from gaupipe.cli import main
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope

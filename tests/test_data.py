@@ -12,13 +12,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from sklearn.datasets import load_digits
 
 from conftest import write_idx
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError

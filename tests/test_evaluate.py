@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,9 @@ import numpy as np
 import pytest
 
 import store
+from gaupipe.system.errors import UserError
+from gaupipe.vit.saving import load_folder
 from test_store import write_store
-
-
-@pytest.fixture
-def run(copied_run) -> Path:
-    return copied_run()
 
 
 def evaluate(run: Path, in_process, *arguments) -> tuple[int, str, str]:
@@ -47,12 +45,11 @@ def remove(run: Path) -> None:
 
 
 def reopen(run: Path) -> None:
-    store.join(run / "maps.zarr").reopen([0])
+    store.join(run / "maps.zarr").reopen([1])
 
 
 @pytest.mark.parametrize("change", [remove, reopen])
 def test_without_a_complete_store_there_are_only_scores(run, in_process, change):
-    (run / "phase_b/standard/maps.json").unlink()  # else the student's own record is read
     whole = json.loads(evaluate(run, in_process)[1])
     change(run)
     code, out, _ = evaluate(run, in_process)
@@ -66,7 +63,7 @@ def test_without_a_complete_store_there_are_only_scores(run, in_process, change)
     [
         "maps.zarr/zarr.json",
         "maps.zarr/gaussians/zarr.json",
-        "maps.zarr/logits/c/0/0",
+        "maps.zarr/logits/c/1/0",
         "phase_a/teacher_sha256",
     ],
 )
@@ -80,6 +77,19 @@ def test_what_is_damaged_is_refused(run, in_process, name):
     )
 
 
+@pytest.mark.parametrize("value", [5, "x", [None], ["0.5"], [float("nan")], {"a": 1}])
+@pytest.mark.parametrize("key", ["mean", "std"])
+def test_a_foreign_normalisation_is_refused(small_run, tmp_path, key, value):
+    """In every reader of such a folder: a student's, and a teacher's."""
+    folder = Path(shutil.copytree(small_run / "phase_b/standard/student", tmp_path / "model"))
+    (folder / "SHA256SUMS").unlink()
+    described = json.loads((folder / "config.json").read_text())
+    described["pretrained_cfg"][key] = value
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match=f"{key} is .* should be a list of numbers.*: mend it"):
+        load_folder(folder, "mend it")
+
+
 def test_a_teacher_that_is_not_known_is_not_compared(run, in_process):
     (run / "phase_a/teacher_sha256").unlink()
     assert "teacher_agreement" in json.loads(evaluate(run, in_process)[1])
@@ -89,9 +99,7 @@ def test_a_teacher_that_is_not_known_is_not_compared(run, in_process):
 
 
 def export(run: Path, out: Path, in_process) -> tuple[int, str, str]:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    return in_process("export-student", "--run-dir", run, "--student", "standard", "--out", out)
+    return in_process("export-student", "--run-dir", run, "--format", "pt2", "--out", out)
 
 
 PLACES = {
@@ -105,15 +113,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_only_a_file_is_replaced_by_an_exported_student(
-    run, tmp_path, in_process, monkeypatch, place
-):
-    out = tmp_path / "student.onnx"
+def test_only_a_file_is_replaced_by_an_exported_student(run, tmp_path, in_process, place):
+    out = tmp_path / "student.pt2"
     PLACES[place](out)
     before = sorted(tmp_path.iterdir()), out.lstat().st_ino, out.lstat().st_mtime_ns
-    monkeypatch.setattr(
-        "torch.onnx.export", None
-    )  # so that nothing is written, whatever the check says
     code, stdout, err = export(run, out, in_process)
     assert (code, stdout, err.count("\n")) == (2, "", 1) and f"--out {out}" in err
     assert (sorted(tmp_path.iterdir()), out.lstat().st_ino, out.lstat().st_mtime_ns) == before
@@ -122,14 +125,24 @@ def test_only_a_file_is_replaced_by_an_exported_student(
 def test_an_exported_student_replaces_a_file_through_a_link(run, tmp_path, in_process):
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / "student.onnx").write_text("old")
-    (folder / "link").symlink_to("student.onnx")
-    (folder / "student.onnx.partial").write_text("precious")
+    (folder / "student.pt2").write_text("old")
+    (folder / "link").symlink_to("student.pt2")
     assert export(run, folder / "link", in_process)[0] == 0
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "link",
-        "student.onnx",
-        "student.onnx.partial",
-    ]
-    assert (folder / "link").is_symlink() and (folder / "student.onnx").stat().st_size > 1000
-    assert (folder / "student.onnx.partial").read_text() == "precious"
+    assert sorted(path.name for path in folder.iterdir()) == ["link", "student.pt2"]
+    assert (folder / "link").is_symlink() and (folder / "student.pt2").stat().st_size > 1000
+
+
+def test_an_export_that_the_disk_cannot_hold_leaves_the_file_that_is_there(
+    run, tmp_path, in_process
+):
+    """torch aborts the process where it cannot write a program."""
+    out = tmp_path / "student"
+    out.write_text("old")
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))  # bytes of a file
+    try:
+        code, stdout, err = export(run, out, in_process)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (code, stdout) == (2, "") and err.splitlines()[-1].endswith("File too large")
+    assert out.read_text() == "old" and sorted(tmp_path.iterdir()) == before

@@ -6,12 +6,12 @@ import math
 import pytest
 import timm
 import torch
-from gaupipe.data.splits import load_data
 from torch.distributions import Normal
 
 from arguments import sets
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import StandardAttention
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps, save_student

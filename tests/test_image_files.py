@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -19,6 +18,7 @@ from gaupipe.data import cache as user_cache
 from gaupipe.data import files as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import load_data
 
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, ModelSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError

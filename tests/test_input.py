@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from torchvision.transforms import v2
 
@@ -23,6 +22,7 @@ from gaupipe.data.augment import Augment, AugmentSettings, Crops, middle_square
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
 from gaupipe.data.loader import Loader, view_of
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system import machine

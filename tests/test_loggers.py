@@ -8,10 +8,10 @@ import types
 import numpy as np
 import pytest
 import torch
-from gaupipe.data.splits import load_data
 
 from arguments import sets
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError

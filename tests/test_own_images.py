@@ -7,11 +7,11 @@ import shutil
 
 import numpy as np
 import pytest
-from gaupipe.data.splits import load_data
 from PIL import Image
 
 from arguments import sets
 from gaupipe.data.folder import FolderFacts, facts_of
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError

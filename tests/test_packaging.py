@@ -76,6 +76,7 @@ def installed(tmp_path_factory) -> Path:
     return python.parent
 
 
+@pytest.mark.long
 def test_the_wheel_of_the_sdist_runs_without_the_clone(installed, tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     options = dict(cwd=tmp_path, env=environment)

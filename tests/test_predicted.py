@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import timm
 import torch
-from gaupipe.data.splits import load_data
 from scipy.stats import norm
 
 import gaupipe.vit.models  # noqa: F401
 import store
 from arguments import sets
 from gaupipe.attention.gaussian import predicted_gaussians
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
 from gaupipe.settings import load as config

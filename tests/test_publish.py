@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,16 +14,13 @@ import timm
 import torch
 import yaml
 from huggingface_hub import HfApi
+from markdown_it import MarkdownIt
 
 from gaupipe import __version__
 from gaupipe.settings import load as config
 from stages import evaluate, export_maps, phase_b
+from stages.publish import folder
 from stages.runs.directory import RunDirectory
-
-
-@pytest.fixture
-def run(copied_run) -> Path:
-    return copied_run()
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +58,9 @@ class Hub(BaseHTTPRequestHandler):
             name = json.loads(body)["name"]
             self.answer({"url": f"{self.server.address}/somebody/{name}"})
         elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            self.answer(
-                {
-                    "files": [
-                        {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
-                        for file in files
-                    ]
-                }
-            )
+            modes = {"uploadMode": "regular", "shouldIgnore": False}
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": path, **modes} for path in paths]})
         elif "/commit/" in self.path and not self.server.full:
             self.server.commits.append([json.loads(line) for line in body.splitlines()])
             url = f"{self.server.address}/somebody/tiny/commit/1"
@@ -128,7 +120,7 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
         assert str(tmp_path).encode() not in path.read_bytes(), path
 
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
-    student = evaluate.load_student(run, "standard")[1]
+    student = evaluate.load_student(run, "standard").model
     images = torch.randn(3, 1, 8, 8)
     torch.testing.assert_close(model(images), student(images), atol=0, rtol=0)
     scores = evaluate.run(run, "standard")
@@ -157,17 +149,13 @@ def test_the_code_of_the_card_classifies_an_image(run, tmp_path, in_process, mon
 
     out = tmp_path / "out"
     assert publish(run, in_process, "--out", out)[0] == 0
+    assert "ImageOps.exif_transpose(Image.open(" in (out / "README.md").read_text()
     code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
     Image.new("RGB", (20, 30), "red").save(tmp_path / "image.png")
     monkeypatch.chdir(tmp_path)
     exec(code.replace("hf-hub:OWNER/out", "local-dir:out"), {})
     label, probability = capfd.readouterr().out.split()
     assert 0 <= int(label) < 10 and 0.1 <= float(probability) <= 1
-
-
-def test_a_photo_that_its_camera_turned_is_classified_upright(run, tmp_path, in_process):
-    assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
-    assert "ImageOps.exif_transpose(Image.open(" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_card_names_what_the_student_learned_from(run, tmp_path, in_process):
@@ -204,19 +192,49 @@ def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):
     assert "gaupipe train settings.yaml --run-dir run\n" in card
 
 
-def test_class_names_reach_those_who_load_the_model(run, tmp_path, in_process, monkeypatch):
-    from stages.publish import folder as stage
+@pytest.fixture
+def class_names(monkeypatch):
+    """Names of the ten classes, as if the digits were folders of images."""
+    load, names = folder.load_data, [f"digit-{number}" for number in range(10)]
 
-    def named(settings, load=stage.load_data):
+    def load_named(settings):
         data = load(settings)
-        data.train.source.class_names = tuple(f"digit-{number}" for number in range(10))
+        data.train.source.class_names = tuple(names)
         return data
 
-    monkeypatch.setattr(stage, "load_data", named)
+    monkeypatch.setattr(folder, "load_data", load_named)
+    return names
+
+
+def test_class_names_reach_those_who_load_the_model(run, tmp_path, in_process, class_names):
+    class_names[3] = os.fsdecode(b"caf\xe9")  # a folder's name that is not UTF-8
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
-    assert model.pretrained_cfg["label_names"][3] == "digit-3"
-    assert "digit-0, digit-1" in (tmp_path / "out" / "README.md").read_text()
+    assert model.pretrained_cfg["label_names"][2:4] == ["digit-2", "caf\\xe9"]
+    assert "`digit-2`, `caf\\xe9`" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_no_class_name_is_markup_in_the_card(run, tmp_path, in_process, class_names):
+    """Rendered by CommonMark, each name is the text of one <code>, and nothing else."""
+    class_names[:6] = [
+        "<script>alert(1)</script>",
+        "[a](http://b) ![c](d)",
+        "``` **`x`** ```",
+        "\x1b[31mred\x07",
+        "two\n\n# lines",
+        "&amp; | `",
+    ]
+    assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(letter.isprintable() or letter == "\n" for letter in card)
+    inline = [token for token in MarkdownIt().parse(card) if token.content.startswith("10 classes")]
+    (children,) = (token.children for token in inline)
+    assert {child.type for child in children} == {"text", "code_inline"}
+    shown = [child.content for child in children if child.type == "code_inline"]
+    assert shown == [
+        name.replace("\x1b", "\\x1b").replace("\x07", "\\x07").replace("\n", "\\n")
+        for name in class_names
+    ]
 
 
 def test_an_upload_is_the_published_folder_in_one_commit(run, tmp_path, in_process, hub):
@@ -233,12 +251,7 @@ def test_a_card_that_the_repository_has_stays(run, tmp_path, in_process, hub):
     before = sorted(tmp_path.iterdir())
     code, _, _ = publish(run, in_process, "--repo", "somebody/tiny", "--private")
     assert code == 0 and sorted(tmp_path.iterdir()) == before
-    assert sorted(uploaded(hub)) == [
-        "SHA256SUMS",
-        "config.json",
-        "model.safetensors",
-        "settings.yaml",
-    ]
+    assert "README.md" not in uploaded(hub) and "model.safetensors" in uploaded(hub)
     assert is_private(hub.created[0])
 
 
@@ -251,15 +264,16 @@ def refused(run: Path, in_process, *arguments) -> str:
     return err
 
 
-def test_without_a_token_or_the_right_one_nothing_is_written(
-    run, tmp_path, in_process, hub, monkeypatch
-):
+def test_without_the_hubs_leave_nothing_is_written(run, tmp_path, in_process, hub, monkeypatch):
     arguments = ("--repo", "tiny", "--out", tmp_path / "out")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     assert "refuses the token" in refused(run, in_process, *arguments)
     monkeypatch.delenv("HF_TOKEN")
     assert "hf auth login" in refused(run, in_process, *arguments)
     assert not hub.created and not hub.commits
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    hub.full = True
+    assert "--repo somebody/tiny: not uploaded" in refused(run, in_process, "--repo", "tiny")
 
 
 def test_without_a_network_nothing_is_written(run, tmp_path, in_process, monkeypatch):
@@ -269,11 +283,6 @@ def test_without_a_network_nothing_is_written(run, tmp_path, in_process, monkeyp
     monkeypatch.setattr("stages.publish.folder.HfApi", partial(HfApi, endpoint=address))
     err = refused(run, in_process, "--repo", "tiny", "--out", tmp_path / "out")
     assert f"{address} does not answer" in err
-
-
-def test_an_upload_that_the_hub_refuses(run, in_process, hub):
-    hub.full = True
-    assert "--repo somebody/tiny: not uploaded" in refused(run, in_process, "--repo", "tiny")
 
 
 def test_an_existing_folder_is_not_replaced(run, tmp_path, in_process):

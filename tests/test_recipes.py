@@ -6,11 +6,11 @@ from itertools import islice
 
 import pytest
 import torch
-from gaupipe.data.splits import ImageData
 
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from gaupipe.data.splits import load_data
 from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
@@ -21,6 +20,7 @@ import store
 from arguments import sets
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import ExportSettings
@@ -251,9 +251,8 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     phase_b.run(run, "standard", name="x", maps_url="dense.zarr")
     folder = run / "phase_b" / "x"
     assert json.loads((folder / "maps.json").read_text())["url"] == str(other)
-    settings, student, _ = evaluate.load_student(run, "x")
-    data = load_data(settings.data)
-    there = (RunDirectory(run), data, student, settings, folder)
+    student = evaluate.load_student(run, "x")
+    there = student, load_data(student.settings.data)
     assert evaluate.open_maps(*there).schema.kind == "dense"
     export_maps.run(run, "dense", out=str(other), encoding="uint8", overwrite=True)
     with pytest.raises(UserError, match="encoding of the store float16, now it is uint8"):
@@ -493,10 +492,8 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
     assert "another teacher" in scores["no_teacher"] and "teacher_top1" not in scores
     assert len(scores["map_kl"]) == 2
-    card = model_card.commands_of(
-        RunDirectory(run), "seven", RunDirectory(run).student_settings("seven", True), True, False
-    )
-    (line,) = (line for line in card.splitlines() if "export-maps" in line)
+    commands = model_card.commands(evaluate.load_student(run, "seven"), tested=False)
+    (line,) = (line for line in commands if "export-maps" in line)
     assert "--set 'phase_a.teacher_args={\"num_classes\": 0}'" in line
 
 
@@ -702,4 +699,4 @@ def test_plan_counts_the_stores_of_a_trained_teacher(tmp_path, in_process):
     planned = json.loads(out)
     entry = 2 * 2 * 16 * 4 * 2  # blocks, heads, queries, keys, a byte for each key and weight
     assert planned["store_bytes"]["topk"] == 120 * (entry + 10 * 2 + 8)
-    assert planned["row_parameters"] == 0 and planned["seconds"]["phase_a"] > 0
+    assert planned["per_image_parameters"] == 0 and planned["seconds"]["phase_a"] > 0

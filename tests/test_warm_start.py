@@ -3,11 +3,11 @@
 import pytest
 import timm
 import torch
-from gaupipe.data.splits import load_data
 
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS, comparing
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.distillation.warm_start import fit_queries_and_keys, warm_start
 from gaupipe.maps.gaussians import expected_map

@@ -96,10 +96,10 @@ def slices(image_ids: np.ndarray, size: int) -> list[np.ndarray]:
     return [image_ids[start : start + size] for start in range(0, len(image_ids), size)]
 
 
-def check_buckets(images: int, count: int, batch_size: int) -> None:
-    """Raises UserError for buckets that the ranks of this world cannot share, or that have too few
-    images for every batch to have some of each."""
-    world = distributed.world_size()
+def check_buckets(images: int, count: int, batch_size: int, world: int | None = None) -> None:
+    """Raises UserError for buckets that the ranks of a ``world`` (None: this one) cannot share, or
+    that have too few images for every batch to have some of each."""
+    world = world or distributed.world_size()
     if count % world:
         raise UserError(
             f"data.buckets: {count} buckets cannot be shared by {world} processes: start as many "

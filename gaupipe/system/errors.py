@@ -3,6 +3,9 @@
 import signal
 import sys
 
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc")
+"""Words of torch's allocators, whose errors are RuntimeErrors on a CPU."""
+
 
 class UserError(ValueError):
     """The user's mistake: one line saying what is wrong, where, and what would be right."""
@@ -25,4 +28,9 @@ def mistake_of(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and (error.filename or error.errno is not None):
         return f"{error.filename or 'the disk'}: {error.strerror}"
+    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+        return (
+            f"out of memory ({' '.join(str(error).split())[:200]}): lower data.batch_size or "
+            "data.eval_batch_size, or take a smaller model; 'gaupipe plan' says what is needed"
+        )
     return None

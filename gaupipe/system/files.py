@@ -9,6 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def whole_file(path: Path) -> Iterator[Path]:
 def partial_prefix(path: Path) -> str:
     """The beginning of the names that a killed :func:`whole_file` may leave behind."""
     return f".{path.name[:100]}.partial-"
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file by one with this content, or leaves it as it is."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -136,6 +137,7 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     try:
         check_sizes(folder, weights)
         model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+        check_normalisation(model.pretrained_cfg)
     except OSError:
         raise
     except (
@@ -180,3 +182,14 @@ def check_sizes(folder: Path, weights: Path) -> None:
         raise ValueError(
             f"{name} is {stored.get(name)} in {weights.name}, {built.get(name)} by config.json"
         )
+
+
+def check_normalisation(config: Any) -> None:
+    """Raises ValueError unless ``mean`` and ``std`` of a ``pretrained_cfg`` are lists of finite
+    numbers, those of ``std`` positive."""
+    for key, lowest in (("mean", -math.inf), ("std", 0)):
+        values = config.get(key) or []
+        if not isinstance(values, list | tuple) or not all(
+            type(value) in (int, float) and lowest < value < math.inf for value in values
+        ):
+            raise ValueError(f"{key} is {values!r}, should be a list of numbers such as [0.5]")

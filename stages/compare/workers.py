@@ -18,14 +18,13 @@ from typing import Any
 
 import timm
 import torch
-from gaupipe.data.splits import load_data
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import store
+from gaupipe.data.splits import load_data
 from gaupipe.settings import load as config
 from gaupipe.system import machine
-from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
@@ -215,9 +214,9 @@ def _quietly(log: Path) -> Iterator[list[str]]:
 def score_test_split(training: Training) -> dict[str, float]:
     """How good a finished student is on the test split."""
     settings = training.settings
-    data, device = load_data(settings.data), select_device(settings.device, settings.threads)
+    data = load_data(settings.data)
     folder = training.folder / "student"
-    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval().to(device)
+    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
-    logits, labels = evaluate.predictions(student, data.test, data, settings, device)
+    logits, labels = evaluate.predictions(student, data.test, data, settings)
     return evaluate.metrics(logits, labels)

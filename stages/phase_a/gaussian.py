@@ -25,6 +25,7 @@ from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
 from gaupipe.settings import PhaseASettings, RowSettings, Settings
+from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_buckets import BucketedState
@@ -41,7 +42,7 @@ from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_resources, make_plan, per_image_in_files, sizes_of
+from stages.runs.resources import check_resources, make_plan, per_image_in_files
 
 UPPER_ACCURACY = 0.98
 """Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
@@ -98,7 +99,8 @@ def check(
 ) -> TeacherJob[Teacher]:
     """The teacher before its training. Raises UserError for what neither phase could do, or,
     without ``students``, phase A; and, unless ``force``, for what the machine cannot hold."""
-    teacher = build_teacher(settings, data)
+    with torch.device("meta"):  # what does not fit is said before it is allocated
+        teacher = build_teacher(settings, data)
     if students:
         check_student(settings, data, MapShape.of(teacher), teacher.weights())
         check_export(
@@ -110,7 +112,8 @@ def check(
             prefix="export.",
         )
     if not force:  # before any per-image parameter is made
-        check_resources(make_plan(settings, sizes_of(teacher, data)), run.path)
+        plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
+        check_resources(plan, run.path)
     return build(settings, run.phase_a, data)
 
 

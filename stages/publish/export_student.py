@@ -1,7 +1,8 @@
-"""Export of a student to ONNX or by ``torch.export``, checked by running what was written."""
+"""Export of a student to ONNX or by ``torch.export``, checked by running what is written."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import alone_in
+from gaupipe.system.files import write_bytes
 from stages.evaluate import load_student
-from stages.runs.directory import RunDirectory
 
 TOLERANCE = 1e-4
 """Largest difference of a logit between the student and its export."""
@@ -22,38 +22,45 @@ TOLERANCE = 1e-4
 ANY_BATCH: Any = {"x": {0: torch.export.Dim("batch")}}
 """For torch's exporters: the first axis of the images may have any size."""
 
+Exported = tuple[bytes, Callable[..., Tensor]]
+"""The content of the file, and its forward pass."""
 
-def write_onnx(student: VisionTransformer, images: Tensor, file: Path) -> Callable[..., Tensor]:
-    """Writes ONNX, and returns the forward pass of the file in onnxruntime."""
+
+def to_onnx(student: VisionTransformer, images: Tensor) -> Exported:
+    """ONNX, run by onnxruntime."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401  (torch's exporter needs it)
     except ImportError as error:
         raise UserError(f"export to ONNX needs {error.name}: pip install 'gaupipe[onnx]'") from None
-    torch.onnx.export(
+    program = torch.onnx.export(
         student,
         (images,),
-        str(file),
         dynamo=True,
         input_names=["images"],
         output_names=["logits"],
         dynamic_shapes=ANY_BATCH,
         verbose=False,
-        external_data=False,
     )
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    assert program is not None
+    content = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return content, lambda images: torch.from_numpy(
+        session.run(None, {"images": images.numpy()})[0]
+    )
 
 
-def write_pt2(student: VisionTransformer, images: Tensor, file: Path) -> Callable[..., Tensor]:
-    """Writes the program of ``torch.export``, and returns the forward pass of the file."""
-    program = torch.export.export(student, (images,), dynamic_shapes=ANY_BATCH)
+def to_pt2(student: VisionTransformer, images: Tensor) -> Exported:
+    """The program of ``torch.export``. torch writes to memory, because it aborts the process where
+    it cannot write a file."""
+    program, file = torch.export.export(student, (images,), dynamic_shapes=ANY_BATCH), io.BytesIO()
     torch.export.save(program, file)
-    return torch.export.load(file).module()
+    file.seek(0)
+    return file.getvalue(), torch.export.load(file).module()
 
 
-FORMATS = {"onnx": write_onnx, "pt2": write_pt2}
-"""Writers by format, which is also how the file's name ends."""
+FORMATS = {"onnx": to_onnx, "pt2": to_pt2}
+"""Exporters by format, which is also how the file's name ends."""
 
 
 def run(
@@ -65,43 +72,27 @@ def run(
     distilled: bool | None = None,
 ) -> tuple[Path, float]:
     """Writes a student in one of :data:`FORMATS`, for any number of images, and returns the file
-    and the largest difference between its logits and the student's on random images. A model that
-    differs by more than ``TOLERANCE`` is not left behind.
+    and the largest difference between its logits and the student's on random images.
 
-    A file that is there is replaced, through a link too. Raises UserError for a place that holds
-    anything else.
+    A file that is there is replaced, through a link too. Raises UserError, and writes nothing, for
+    a place that holds anything else and for a model that differs by more than ``TOLERANCE``.
     """
-    run = RunDirectory(run_dir)
-    distilled = run.is_distilled(name) if distilled is None else distilled
-    settings, student, name = load_student(run_dir, name, distilled)
-    out = Path(out or run.student(name, distilled) / f"student.{format}")
+    student = load_student(run_dir, name, distilled)
+    model = student.model
+    out = Path(out or student.folder / f"student.{format}")
     target = check_place(out)
-    generator = torch.Generator().manual_seed(settings.seed)
-    images = torch.randn(5, student.in_chans, *student.patch_embed.img_size, generator=generator)
-    # torch.export.save asks for a name that ends in .pt2
-    partial = target.with_name(f".{target.name}.partial.{format}")
-    with alone_in(target.parent):  # of two exports at once the second waits
-        return out, _export(student, images, partial, out, format)
-
-
-def _export(
-    student: VisionTransformer, images: Tensor, partial: Path, out: Path, format: str
-) -> float:
-    """Writes ``out`` by way of ``partial``; returns the largest difference of the logits."""
-    partial.unlink(missing_ok=True)  # what a killed export left
-    try:
-        forward = FORMATS[format](student, images[:2], partial)
-        with torch.inference_mode():
-            difference = (forward(images) - student(images)).abs().max().item()
-        if not difference <= TOLERANCE:
-            raise UserError(
-                f"{out}: the logits of the exported model differ from the student's by "
-                f"{difference:.2g}, more than {TOLERANCE}"
-            )
-        partial.replace(check_place(out))
-    finally:
-        partial.unlink(missing_ok=True)
-    return difference
+    generator = torch.Generator().manual_seed(student.settings.seed)
+    images = torch.randn(5, model.in_chans, *model.patch_embed.img_size, generator=generator)
+    content, forward = FORMATS[format](model, images[:2])
+    with torch.inference_mode():
+        difference = (forward(images) - model(images)).abs().max().item()
+    if not difference <= TOLERANCE:
+        raise UserError(
+            f"{out}: the logits of the exported model differ from the student's by "
+            f"{difference:.2g}, more than {TOLERANCE}"
+        )
+    write_bytes(target, content)
+    return out, difference
 
 
 def check_place(out: Path) -> Path:

@@ -11,21 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from gaupipe.data.splits import ImageData, load_data
 from huggingface_hub import CommitOperationAdd, HfApi
-from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe import __version__
+from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system import digests
-from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
 from gaupipe.vit.saving import STUDENT_FILES
 from stages.evaluate import check_data, load_student, metrics, predictions
 from stages.publish import model_card
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import STUDENT_NAME
 
 CARD = "README.md"
 
@@ -58,29 +56,35 @@ def run(
     if out is not None and (out.exists() or out.is_symlink()):
         raise UserError(f"--out {out}: is there already; name a new folder, or remove it")
     hub, repo = (None, None) if repo is None else check_hub(repo)
-    run = RunDirectory(run_dir)
-    distilled = run.is_distilled(name) if distilled is None else distilled
-    settings, student, name = load_student(run_dir, name, distilled)
-    data = load_data(settings.data)
-    check_data(student, data, run_dir)
-    scores = score(settings, student, data)
-    source = run.student(name, distilled) / "student"
-    title = repo or (out.name if out is not None else name)
-    card = model_card.write(run_dir, name, title, settings, student, data, scores, distilled)
+    student = load_student(run_dir, name, distilled)
+    settings = student.settings
+    data = load_data(settings.data, settings.download)
+    check_data(student, data)
+    splits = {"validation": data.val, "test": data.test}
+    scores = {
+        split: {
+            "images": len(images),
+            **metrics(*predictions(student.model, images, data, settings)),
+        }
+        for split, images in splits.items()
+        if images is not None
+    }
+    model_name = out.name if out is not None and STUDENT_NAME.fullmatch(out.name) else student.name
+    card = model_card.write(student, data, scores, title=repo or model_name)
     with contextlib.ExitStack() as stack:
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
             folder = stack.enter_context(replaced(out))
         for file in STUDENT_FILES:
-            shutil.copy(source / file, folder)
+            shutil.copy(student.folder / "student" / file, folder)
         if names := getattr(data.train.source, "class_names", ()):
             with_label_names(folder / "config.json", names)
-        (folder / model_card.SETTINGS).write_text(
-            config.dump(model_card.published(run, settings, distilled))
-        )
+        # a student's settings differ from its run's, which train the teacher, by --set
+        published = student.run.settings() if student.distilled else settings
+        (folder / model_card.SETTINGS).write_text(config.dump(without_paths(published)))
         digests.write(folder)
-        (folder / CARD).write_text(card)  # which is for editing, so without a digest
+        (folder / CARD).write_text(card, "utf-8")  # which is for editing, so without a digest
         if out is None:
             return upload(hub, folder, repo, private)
     return out if repo is None else upload(hub, out, repo, private)
@@ -89,37 +93,38 @@ def run(
 def with_label_names(file: Path, names: tuple[str, ...]) -> None:
     """Notes the names of the classes in a student's config.json, where timm reads them."""
     described = json.loads(file.read_bytes())
-    described["label_names"] = list(names)
+    described["label_names"] = [model_card.utf8(name) for name in names]
     file.write_text(json.dumps(described, indent=2))
 
 
-def score(settings: Settings, student: VisionTransformer, data: ImageData) -> dict[str, dict]:
-    """{"validation": scores, "test": scores}, without the test split where there is none."""
-    device = select_device(settings.device, settings.threads)
-    student = student.to(device)
-    splits = {"validation": data.val, "test": data.test}
-    return {
-        split: {
-            "images": len(images),
-            **metrics(*predictions(student, images, data, settings, device)),
-        }
-        for split, images in splits.items()
-        if images is not None
+def without_paths(settings: Settings) -> Settings:
+    """The settings for another machine: of each path its last part alone, no device, no
+    loggers."""
+    data, phase = settings.data, settings.phase_a
+    if data.root is not None:
+        data = data.model_copy(update={"root": Path(data.root.name)})
+    teacher = model_card.without_folders(phase.teacher)
+    changes = {
+        "data": data,
+        "phase_a": phase.model_copy(update={"teacher": teacher}),
+        "device": Settings().device,
+        "log": Settings().log,
     }
+    return settings.model_copy(update=changes)
 
 
 # ---- the Hub -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def of_hub(what: str) -> Iterator[None]:
-    """Says in one line what the Hub, or the way to it, would not do. What huggingface_hub raises
-    depends on its version and that of its HTTP library."""
+def in_one_line(action: str) -> Iterator[None]:
+    """Turns any error of the Hub, or on the way to it, into a UserError. The classes of the errors
+    depend on the versions of huggingface_hub and of its HTTP library."""
     try:
         yield
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"{what}: {reason}") from None
+        raise UserError(f"{action}: {reason}") from None
 
 
 def check_hub(repo: str) -> tuple[HfApi, str]:
@@ -128,7 +133,7 @@ def check_hub(repo: str) -> tuple[HfApi, str]:
     Raises UserError for a name that no repository can have, without a token, with one that the Hub
     does not know, and without a network.
     """
-    with of_hub(f"--repo {repo}"):
+    with in_one_line(f"--repo {repo}"):
         huggingface_hub.utils.validate_repo_id(repo)
     if huggingface_hub.get_token() is None:
         raise UserError(
@@ -136,7 +141,7 @@ def check_hub(repo: str) -> tuple[HfApi, str]:
             "--out FOLDER alone needs none"
         )
     hub = HfApi(library_name="gaupipe", library_version=__version__)
-    with of_hub(f"--repo {repo}: {hub.endpoint} does not answer, or refuses the token"):
+    with in_one_line(f"--repo {repo}: {hub.endpoint} does not answer, or refuses the token"):
         user = hub.whoami()["name"]
     return hub, repo if "/" in repo else f"{user}/{repo}"
 
@@ -144,7 +149,7 @@ def check_hub(repo: str) -> tuple[HfApi, str]:
 def upload(hub: HfApi | None, folder: Path, repo: str | None, private: bool) -> str:
     """Uploads a folder in one commit and returns the repository's address."""
     assert hub is not None and repo is not None
-    with of_hub(f"--repo {repo}: not uploaded"):
+    with in_one_line(f"--repo {repo}: not uploaded"):
         address = hub.create_repo(repo, private=private, exist_ok=True)
         kept = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
         files = [path for path in sorted(folder.iterdir()) if path.name not in kept]

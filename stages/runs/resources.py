@@ -1,7 +1,4 @@
-"""What a run takes: numbers to learn, memory, disk. Arithmetic only, nothing is trained.
-
-Axis letters: N images, L blocks, H heads, T tokens, P raw numbers per Gaussian, E embedding width.
-"""
+"""Memory and disk that a run takes: arithmetic, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,204 +8,178 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from timm.models.vision_transformer import VisionTransformer
 
 import store
-from gaupipe.distillation.kinds import default_kind
+from gaupipe.attention.options import count_parameters
+from gaupipe.distillation.kinds import KINDS, GaussianKind, chosen
 from gaupipe.distillation.student import MapShape
-from gaupipe.settings import RowSettings, Settings
+from gaupipe.settings import ExportSettings, RowSettings, Settings
 from gaupipe.system import distributed
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import record_words
-from gaupipe.teachers.vit import VitTeacher
 
 PROCESS_BYTES = 11 * 10**8
 """Resident memory of a process that has imported torch and timm (0.72 GB were measured) and
 trains small batches."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What the counts depend on, beside the settings."""
-
-    images: int
-    """Training images."""
-    classes: int
-    layers: int
-    heads: int
-    grid: tuple[int, int]
-    """Height and width in tokens."""
-    network_parameters: int
-    """The ViT's and the decoder's."""
-    per_image_size: int = 0
-    """Per-image parameters of one image: L * H * T * P, or L * E with a compression network; not
-    counted where the settings keep none."""
-    prior_parameters: int = 0
-    decoder_parameters: int = 0
-    """The decoder's alone, without the shared prior, which is its last bias."""
-    image_bytes: int = 0
-    """The data set as it is held in memory, twice: it is copied while it is read."""
-
-
-def sizes_of(teacher: Any, data: Any) -> Sizes:
-    """Sizes of a :class:`~gaupipe.teachers.gaussian.Teacher`, or of a ViT as a teacher, on an
-    :class:`~gaupipe.data.splits.ImageData`."""
-    splits = [split for split in (data.train, data.val, data.test) if split]
-    sources = {id(split.source): split.source for split in splits}
-    held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
-    sizes = {"images": len(data.train), "classes": data.num_classes, "image_bytes": 2 * sum(held)}
-    if isinstance(teacher, VisionTransformer | VitTeacher):
-        shape = vars(MapShape.of(teacher))
-        return Sizes(**sizes, **shape, network_parameters=count(teacher))
-    prior = teacher.prior.numel()
-    return Sizes(
-        **sizes,
-        **vars(MapShape.of(teacher)),
-        per_image_size=math.prod(teacher.per_image_shape),
-        network_parameters=count(teacher) - prior,
-        prior_parameters=prior,
-        decoder_parameters=count(teacher.decoder) if teacher.decoder else 0,
-    )
-
-
-def count(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+ACTIVATIONS = 14
+"""Float32 numbers that a training step keeps for each token, block and unit of the model's width:
+12 to 18 were measured with ``gauvit_tiny_patch16_224`` and different attentions on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Counts and bytes of a run. Stores are before compression, and zstd takes little off float16
-    Gaussians."""
+    """Counts and bytes of phase A and its store. Stores are before compression, and zstd takes
+    little off float16 Gaussians."""
 
     images: int
     network_parameters: int
+    """The ViT's and the decoder's."""
     prior_parameters: int
     per_image_parameters: int
     """Those of all images together."""
     per_image_in: str
     """Where the per-image parameters are kept: ``memory``, ``files`` or ``none``."""
     fixed_memory_bytes: int
-    """Of ``memory_bytes`` what every process of a world needs: all but per-image parameters."""
+    """Of ``memory_bytes`` the part without per-image parameters."""
     memory_bytes: int
-    """What phase A keeps resident on the CPU. The page cache of files comes on top, and gives way
-    to other needs."""
+    """Memory of each process in phase A, on the CPU. The page cache of files comes on top, and
+    gives way to other needs."""
     per_image_disk_bytes: int
     """Both copies of every record, for per-image parameters in files."""
     checkpoint_bytes: int
     """One checkpoint of phase A. The old one stays until the new one is complete."""
-    fixed_checkpoint_bytes: int
-    """Of ``checkpoint_bytes`` what rank 0 of a world writes: all but per-image parameters."""
+    phase_a_disk_bytes: int
     store_bytes: dict[str, int]
     """The attention-map store, for each kind that this run can have."""
 
-    @property
-    def phase_a_disk_bytes(self) -> int:
-        return self.per_image_disk_bytes + 2 * self.checkpoint_bytes
 
+def make_plan(
+    settings: Settings, model: Any, data: Any, images: int | None = None, world_size: int = 1
+) -> Plan:
+    """The plan of a run in ``world_size`` processes. Pure arithmetic.
 
-def make_plan(settings: Settings, sizes: Sizes) -> Plan:
-    """The plan of a run with these settings. Pure arithmetic."""
+    model    a :class:`~gaupipe.teachers.gaussian.Teacher` or a ViT that is the teacher; it may lie
+             on torch's meta device
+    data     an :class:`~gaupipe.data.batches.ImageData`
+    images   the number of training images, where it is not that of ``data``
+    """
     phase = settings.phase_a
-    records, place = 0, "none"
+    images = len(data.train) if images is None else images
+    prior = model.prior.numel() if isinstance(model, Teacher) else 0
+    network = count_parameters(model) - prior
+    size, records, place = 0, 0, "none"
     if phase.learns_of_images:
-        records = per_image_bytes(phase.rows, sizes.images, sizes.per_image_size)
-        in_files = per_image_in_files(phase.rows, sizes.images, sizes.per_image_size)
-        place = "files" if in_files else "memory"
+        size = math.prod(model.per_image_shape)
+        records = per_image_bytes(images, size)
+        place = "files" if per_image_in_files(phase.rows, images, size) else "memory"
     in_checkpoint = {
         "none": 0,
-        "memory": records + 4 * sizes.images,  # and the step counts
-        "files": 9 * sizes.images + 4 * sizes.per_image_size,  # and the start of an image
+        "memory": records + 4 * images,  # and the step counts
+        "files": 9 * images + 4 * size,  # and the start of an image
     }
-    weights = 4 * (sizes.network_parameters + sizes.prior_parameters)
-    copies = 4 if phase.optim.ema is not None else 3  # weights and two moments, and their average
-    gradients = 1
-    in_memory = records if place == "memory" else 0
-    fixed = PROCESS_BYTES + sizes.image_bytes + (copies + gradients) * weights
+    checkpoint = 4 * copies(phase.optim.ema) * (network + prior) + in_checkpoint[place]
+    in_files = 2 * records if place == "files" else 0
+    fixed = training_memory(settings, model, data, phase.optim.ema, world_size)
     return Plan(
-        images=sizes.images,
-        network_parameters=sizes.network_parameters,
-        prior_parameters=sizes.prior_parameters,
-        per_image_parameters=sizes.images * sizes.per_image_size if phase.learns_of_images else 0,
+        images=images,
+        network_parameters=network,
+        prior_parameters=prior,
+        per_image_parameters=images * size,
         per_image_in=place,
         fixed_memory_bytes=fixed,
-        memory_bytes=fixed + in_memory,
-        per_image_disk_bytes=2 * records if place == "files" else 0,
-        checkpoint_bytes=copies * weights + in_checkpoint[place],
-        fixed_checkpoint_bytes=copies * weights,
-        store_bytes=store_bytes(settings, sizes),
+        memory_bytes=fixed + (records // world_size if place == "memory" else 0),
+        per_image_disk_bytes=in_files,
+        checkpoint_bytes=checkpoint,
+        phase_a_disk_bytes=in_files + 2 * checkpoint,
+        store_bytes=store_bytes(settings, model, images, data.num_classes),
     )
 
 
-def per_image_bytes(rows: RowSettings, images: int, size: int) -> int:
+def copies(ema: float | None) -> int:
+    """Copies of the weights in a checkpoint: themselves, two moments, perhaps their average."""
+    return 3 if ema is None else 4
+
+
+def training_memory(
+    settings: Settings, model: Any, data: Any, ema: float | None, world_size: int = 1
+) -> int:
+    """Bytes that a training without per-image parameters takes on the CPU in each process: torch,
+    the data set, weights with moments and gradients, and the activations of a batch."""
+    memory = PROCESS_BYTES + 4 * (copies(ema) + 1) * count_parameters(model)
+    splits = [split for split in (data.train, data.val, data.test) if split]
+    sources = {id(split.source): split.source for split in splits}
+    held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
+    memory += 2 * sum(held)  # it is copied while it is read
+    vit = model.vit if isinstance(model, Teacher) else model
+    if (
+        isinstance(vit, VisionTransformer)
+        and select_device(settings.device, settings.threads).type == "cpu"
+    ):
+        batch = -(-settings.data.batch_size // world_size)
+        tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
+        memory += 4 * ACTIVATIONS * batch * tokens * len(vit.blocks) * vit.embed_dim
+    return memory
+
+
+def per_image_bytes(images: int, size: int) -> int:
     """Bytes of one copy of the per-image parameters, ``size`` numbers each, and their moments."""
     return images * record_words(size) * 4
 
 
 def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
     """Whether per-image parameters of ``size`` numbers exceed ``memory_budget_gb``."""
-    return per_image_bytes(rows, images, size) > rows.memory_budget_gb * 1e9
+    return per_image_bytes(images, size) > rows.memory_budget_gb * 1e9
 
 
-def store_bytes(settings: Settings, sizes: Sizes) -> dict[str, int]:
-    """Bytes of the attention-map store before compression, for each kind that the teacher fits.
-
-    What all images share is in the store once, as float32: the prior and the decoder.
-    """
-    phase = settings.phase_a
-    shared = {"gaussian": 0, "dense": 0, "topk": 0}
-    if phase.learns_gaussians and phase.per_image == "none":
-        shared["prior"] = sizes.prior_parameters
-    elif phase.learns_gaussians and phase.per_image == "embedding":
-        shared["embedding"] = sizes.prior_parameters + sizes.decoder_parameters
+def store_bytes(settings: Settings, model: Any, images: int, classes: int) -> dict[str, int]:
+    """Bytes of the attention-map store before compression, for each kind that the teacher fits."""
+    shape, usual = MapShape.of(model), chosen(settings).kind
     views = settings.export.views or 1
 
-    def schema(kind: str) -> store.Schema:
-        export = settings.export
-        usual = kind == (export.kind or default_kind(settings, export.encoding))
-        k = store.KINDS[kind].default_k
-        if k is not None:
-            asked = export.k if usual else None
-            k = min(asked or k, sizes.grid[0] * sizes.grid[1])
-        return store.Schema(
-            kind=kind,
-            num_images=sizes.images * views,
-            grid=sizes.grid,
-            layers=sizes.layers,
-            heads=sizes.heads,
-            num_classes=sizes.classes,
+    def size(kind: GaussianKind) -> int:
+        export = (
+            settings.export
+            if kind.name == usual
+            else ExportSettings.model_validate({"kind": kind.name})
+        )
+        export = chosen(settings, export, tokens=math.prod(shape.grid))
+        schema = store.Schema(
+            **vars(shape),
+            kind=kind.name,
+            num_images=images * views,
+            num_classes=classes,
             dataset=settings.data.name,
             dataset_sha256="",
             teacher_sha256="",
-            embedding_dim=(phase.compression.embedding if kind == "embedding" else None),
-            encoding=(export.encoding if usual else None) or store.KINDS[kind].default_encoding,
-            k=k,
+            embedding_dim=model.decoder.embedding if kind.name == "embedding" else None,
+            encoding=str(export.encoding),
+            k=export.k,
             views=views,
         )
+        shared = sum(tensor.numel() for tensor in kind.decoder(model).values())
+        return schema.total_bytes + 4 * shared
 
-    return {kind: schema(kind).total_bytes + 4 * numbers for kind, numbers in shared.items()}
+    of_images = settings.phase_a.learns_of_images
+    fitting = [kind for kind in KINDS.values() if kind.refusal(model, of_images) is None]
+    return {kind.name: size(kind) for kind in fitting}
 
 
-def check_resources(plan: Plan, folder: Path, *, store_kind: str | None = None) -> None:
-    """Raises UserError, in one line, if the disk or the memory cannot hold a job.
-
-    The job is phase A in the run directory ``folder`` or, with a ``store_kind``, the export of
-    such a store into ``folder``. What the job has written already counts as free.
-    """
-    if store_kind:
-        job, needed, written = "export", plan.store_bytes[store_kind], folder / "maps.zarr"
-        elsewhere = "choose another --out or --kind"
-    else:
-        job, needed, written = "phase A", plan.phase_a_disk_bytes, folder / "phase_a"
-        elsewhere = "choose another --run-dir"
-    check_disk(job, needed, written, elsewhere)
-    check_memory(job, plan)
+def check_resources(plan: Plan, run_dir: Path) -> None:
+    """Raises UserError, in one line, if the disk or the memory cannot hold phase A. What the run
+    has written already counts as free."""
+    written = run_dir / "phase_a"
+    check_disk("phase A", plan.phase_a_disk_bytes, written, "choose another --run-dir")
+    check_memory("phase A", plan.memory_bytes)
 
 
 def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
-    """Raises UserError if the disk cannot hold what a job is to write. What lies in the folder
-    ``written`` already counts as free; ``elsewhere`` says how to choose another place."""
+    """Raises UserError if the disk cannot hold the ``needed`` bytes of a job. The bytes in the
+    folder ``written`` count as free; ``elsewhere`` says how to choose another place."""
     folder = written.parent
     free = free_disk(folder) + size_on_disk(written)
     if needed > free:
@@ -218,17 +189,15 @@ def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
         )
 
 
-def check_memory(job: str, plan: Plan) -> None:
-    """Raises UserError if the memory cannot hold a job: what all processes of this machine need."""
-    available = available_memory()
-    here = distributed.launch() if distributed.world_size() > 1 else distributed.Launch()
-    per_image = plan.memory_bytes - plan.fixed_memory_bytes
-    needed = here.local_world_size * (plan.fixed_memory_bytes + per_image // here.world_size)
+def check_memory(job: str, needed: int) -> None:
+    """Raises UserError if the memory of this machine cannot hold the ``needed`` bytes of each of
+    its processes."""
+    available, needed = available_memory(), needed * distributed.launch().local_world_size
     if available is not None and needed > available:
         raise UserError(
-            f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are "
-            "available: lower phase_a.rows.memory_budget_gb (per-image parameters then go to "
-            "files) or data.train_images, or --force"
+            f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "
+            "lower data.batch_size, phase_a.rows.memory_budget_gb (per-image parameters then go "
+            "to files) or data.train_images, take a smaller model, or --force"
         )
 
 
