@@ -21,7 +21,7 @@ from gaupipe import __version__
 from gaupipe.cli import app as program
 
 sys.path.insert(0, str(Path(__file__).parent))
-from command_line import all_commands
+from commands_page import all_commands
 
 project = "gaupipe"
 version = release = __version__
@@ -51,7 +51,7 @@ NAME = re.compile(r"^\* \[`([\w.]+)`\]\(.+\)$", re.MULTILINE)
 
 
 def menu(pages: str) -> str:
-    """A hidden table of contents for each list of docs/README.md; the page itself is in the last."""
+    """A hidden table of contents for each list of docs/README.md; the last one has this page."""
     tables = []
     for heading, pages_of in re.findall(r"^(.+):\n\n((?:\* .+\n|  .+\n)+)", pages, re.MULTILINE):
         tables.append(
