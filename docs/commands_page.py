@@ -52,7 +52,9 @@ def parameters(function: Callable) -> Iterator[tuple[str, str, str]]:
             # in Annotated[..., typer.Option("--set")] typer keeps the first name as a default
             given = [info.default, *(info.param_decls or ())]
             names = [given_name for given_name in given if str(given_name).startswith("-")]
-            names = names or [f"--{name.replace('_', '-')}"]
+            if not names:  # typer's own, and for a flag its opposite
+                own = name.replace("_", "-")
+                names = [f"--{own}", f"--no-{own}"] if annotation is bool else [f"--{own}"]
             spelling = " ".join(filter(None, [", ".join(names), "" if values else metavar]))
         meaning = info.help or ""
         if values:
