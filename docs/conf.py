@@ -3,7 +3,7 @@
 The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
 code is the same on the site and where the repository is shown. The site's own parts are made from
 the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
-of names in docs/reference.md.
+of names in docs/reference.md, the options of docs/commands.md from the program.
 """
 
 from __future__ import annotations
@@ -12,11 +12,16 @@ import importlib
 import inspect
 import re
 import shutil
+import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
 
 from gaupipe import __version__
+from gaupipe.cli import app as program
+
+sys.path.insert(0, str(Path(__file__).parent))
+from commands_page import all_commands
 
 project = "gaupipe"
 version = release = __version__
@@ -46,17 +51,22 @@ NAME = re.compile(r"^\* \[`([\w.]+)`\]\(.+\)$", re.MULTILINE)
 
 
 def menu(pages: str) -> str:
-    """A hidden table of contents for each list of docs/README.md, and one of the other pages."""
+    """A hidden table of contents for each list of docs/README.md; the last one has this page."""
     tables = []
     for heading, pages_of in re.findall(r"^(.+):\n\n((?:\* .+\n|  .+\n)+)", pages, re.MULTILINE):
         tables.append(
-            (heading, [f"{title} <docs/{page}>" for title, page in PAGE.findall(pages_of)])
+            (heading, [f"{title} <{place(page)}>" for title, page in PAGE.findall(pages_of)])
         )
-    tables.append(("Project", ["docs/README", "CONTRIBUTING", "CHANGELOG"]))
+    tables[-1][1].append("docs/README")
     return "".join(
         f"\n```{{toctree}}\n:hidden:\n:caption: {heading}\n\n" + "\n".join(pages_of) + "\n```\n"
         for heading, pages_of in tables
     )
+
+
+def place(page: str) -> str:
+    """Where a page that docs/README.md links to lies in the repository."""
+    return page.removeprefix("../") if page.startswith("../") else f"docs/{page}"
 
 
 def described(name: re.Match) -> str:
@@ -73,11 +83,13 @@ def described(name: re.Match) -> str:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Adds to two pages what only the site has."""
+    """Adds to three pages what only the site has."""
     if page == root_doc:
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
         source[0] = NAME.sub(described, source[0])
+    elif page == "docs/commands":
+        source[0] += "\n## Options\n\n" + all_commands(program)
 
 
 def as_rst(app: Sphinx, what: str, name: str, thing: object, options, lines: list[str]) -> None:
