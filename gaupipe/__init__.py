@@ -5,11 +5,21 @@
 
 import sys
 from pathlib import PurePath
+from typing import Any
 
 __version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
-__all__ = ["__version__"]
+__all__ = ["__version__", "capture"]
 
 # The command line answers at once: a command imports torch and timm when it needs them. "-m" is
 # what Python calls the program while it looks for the module of ``python -m gaupipe``.
 if PurePath(sys.argv[0] if hasattr(sys, "argv") and sys.argv else "").name not in ("gaupipe", "-m"):
     import gaupipe.vit.models  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    """``gaupipe.capture``, imported when it is asked for: it needs torch."""
+    if name == "capture":
+        from gaupipe.vit.capture import capture
+
+        return capture
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
