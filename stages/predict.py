@@ -1,0 +1,212 @@
+"""Predict: the classes of image files, by a model of which nothing but its folder is needed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
+from torch import Tensor, nn
+
+from gaupipe.data.decoding import read_rgb, refusing, suffix_of, suffixes
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from gaupipe.system.progress import EpochProgress
+from gaupipe.teachers.vit import LOCAL, pretrained
+from gaupipe.vit.saving import load_folder
+
+RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of an image, the first of them first.
+
+    path     the image file
+    classes  (name of the class, probability), at most as many as were asked for; empty where the
+             image could not be read
+    problem  why the image could not be read; None where it was
+    """
+
+    path: Path
+    classes: tuple[tuple[str, float], ...] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, the names of its classes, and the images that it is to see."""
+
+    model: nn.Module
+    class_names: tuple[str, ...]
+    images: tuple[Path, ...]
+    device: torch.device
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+
+def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Request:
+    """The model that ``source`` names, and the images that ``paths`` name.
+
+    source    a student's folder or the training folder around it, ``local-dir:FOLDER``, or a timm
+              name such as ``vit_tiny_patch16_224.augreg_in21k``
+    paths     image files, and folders of which every image file is taken
+    download  fetch the weights of a timm name that are not on this machine
+
+    Raises UserError for a source that is no model with classes, and where there are no images.
+    """
+    images = tuple(image_files(paths))
+    model = load_model(source, download)
+    count = getattr(model, "num_classes", 0)
+    if not count:
+        raise UserError(f"{source}: predicts no classes: take a model with a head")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Request(model.to(device), class_names(model, count), images, device)
+
+
+def image_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files of ``paths``, and of each folder all that have the suffix of an image, sorted.
+    Raises UserError for a path that is not there, and for a folder without an image."""
+    for path in paths:
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            files = sorted(file for file in path.rglob("*") if suffix_of(file.name) in suffixes())
+            if not files:
+                raise UserError(f"{path}: no image files in this folder")
+            yield from files
+        else:
+            raise UserError(f"{path}: no such file or folder; give images, or folders of images")
+
+
+def load_model(source: str, download: bool = False) -> nn.Module:
+    """A timm model in eval mode, by :func:`resolve`'s ``source``. Raises UserError."""
+    folder = Path(source.removeprefix(LOCAL)).expanduser()
+    if (folder / "student").is_dir():
+        folder = folder / "student"
+    if source.startswith(LOCAL) or folder.is_dir():
+        return load_folder(folder, f"give {RIGHT}")
+    return pretrained(source, {}, download, RIGHT, "--download").eval()
+
+
+def class_names(model: Any, count: int) -> tuple[str, ...]:
+    """The names of a model's classes as its config.json or timm has them; otherwise 0, 1, ..."""
+    config = model.pretrained_cfg or {}
+    names = config.get("label_names")
+    return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
+
+
+def preparation(model: Any) -> Any:
+    """A function from an RGB image of Pillow to the model's input [channels, height, width],
+    scaled, cropped and normalised as the model's config says."""
+    config = resolve_model_data_config(model)
+    to_tensor: Any = create_transform(**config, is_training=False)
+    if config["input_size"][0] == 1:
+        return lambda image: to_tensor(image.convert("L"))
+    return to_tensor
+
+
+def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Prediction]]:
+    """The predictions of the request's images in their order, a batch at a time.
+
+    An image that cannot be read has a ``problem`` in place of classes.
+    """
+    prepare = preparation(request.model)
+
+    def read(path: Path) -> Tensor | str:
+        try:
+            with refusing(str(path)), path.open("rb") as file:
+                image: Image.Image = read_rgb(file, path.name)
+            return prepare(image)
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor() as pool:
+        for first in range(0, len(request), batch_size):
+            paths = request.images[first : first + batch_size]
+            inputs = list(pool.map(read, paths))
+            readable = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
+            rows = iter(_most_probable(request, torch.stack(readable), top) if readable else ())
+            yield [
+                Prediction(path, next(rows))
+                if isinstance(tensor, Tensor)
+                else Prediction(path, problem=tensor)
+                for path, tensor in zip(paths, inputs, strict=True)
+            ]
+
+
+@torch.inference_mode()
+def _most_probable(
+    request: Request, images: Tensor, top: int
+) -> list[tuple[tuple[str, float], ...]]:
+    """The ``top`` classes of images [B, channels, height, width], with their probabilities."""
+    probabilities = request.model(images.to(request.device)).float().softmax(-1).cpu()  # [B, C]
+    values, classes = probabilities.topk(min(top, probabilities.shape[-1]))
+    return [
+        tuple((request.class_names[c], p) for c, p in zip(row, of_row, strict=True))
+        for row, of_row in zip(classes.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
+    """The predictions of all images of a request, with progress on stderr."""
+    predictions: list[Prediction] = []
+    with EpochProgress("predict", len(request), 1) as progress:
+        for batch in predict(request, top=top, batch_size=batch_size):
+            predictions += batch
+            progress.advance(len(batch))
+    return predictions
+
+
+def as_csv(predictions: Sequence[Prediction]) -> str:
+    """A line for each image: path, class and probability of each of the most probable classes,
+    and the problem of an image that could not be read."""
+    most = max((len(prediction.classes) for prediction in predictions), default=0)
+    header = [f"{name}{'' if k == 0 else k + 1}" for k in range(most) for name in COLUMNS]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["path", *header, "problem"])
+    for prediction in predictions:
+        values = [value for name, p in prediction.classes for value in (name, f"{p:.6f}")]
+        padding = [""] * (len(header) - len(values))
+        writer.writerow([str(prediction.path), *values, *padding, prediction.problem or ""])
+    return text.getvalue()
+
+
+COLUMNS = ("class", "probability")
+
+
+def as_json(predictions: Sequence[Prediction]) -> str:
+    """A list of ``{"path", "classes": [{"class", "probability"}], "problem"}``."""
+    described = [
+        {
+            "path": str(prediction.path),
+            "classes": [dict(zip(COLUMNS, pair, strict=True)) for pair in prediction.classes],
+            "problem": prediction.problem,
+        }
+        for prediction in predictions
+    ]
+    return json.dumps(described, indent=2) + "\n"
+
+
+def write(predictions: Sequence[Prediction], out: Path) -> None:
+    """Writes predictions as CSV, or as JSON where the name ends in ``.json``."""
+    write_whole(out, (as_json if out.suffix == ".json" else as_csv)(predictions))
+
+
+def check_readable(predictions: Sequence[Prediction]) -> None:
+    """Raises UserError where images could not be read, after all others were."""
+    problems = [prediction.problem for prediction in predictions if prediction.problem]
+    if problems:
+        raise UserError(
+            f"{len(problems)} of {len(predictions)} images could not be read: {problems[0]}"
+        )

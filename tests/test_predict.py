@@ -1,0 +1,113 @@
+"""Classes of image files, by a folder with a model alone."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import gaupipe.models  # noqa: F401
+from gaupipe.models import save_student
+from gaupipe.system.errors import UserError
+from stages import predict
+
+NAMES = ["ant", "bee", "cat"]
+PREPARED = dict(mean=(0.4,) * 3, std=(0.2,) * 3, interpolation="bilinear", crop_pct=1.0)
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory):
+    """The folder of a random ViT for images of 8 pixels and three classes."""
+    torch.manual_seed(0)
+    model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=3)
+    folder = tmp_path_factory.mktemp("student") / "belief"
+    save_student(model, folder / "student", NAMES, **PREPARED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder with three pictures of 8 pixels in two folders, a file that is none, and a text."""
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = np.random.default_rng(0)
+    for name in ("b/1.png", "b/2.png", "a/3.png"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / name)
+    (folder / "b" / "broken.png").write_bytes(b"not an image")
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+def test_probabilities_are_those_of_the_model_on_the_prepared_image(student, pictures):
+    request = predict.resolve(str(student), [pictures / "a" / "3.png"])
+    (prediction,) = predict.run(request, top=3)
+    pixels = np.asarray(Image.open(pictures / "a" / "3.png")).transpose(2, 0, 1) / 255
+    image = torch.tensor((pixels - 0.4) / 0.2, dtype=torch.float32)
+    model = timm.create_model(f"local-dir:{student / 'student'}", pretrained=True).eval()
+    expected = model(image[None]).softmax(-1)[0]
+    assert [name for name, _ in prediction.classes] == [
+        NAMES[c] for c in expected.argsort().flip(0)
+    ]
+    got = dict(prediction.classes)
+    torch.testing.assert_close(torch.tensor([got[name] for name in NAMES]), expected.detach())
+
+
+def test_folders_are_searched_and_unreadable_images_are_rows(student, pictures):
+    request = predict.resolve(f"local-dir:{student / 'student'}", [pictures])
+    predictions = predict.run(request, top=2, batch_size=2)
+    names = [str(prediction.path.relative_to(pictures)) for prediction in predictions]
+    assert names == ["a/3.png", "b/1.png", "b/2.png", "b/broken.png"]
+    assert [bool(prediction.problem) for prediction in predictions] == [False] * 3 + [True]
+    alone = predict.run(predict.resolve(str(student), [pictures / "b" / "2.png"]), top=2)
+    assert [name for name, _ in alone[0].classes] == [name for name, _ in predictions[2].classes]
+    with pytest.raises(UserError, match=r"1 of 4 .*broken\.png"):
+        predict.check_readable(predictions)
+
+
+def test_csv_and_json_say_the_same(student, pictures, tmp_path):
+    predictions = predict.run(predict.resolve(str(student), [pictures]), top=2)
+    predict.write(predictions, tmp_path / "out.csv")
+    predict.write(predictions, tmp_path / "out.json")
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
+    entries = json.loads((tmp_path / "out.json").read_text())
+    assert list(rows[0]) == ["path", "class", "probability", "class2", "probability2", "problem"]
+    for row, entry in zip(rows, entries, strict=True):
+        assert row["path"] == entry["path"]
+        if entry["problem"]:
+            assert row["problem"] == entry["problem"] and row["class"] == ""
+        else:
+            assert row["class"] == entry["classes"][0]["class"]
+            assert float(row["probability2"]) == pytest.approx(
+                entry["classes"][1]["probability"], abs=1e-6
+            )
+
+
+def test_grey_images_for_a_model_of_one_channel(tmp_path):
+    model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=1)
+    save_student(model, tmp_path / "student", mean=(0.5,), std=(0.5,))
+    Image.new("RGB", (8, 8), (10, 200, 30)).save(tmp_path / "green.png")
+    (prediction,) = predict.run(predict.resolve(str(tmp_path), [tmp_path / "green.png"]))
+    assert prediction.classes[0][0] in {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    "source,path,message",
+    [
+        ("STUDENT", "nowhere.png", "no such file or folder"),
+        ("STUDENT", "EMPTY", "no image files"),
+        ("EMPTY", "PICTURE", "config.json is not there"),
+        ("no_such_model", "PICTURE", "timm has no weights"),
+        ("vit_tiny_patch16_224.augreg_in21k", "PICTURE", "--download fetches them"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused(student, pictures, tmp_path, source, path, message):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    places = {"STUDENT": student, "EMPTY": empty, "PICTURE": pictures / "a" / "3.png"}
+    with pytest.raises(UserError, match=message):
+        predict.resolve(str(places.get(source, source)), [places.get(path, tmp_path / path)])
