@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 
 import torch
-from gaupipe.data.splits import load_data
 from timing import spread
 
 import store
+from gaupipe.data.splits import load_data
 from gaupipe.settings import load as config
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a

@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from PIL import Image
 from timing import seconds, spread
 from timm.data import ImageDataset, create_loader
@@ -39,6 +38,7 @@ from torch.nn.functional import cross_entropy
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 from gaupipe.data.augment import Augment, AugmentSettings
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system import machine
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gaupipe.data.splits import load_data
 from torch import Tensor
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import load_data
 from gaupipe.maps.views import move_map
 from gaupipe.settings.augment import AugmentSettings, ResizedCropSettings
 from stages.phase_a import trained_vit as trained_teacher

@@ -16,8 +16,8 @@ import gzip
 from pathlib import Path
 
 import numpy as np
-from gaupipe.data.splits import load_data
 
+from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 
 SIZE, SCRAPS, SCRAP = 56, 6, 10

@@ -20,7 +20,7 @@ from gaupipe.data.decoding import read_rgb, refusing, suffix_of, suffixes
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.vit import LOCAL, pretrained
+from gaupipe.teachers.pretrained import LOCAL, pretrained
 from gaupipe.vit.saving import load_folder
 
 RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"

@@ -240,7 +240,7 @@ def test_the_papers_settings_are_the_papers(name, epochs, weights):
     assert teacher.stop_accuracy == 0.92
     assert (phase.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
     assert phase.gamma_schedule == "constant" and phase.direction == "student_teacher"
-    assert phase.augment.geometry == "ignore" and phase.optim.warmup_epochs == 15
+    assert settings.augment.geometry == "ignore" and phase.optim.warmup_epochs == 15
     for optim in (teacher.optim, phase.optim, settings.baseline_optim):
         assert (optim.name, optim.lr, optim.betas) == ("adamw", 1e-4, (0.9, 0.999))
         assert (optim.weight_decay, optim.schedule, optim.min_lr) == (0.03, "cosine", 0)

@@ -42,7 +42,7 @@ CASES = {
         "phase_a.mode=stochastic",
         "phase_a.optim.ema=0.9",
         "phase_b.gamma=0.2",
-        "phase_b.augment.mixup=0.5",
+        "augment.mixup=0.5",
         "phase_b.optim.accumulate=2",
     ],
     "files": [

@@ -44,7 +44,7 @@ CASES = {
         "phase_a.optim.ema=0.9",
         "phase_a.optim.accumulate=2",
         "phase_b.optim.ema=0.9",
-        "phase_b.augment.mixup=0.5",
+        "augment.mixup=0.5",
         "geometry_every=3",
         "baseline.enabled=false",
     ],

@@ -203,7 +203,7 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
         "phase_b.epochs=2",
         "phase_b.gamma_schedule=stop_after",
         "phase_b.gamma_epochs=1",
-        "phase_b.augment={flip: true, mixup: 0.5}",
+        "augment={flip: true, mixup: 0.5}",
     ]
     losses = []
     for compiled in ("false", "true"):

@@ -14,7 +14,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
-from gaupipe.training.state import Update
+from gaupipe.training.update import Update
 from stages import phase_b
 from stages.compare.cells import default_cells, resolve, sweep_cells
 from stages.compare.trainings import as_run, digest
