@@ -663,13 +663,45 @@ def view(
             "Write a page of the images, which needs no server, and stop.", "none", metavar="FILE"
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "Look at this model's attention in place of a store: a timm name, hf-hub:NAME, "
+            "local-dir:FOLDER or a student's folder.",
+            "none",
+            metavar="NAME",
+        ),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        _option(
+            "Images for --model: files, or folders of images; repeatable.",
+            "none",
+            "--images",
+            metavar="PATH",
+        ),
+    ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch weights of --model that are not here.")
+    ] = False,
+    image_size: Annotated[
+        int | None,
+        _option("Pixels of the images for --model.", "the model's, at most 20 patches", min=1),
+    ] = None,
     port: Annotated[int | None, _option("Port of this machine.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
     ] = True,
 ) -> None:
-    """Look at a store's attention maps in a browser (pip install 'gaupipe\\[view]')."""
-    run_dir = _run(run_dir) if maps is None else run_dir
+    """Look at attention maps in a browser: of a store, or of any ViT (pip install
+    'gaupipe\\[view]').
+
+    Example: gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download
+    """
+    if (model is None) != (not files):
+        raise UserError("--model NAME and --images PATH belong together")
+    if model is None:
+        run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
     stage.run(
@@ -680,6 +712,10 @@ def view(
         open_browser=open_browser,
         html=html,
         images=images,
+        model=model,
+        files=files or (),
+        download=download,
+        image_size=image_size,
     )
 
 

@@ -105,10 +105,12 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
 
 
-def preparation(model: Any) -> Any:
+def preparation(model: Any, image_size: int | None = None) -> Any:
     """A function from an RGB image of Pillow to the model's input [channels, height, width],
-    scaled, cropped and normalised as the model's config says."""
+    scaled, cropped and normalised as the model's config says, at its ``image_size`` or another."""
     config = resolve_model_data_config(model)
+    if image_size is not None:
+        config["input_size"] = (config["input_size"][0], image_size, image_size)
     to_tensor: Any = create_transform(**config, is_training=False)
     if config["input_size"][0] == 1:
         return lambda image: to_tensor(image.convert("L"))

@@ -78,12 +78,13 @@ def bundle() -> str:
 
 def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
     """Everything that the page shows of an image, binary messages as base64."""
-    views = range(viewer.maps.schema.views)
+    views = range(viewer.about()["views"])
     snapshots = [who for who, kept in viewer.snapshots.items() if image in kept.images]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views],
         "pixels": [
-            None if viewer.data is None else encoded(viewer.pixels(image, view)) for view in views
+            None if not viewer.status()["pixels"]["ready"] else encoded(viewer.pixels(image, view))
+            for view in views
         ],
         "students": {
             name: [encoded(viewer.student(name, image, view)) for view in views]

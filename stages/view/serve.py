@@ -6,11 +6,14 @@ import os
 import socket
 import sys
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import store
 from gaupipe.system.errors import UserError
 from stages.runs.directory import RunDirectory
+from stages.view.model_viewer import open_model
 from stages.view.page import check_html, write_page
 from stages.view.viewer import Viewer
 
@@ -28,20 +31,28 @@ def run(
     open_browser: bool = True,
     html: Path | None = None,
     images: list[int] | None = None,
+    model: str | None = None,
+    files: Sequence[Path] = (),
+    download: bool = False,
+    image_size: int | None = None,
 ) -> None:
     """Serves a page over a store until it is interrupted, or writes ``html``, a page of some
     ``images`` that needs no server.
 
     Without a ``url`` the store is that of the run; without a ``run_dir`` the run is the folder that
     the store is in, if that is one. ``students`` are all that the run has trained, or those named,
-    of which the page opens with the first.
+    of which the page opens with the first. With a ``model`` the page shows its attention on image
+    ``files`` (:func:`stages.view.model_viewer.open_model`), and there is no store.
     """
     images = images or []
     if html is not None:
         if not images:
             raise UserError(f"--html {html}: name its images with --image ID")
         check_html(html)
-    viewer = open_viewer(url, run_dir, students, all_students=html is None)
+    if model is not None:
+        viewer: Any = open_model(model, files, download, image_size)
+    else:
+        viewer = open_viewer(url, run_dir, students, all_students=html is None)
     for image in images:
         viewer.check(image)
     start = {"image": images[0]} if images else {}
@@ -101,7 +112,7 @@ def check_store(run: RunDirectory) -> None:
         )
 
 
-def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
+def serve(viewer: Any, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
     """Answers a browser on this machine until Ctrl-C."""
     try:
         import uvicorn

@@ -45,7 +45,7 @@ export function drawPicture(context, size, seen) {
   context.drawImage(heat, 0, 0, width, height);
   const cell = [width / w, height / h];
   if (seen.gaussian) ellipse(context, seen.gaussian, seen.grid, cell);
-  if (seen.query !== "mean") {
+  if (typeof seen.query === "number") {
     const x = (seen.query % w) * cell[0];
     const y = Math.floor(seen.query / w) * cell[1];
     const line = Math.max(2, width / 200);

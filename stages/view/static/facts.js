@@ -7,11 +7,16 @@ import { divergence } from "./rows.js";
 export function renderHeading(app, className) {
   const { stored, own, state } = app;
   const { header } = stored;
-  $("title").textContent = `Image ${state.image}: ${className(header.label)}`;
-  document.title = `Image ${state.image} – attention maps`;
-  const verdicts = [["teacher", header], ...(own ? [[state.student, own.header]] : [])];
-  const parts = verdicts.map(([name, { predicted, probability, label }]) => {
+  $("title").textContent = header.title ?? `Image ${state.image}: ${className(header.label)}`;
+  document.title = `${header.title ?? `Image ${state.image}`} – attention maps`;
+  const verdicts = [[header.name ?? "teacher", header], ...(own ? [[state.student, own.header]] : [])];
+  const predictions = verdicts.filter(([, one]) => one.predicted !== undefined);
+  const parts = predictions.map(([name, { predicted, probability, label }]) => {
     const part = document.createElement("span");
+    if (label === undefined) {
+      part.textContent = `${name}: ${className(predicted)}, ${percent(probability)}`;
+      return part;
+    }
     part.className = predicted === label ? "right" : "wrong";
     const mark = predicted === label ? "✓" : "✗";
     part.textContent = `${mark} ${name}: ${className(predicted)}, ${percent(probability)}`;
@@ -26,7 +31,15 @@ export function renderFacts(app, query) {
   const { layer, head } = state;
   const [, w] = maps.grid;
   const facts = [["Map", `block ${layer}, ${typeof head === "number" ? `head ${head}` : head === "mean" ? "mean over heads" : "rollout up to this block"}`]];
-  facts.push(["Patch", query === "mean" ? "mean over all" : `${query} (row ${Math.floor(query / w)}, col ${query % w})`]);
+  if (typeof query === "number") {
+    facts.push(["Patch", `${query} (row ${Math.floor(query / w)}, col ${query % w})`]);
+  } else if (query === "mean") facts.push(["Patch", "mean over all"]);
+  else facts.push(["Token", maps.extra[maps.row(query)]]);
+  if (maps.extra.length && maps.has(layer)) {
+    const whole = maps.whole(layer, head, query, state.direction);
+    const lost = maps.extra.map((name, p) => `${name} ${whole[p].toFixed(3)}`);
+    facts.push([state.direction === "from" ? "To" : "From", lost.join(", ")]);
+  }
   if (typeof head === "number" && maps.has(layer)) {
     facts.push(["Entropy", `${maps.entropy(layer, head).toFixed(2)} nats`]);
     facts.push(["Distance", `${maps.distance(layer, head).toFixed(2)} tokens`]);

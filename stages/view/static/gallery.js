@@ -73,11 +73,15 @@ export class Gallery {
       const button = document.createElement("button");
       button.className = "thumb";
       button.dataset.id = item.id;
-      const wrong = item.label !== item.predicted;
-      button.classList.toggle("wrong", wrong);
-      const said = `predicted ${this.className(item.predicted)}, ${percent(item.probability)}`;
-      button.setAttribute("aria-label", `Image ${item.id}, ${this.className(item.label)}, ${said}`);
-      button.title = `${item.id}: ${this.className(item.label)}\n${said}`;
+      if (item.title) {
+        button.setAttribute("aria-label", item.title);
+        button.title = item.title;
+      } else {
+        button.classList.toggle("wrong", item.label !== item.predicted);
+        const said = `predicted ${this.className(item.predicted)}, ${percent(item.probability)}`;
+        button.setAttribute("aria-label", `Image ${item.id}, ${this.className(item.label)}, ${said}`);
+        button.title = `${item.id}: ${this.className(item.label)}\n${said}`;
+      }
       if (pixelsReady) {
         const picture = document.createElement("img");
         picture.src = this.source.pixels(item.id, 0);

@@ -5,7 +5,7 @@ import { $ } from "./dom.js";
 function moveQuery(app, across, down) {
   const { state, maps } = app;
   const [h, w] = maps.grid;
-  if (state.query === "mean") {
+  if (typeof state.query !== "number") {
     app.set({ query: Math.floor(h / 2) * w + Math.floor(w / 2) });
     return;
   }
@@ -22,8 +22,8 @@ export function setDirection(app, direction) {
   app.set({ direction, query });
 }
 
-function moveHead(app, grid, step) {
-  const columns = grid.columns(app.maps);
+function moveHead(app, step) {
+  const columns = ["mean", ...Array(app.maps.heads).keys(), "rollout"];
   const place = columns.indexOf(app.state.head) + step;
   app.set({ head: columns[(place + columns.length) % columns.length] });
 }
@@ -41,10 +41,11 @@ const actions = (app, grid, gallery) => ({
   ArrowUp: () => moveQuery(app, 0, -1),
   ArrowDown: () => moveQuery(app, 0, 1),
   Escape: () => app.set({ query: "mean" }),
+  c: () => app.maps.extra.length && app.set({ query: "x0", direction: "from" }),
   "[": () => moveLayer(app, -1),
   "]": () => moveLayer(app, 1),
-  ",": () => moveHead(app, grid, -1),
-  ".": () => moveHead(app, grid, 1),
+  ",": () => moveHead(app, -1),
+  ".": () => moveHead(app, 1),
   m: () => app.set({ head: "mean" }),
   r: () => app.set({ head: "rollout" }),
   t: () => setDirection(app, app.state.direction === "from" ? "to" : "from"),

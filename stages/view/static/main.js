@@ -64,7 +64,10 @@ const app = {
   says({ name, weights, grid, query, there }) {
     if (!there) return `${name}: no stored map for this block.`;
     const { layer, head, direction } = app.state;
-    const place = (token) => `row ${Math.floor(token / grid[1])}, column ${token % grid[1]}`;
+    const place = (token) =>
+      typeof token === "number"
+        ? `row ${Math.floor(token / grid[1])}, column ${token % grid[1]}`
+        : `the ${app.maps.extra[app.maps.row(token)]} token`;
     let most = 0;
     weights.forEach((weight, token) => {
       if (weight > weights[most]) most = token;
@@ -159,7 +162,7 @@ function kl() {
 
 function panes() {
   const { stored, own, compared, picture, state } = app;
-  if (!own) return [{ name: "teacher", maps: stored, picture }];
+  if (!own) return [{ name: stored.header.name ?? "teacher", maps: stored, picture }];
   const student = { name: state.student, maps: own, picture };
   return compared ? [{ name: "teacher", maps: compared, picture }, student] : [student];
 }
@@ -178,6 +181,7 @@ function render() {
   $("ellipse").checked = Boolean(state.ellipse);
   $("ellipse-choice").hidden = !maps.arrays.gaussians;
   $("show-choice").hidden = !app.compared;
+  renderExtra(maps);
   for (const name of ["direction", "show"]) {
     for (const button of document.querySelectorAll(`[data-${name}]`)) {
       button.setAttribute("aria-pressed", button.dataset[name] === state[name]);
@@ -185,6 +189,22 @@ function render() {
   }
   epochs.render();
   renderMaps();
+}
+
+/** A button for the class token and each register token. */
+function renderExtra(maps) {
+  const { state } = app;
+  $("extra").hidden = !maps.extra.length;
+  $("extra").replaceChildren(
+    ...maps.extra.map((name, p) => {
+      const button = document.createElement("button");
+      button.textContent = name;
+      button.title = p ? name : `${name} (c)`;
+      button.setAttribute("aria-pressed", state.query === `x${p}`);
+      button.addEventListener("click", () => app.set({ query: `x${p}` }));
+      return button;
+    }),
+  );
 }
 
 /** What changes while the pointer moves. */
@@ -306,6 +326,9 @@ async function open() {
   const shape = `${about.layers} blocks × ${about.heads} heads, ${about.grid.join(" × ")} tokens`;
   const place = about.store.split("/").filter(Boolean).slice(-2).join("/");
   $("about").textContent = `${place} · ${count} images · ${kind} · ${shape}`;
+  $("banner").hidden = !about.note;
+  $("banner").textContent = about.note ?? "";
+  document.querySelector("#gallery .choices").hidden ||= !about.classes; // nothing to order by
   $("about").title = about.store;
   $("student").append(...about.students.map((name) => new Option(name, name)));
   $("student-choice").hidden = !about.students.length;

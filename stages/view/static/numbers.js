@@ -28,6 +28,10 @@ export function asJson(state, maps, teacher) {
     teacher: compared ? asRows(teacher.weights(layer, head, query, direction), maps.grid) : null,
     kl: compared ? divergence(maps, teacher, layer, head, query) : null,
   };
+  if (maps.extra.length) {
+    const whole = maps.whole(layer, head, query, direction);
+    shown.extra = Object.fromEntries(maps.extra.map((name, p) => [name, whole[p]]));
+  }
   if (header.no_teacher) shown.no_teacher = header.no_teacher;
   if (direction === "to") shown.direction = "to"; // inspect has no such map
   return shown;

@@ -97,6 +97,8 @@ export class Maps {
     this.heads = header.heads;
     this.grid = header.grid;
     this.tokens = header.grid[0] * header.grid[1];
+    this.extra = header.extra ?? []; // names of class and register tokens, which come first
+    this.size = this.extra.length + this.tokens; // of a row
     this.makeRow = ROWS[header.rows];
     this.made = new Map();
   }
@@ -111,7 +113,12 @@ export class Maps {
     return true;
   }
 
-  /** A map [T * T] of one head, of their "mean", or the "rollout" up to a block. */
+  /** The row of a query: a number of a patch, or "x0", "x1", ... of a class or register token. */
+  row(query) {
+    return typeof query === "number" ? this.extra.length + query : Number(query.slice(1));
+  }
+
+  /** A map [size * size] of one head, of their "mean", or the "rollout" up to a block. */
   map(layer, head) {
     return this.kept(`${layer}/${head}`, () => {
       if (head === "rollout") return this.makeRollout(layer);
@@ -121,20 +128,20 @@ export class Maps {
   }
 
   makeMap(layer, head) {
-    const { tokens } = this;
-    const map = new Float32Array(tokens * tokens);
-    const row = new Float64Array(tokens);
-    const first = (layer * this.heads + head) * tokens;
-    for (let q = 0; q < tokens; q++) {
+    const { size } = this;
+    const map = new Float32Array(size * size);
+    const row = new Float64Array(size);
+    const first = (layer * this.heads + head) * size;
+    for (let q = 0; q < size; q++) {
       row.fill(0);
       this.makeRow(this.arrays, first + q, row, this.header);
-      map.set(row, q * tokens);
+      map.set(row, q * size);
     }
     return map;
   }
 
   makeMean(layer) {
-    const sum = new Float32Array(this.tokens ** 2);
+    const sum = new Float32Array(this.size ** 2);
     for (let head = 0; head < this.heads; head++) {
       const map = this.map(layer, head);
       for (let i = 0; i < sum.length; i++) sum[i] += map[i] / this.heads;
@@ -145,46 +152,50 @@ export class Maps {
   /** Attention rollout: the product of the blocks' mean maps, each half attention and half identity
    * for the residual connection (Abnar and Zuidema, 2020). */
   makeRollout(layer) {
-    const { tokens } = this;
+    const { size } = this;
     const mean = this.map(layer, "mean");
     const step = new Float32Array(mean.length);
     for (let i = 0; i < mean.length; i++) step[i] = mean[i] / 2;
-    for (let q = 0; q < tokens; q++) step[q * tokens + q] += 0.5;
+    for (let q = 0; q < size; q++) step[q * size + q] += 0.5;
     if (layer === 0) return step;
     if (!this.has(layer - 1)) return step;
     const before = this.map(layer - 1, "rollout");
     const product = new Float32Array(mean.length);
-    const row = new Float64Array(tokens);
-    for (let q = 0; q < tokens; q++) {
+    const row = new Float64Array(size);
+    for (let q = 0; q < size; q++) {
       row.fill(0);
-      for (let k = 0; k < tokens; k++) {
-        const weight = step[q * tokens + k];
-        const start = k * tokens;
-        for (let j = 0; j < tokens; j++) row[j] += weight * before[start + j];
+      for (let k = 0; k < size; k++) {
+        const weight = step[q * size + k];
+        const start = k * size;
+        for (let j = 0; j < size; j++) row[j] += weight * before[start + j];
       }
-      product.set(row, q * tokens);
+      product.set(row, q * size);
     }
     return product;
   }
 
-  /** Weights [T] to be shown: what a query reads from each key or, in the direction "to", what each
-   * query reads from a key. Without a query: what each key gets on average. */
+  /** Weights [T] of the patches: what a query reads from each key or, in the direction "to", what
+   * each query reads from a key. Without a query: what each key gets on average from patches. */
   weights(layer, head, query, direction) {
+    return this.whole(layer, head, query, direction).subarray(this.extra.length);
+  }
+
+  /** The weights of all tokens [size], those of class and register tokens first. */
+  whole(layer, head, query, direction) {
     const map = this.map(layer, head);
-    const { tokens } = this;
+    const { size, tokens, extra } = this;
     if (query !== "mean" && direction === "from") {
-      return map.subarray(query * tokens, (query + 1) * tokens);
+      const row = this.row(query);
+      return map.subarray(row * size, (row + 1) * size);
     }
-    const shown = new Float32Array(tokens);
     if (query !== "mean") {
-      for (let q = 0; q < tokens; q++) shown[q] = map[q * tokens + query];
-      return shown;
+      const key = this.row(query);
+      return Float32Array.from({ length: size }, (_, q) => map[q * size + key]);
     }
     return this.kept(`received/${layer}/${head}`, () => {
-      const sums = new Float64Array(tokens);
-      for (let i = 0; i < map.length; i++) sums[i % tokens] += map[i];
-      for (let k = 0; k < tokens; k++) shown[k] = sums[k] / tokens;
-      return shown;
+      const sums = new Float64Array(size);
+      for (let i = extra.length * size; i < map.length; i++) sums[i % size] += map[i];
+      return Float32Array.from(sums, (sum) => sum / tokens);
     });
   }
 
@@ -193,7 +204,7 @@ export class Maps {
     return this.kept(`entropy/${layer}/${head}`, () => {
       let sum = 0;
       for (const weight of this.map(layer, head)) if (weight > 0) sum -= weight * Math.log(weight);
-      return sum / this.tokens;
+      return sum / this.size;
     });
   }
 
@@ -203,9 +214,17 @@ export class Maps {
     return this.kept(`distance/${layer}/${head}`, () => {
       const map = this.map(layer, head);
       const distances = this.distances();
+      const { size, tokens, extra } = this;
       let sum = 0;
-      for (let i = 0; i < map.length; i++) sum += map[i] * distances[i];
-      return sum / this.tokens;
+      let total = 0; // of attention from patches to patches
+      for (let q = 0; q < tokens; q++) {
+        const start = (extra.length + q) * size + extra.length;
+        for (let k = 0; k < tokens; k++) {
+          sum += map[start + k] * distances[q * tokens + k];
+          total += map[start + k];
+        }
+      }
+      return sum / total;
     });
   }
 

@@ -75,8 +75,8 @@ class Embedded {
   async gallery() {
     const ids = Object.keys(this.page.images).map(Number);
     const items = ids.map((id) => {
-      const { label, predicted, probability } = unpack(decoded(this.found(id).views[0])).header;
-      return { id, label, predicted, probability };
+      const { label, predicted, probability, title } = unpack(decoded(this.found(id).views[0])).header;
+      return { id, label, predicted, probability, title };
     });
     return { items, total: items.length, page: 0, size: items.length };
   }

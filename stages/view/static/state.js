@@ -5,7 +5,7 @@ export const DEFAULTS = {
   view: 0,
   layer: 0,
   head: "mean", // a number, "mean" or "rollout"
-  query: "mean", // a number or "mean"
+  query: "mean", // a number, "mean", or "x0" for the class token, "x1", ... for registers
   direction: "from", // "from": what the query reads; "to": which queries read this key
   student: "",
   show: "student", // whose maps the grid of heads shows, beside a student
@@ -35,7 +35,8 @@ export function parseState(hash, start = {}) {
   for (const [name, text] of new URLSearchParams(hash.replace(/^#/, ""))) {
     if (!(name in DEFAULTS)) continue;
     const isNumber = /^\d{1,9}(\.\d{1,3})?$/.test(text);
-    if (WORDS[name]?.includes(text) || name === "student") state[name] = text;
+    const isExtra = name === "query" && /^x\d{1,2}$/.test(text); // a class or register token
+    if (WORDS[name]?.includes(text) || name === "student" || isExtra) state[name] = text;
     else if (isNumber && (typeof DEFAULTS[name] === "number" || ["head", "query", "class"].includes(name))) {
       state[name] = Number(text);
     }
@@ -60,6 +61,7 @@ export function fitState(state, about, maps) {
   state.layer = within(state.layer, maps.layers);
   if (typeof state.head === "number") state.head = within(state.head, maps.heads);
   if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
+  else if (state.query !== "mean" && !(maps.row(state.query) < maps.extra.length)) state.query = "mean";
   if (state.query === "mean") state.direction = "from";
   state.opacity = Math.min(Math.max(state.opacity, 0), 1);
   return state;
