@@ -310,8 +310,10 @@ def test_keyboard(page):
     page.press("ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft")
     assert page.state()["query"] == "13"
     page.press("]", ".")
-    assert (page.state()["layer"], page.state()["head"]) == ("1", "rollout")
-    page.press("m", ",", "t", "e", "+")
+    assert (page.state()["layer"], page.state()["head"]) == ("1", "0")
+    page.press("m", ",")
+    assert page.state()["head"] == "rollout"
+    page.press("m", ".", ".", "t", "e", "+")
     state = page.state()
     assert state["head"] == "1" and state["direction"] == "to"
     assert state["ellipse"] == "0" and state["opacity"] == "0.65"
