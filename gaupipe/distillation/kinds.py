@@ -96,26 +96,25 @@ class GaussianKind:
 
     name = "gaussian"
     needs_maps = False
-    """Whether :meth:`arrays` are made of whole maps."""
+    """True if :meth:`arrays` are made of whole maps."""
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        """Why a store of this kind cannot hold what a teacher knows, with or without per-image
-        parameters; None if it can."""
+        """The reason why a store of this kind cannot hold the maps of a teacher, with or without
+        per-image parameters; None if it can."""
         return None
 
     def arrays(
         self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """What is stored of a batch. Maps come in ``dtype``, to which whoever stores them would
-        round them."""
+        """The arrays of a batch by name, maps in ``dtype``."""
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        """What is stored once for all images."""
+        """The tensors that are stored once for all images."""
         return {}
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        """What turns arrays that were read into the attention of a batch."""
+        """A function from the arrays of a batch to its attention."""
         grid = maps.schema.grid
         return lambda stored: StoredGaussians(_tensor(stored, "gaussians", device).float(), grid)
 
@@ -130,18 +129,17 @@ class DenseKind(GaussianKind):
         return {"maps": attention.maps(dtype)}
 
     def reader(self, maps, device) -> Reader:
-        coarse = maps.schema.encoding == "uint8"
-
-        def read(stored: Stored) -> StoredRows:
+        def decode(stored: Stored) -> StoredRows:
             values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
 
             def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
                 part = of_block(values, layer, heads).float()
+                coarse = maps.schema.encoding == "uint8"
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
             return StoredRows(rows, maps.schema.grid)
 
-        return read
+        return decode
 
 
 class TopKKind(GaussianKind):
@@ -158,7 +156,7 @@ class TopKKind(GaussianKind):
     def reader(self, maps, device) -> Reader:
         schema = maps.schema
 
-        def read(stored: Stored) -> StoredRows:
+        def decode(stored: Stored) -> StoredRows:
             keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
             weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
 
@@ -168,7 +166,7 @@ class TopKKind(GaussianKind):
 
             return StoredRows(rows, schema.grid)
 
-        return read
+        return decode
 
 
 class EmbeddingKind(GaussianKind):
@@ -238,11 +236,11 @@ class PriorKind(GaussianKind):
         _, prior = shared_weights(maps, device)
         shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
 
-        def read(stored: Stored) -> StoredGaussians:
+        def decode(stored: Stored) -> StoredGaussians:
             images = len(stored["labels"])
             return StoredGaussians(shared.expand(images, *shared.shape), maps.schema.grid)
 
-        return read
+        return decode
 
 
 def _tensor(stored: Stored, name: str, device: torch.device) -> Tensor:
@@ -285,13 +283,12 @@ KINDS: dict[str, GaussianKind] = {
 
 
 def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
-    trained ViT. ``prior`` has no 8-bit codes."""
+    """``gaussian``, or ``prior`` (which has no 8-bit codes) for a teacher without Gaussians of
+    single images, or ``topk`` for a trained ViT."""
     phase = settings.phase_a
     if not phase.learns_gaussians:
         return "topk"
-    alike = phase.per_image == "none" and encoding != "uint8"
-    return "prior" if alike else "gaussian"
+    return "prior" if phase.per_image == "none" and encoding != "uint8" else "gaussian"
 
 
 def chosen(
@@ -300,8 +297,8 @@ def chosen(
     given: dict[str, Any] | None = None,
     tokens: int | None = None,
 ) -> ExportSettings:
-    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
-    settings say, with the defaults of its kind for maps of so many ``tokens``."""
+    """The request for a store: from ``given``, else from the ``stored`` one, else from the
+    settings, with the defaults of its kind for maps of so many ``tokens``."""
     export = stored or settings.export
     asked = {name: value for name, value in (given or {}).items() if value is not None}
     usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))
