@@ -18,7 +18,7 @@ from gaupipe.data.augment import (
     philox,
     uniforms,
 )
-from gaupipe.maps.gaussians import expected_map, move
+from gaupipe.maps.gaussians import expected_map, move, token_stretch
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import COLOUR_OPERATIONS, GEOMETRIC_OPERATIONS, AugmentSettings
 
@@ -135,7 +135,7 @@ def test_shifts_and_flips_lie_where_their_geometry_says(height, width, patch):
         coordinate_images(64, height, width), torch.arange(64), 0
     )
     checked = 0
-    offset, scale = geometry.on_grid(grid)
+    offset, scale = geometry.offset * torch.tensor(token_stretch(grid)), geometry.scale
     for view, own_offset, own_scale in zip(
         views.float(), offset.double(), scale.double(), strict=True
     ):

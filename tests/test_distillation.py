@@ -15,7 +15,6 @@ from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import StoredGaussians, StoredRows
 from gaupipe.distillation.losses import feature_loss
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.maps.views import take_queries
 from gaupipe.models import forward_with_maps, run_blocks
 
 B, L, H, GRID = 3, 2, 4, (4, 4)
@@ -50,9 +49,7 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
         attention = StoredGaussians(stored, GRID)
     else:
         maps = expected_map(stored, GRID)
-        attention = StoredRows(
-            lambda layer, heads, queries: take_queries(maps[:, layer], queries), GRID
-        )
+        attention = StoredRows(lambda layer, heads: maps[:, layer], GRID)
     return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gaupipe.maps.gaussians import Geometry, expected_map, move, resample_queries
+from gaupipe.maps.gaussians import Geometry, expected_map, move
 
 GRIDS = [(4, 4), (3, 7), (1, 5), (8, 8)]
 
@@ -48,34 +48,6 @@ def centres(grid: tuple[int, int]) -> torch.Tensor:
 
 
 FLIP = geometry(((0.0, 0.0), (-1.0, 1.0)))
-
-
-@pytest.mark.parametrize("grid", [(4, 4), (3, 7), (14, 14)])
-@pytest.mark.parametrize("patch", [2, 5])
-def test_token_coordinates_of_a_geometry_follow_from_pixels(grid, patch):
-    """A view that starts at pixel ``start`` and has ``extent`` of the image's pixels, mirrored
-    along x."""
-    n = np.array([grid[1], grid[0]])
-    pixels = n * patch
-    start, extent = np.array([3.0, -2.5]), pixels * [0.6, 1.3]
-    mirrored = np.array([-1.0, 1.0])
-    where = Geometry(
-        torch.tensor((2 * start + extent) / pixels - 1)[None],
-        torch.tensor(mirrored * extent / pixels)[None],
-    )
-    offset, scale = where.on_grid(grid)
-    for token_x in range(grid[1]):
-        for token_y in range(grid[0]):
-            token = np.array([token_x, token_y])
-            centre_in_view = (token + 0.5) * patch  # pixels from the view's left and upper border
-            seen = np.where(mirrored < 0, pixels - centre_in_view, centre_in_view)
-            centre_in_image = start + seen * extent / pixels
-            expected = (centre_in_image / patch - 0.5) / (
-                n - 1
-            ) * 2 - 1  # 0 is the first token's centre, n - 1 the last's
-            np.testing.assert_allclose(
-                (offset + scale * torch.tensor(token / (n - 1) * 2 - 1))[0], expected, atol=1e-12
-            )
 
 
 def move_by_loops(
@@ -296,7 +268,7 @@ def test_queries_of_another_grid_look_at_the_same_places_of_the_image(grid, new_
         return np.concatenate([mean, np.broadcast_to(std * n / (n - 1) * 2, mean.shape)], axis=1)
 
     stored = torch.from_numpy(gaussian(here, n)).float()
-    found = resample_queries(stored.expand(2, 3, -1, 4), grid, new_grid)
+    found = move(stored.expand(2, 3, -1, 4), None, grid, new_grid)
     assert found.shape == (2, 3, new_grid[0] * new_grid[1], 4)
     there = borders(new_grid, centres(new_grid).numpy())
     nearest = there.clip(0.5 / n, 1 - 0.5 / n)  # no query was learned further out
@@ -305,16 +277,16 @@ def test_queries_of_another_grid_look_at_the_same_places_of_the_image(grid, new_
 
 def test_queries_of_the_same_grid_keep_their_gaussians_and_back_is_the_identity():
     stored = gaussians_of(0, 2, 12)
-    torch.testing.assert_close(resample_queries(stored, (3, 4), (3, 4)), stored)
-    finer = resample_queries(stored, (3, 4), (9, 12))  # every third token's centre is an old one's
+    torch.testing.assert_close(move(stored, None, (3, 4), (3, 4)), stored)
+    finer = move(stored, None, (3, 4), (9, 12))  # every third token's centre is an old one's
     old = finer.view(2, 9, 12, 4)[:, 1::3, 1::3].flatten(1, 2)
     factor = torch.tensor([3 / 4 * 12 / 11, 2 / 3 * 9 / 8]).repeat(2)
     torch.testing.assert_close(old, stored * factor)
 
 
 def test_gaussians_along_an_axis_of_one_token():
-    stored = gaussians_of(1, 5)
-    found = resample_queries(stored, (1, 5), (2, 10))
+    stored = gaussians_of(1, 1, 5)
+    found = move(stored, None, (1, 5), (2, 10))
     assert not found[..., [1, 3]].any() and found.isfinite().all()
-    assert resample_queries(found, (2, 10), (1, 5)).isfinite().all()
-    torch.testing.assert_close(expected_map(found, (2, 10)).sum(-1), torch.ones(20))
+    assert move(found, None, (2, 10), (1, 5)).isfinite().all()
+    torch.testing.assert_close(expected_map(found, (2, 10)).sum(-1), torch.ones(1, 20))

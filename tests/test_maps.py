@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
-from gaupipe.maps.views import from_top_k, interpolate_queries, move_map, top_k, without_prefix
+from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map, interpolate_queries
+from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.teachers import gaussian
 from gaupipe.teachers.vit import VitMaps
 

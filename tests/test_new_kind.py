@@ -52,7 +52,7 @@ class HeadMeanKind(kinds.GaussianKind):
             means = torch.from_numpy(stored["means"]).to(device).float()  # [B, L, T, T]
             means = means / means.sum(-1, keepdim=True)
 
-            def rows(layer, chosen, *_):
+            def rows(layer, chosen):
                 count = heads if chosen is None else len(chosen)
                 return means[:, layer, None].expand(-1, count, -1, -1)
 

@@ -187,6 +187,7 @@ def test_the_ways_to_distil(tmp_path, kind, overrides):
     ).all()
 
 
+@pytest.mark.long
 def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     """Traced by torch.compile, run without its code generator, which takes a minute a model."""
     traced = []

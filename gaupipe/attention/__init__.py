@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 __all__ = ["ATTENTION", "STUDENTS", "comparing"]
 
 
-class _Attentions(Mapping[str, Any]):
-    """Classes by key. A class is imported when it is asked for: the command line knows the keys at
-    once, without torch."""
-
-    def __init__(self, places: dict[str, str]) -> None:
-        self._places = places
+class _Attentions(UserDict[str, Any]):
+    """Classes by key, imported at their first use: the command line lists keys without torch."""
 
     def __getitem__(self, key: str) -> Any:
-        module, _, name = self._places[key].partition(".")
+        module, _, name = self.data[key].partition(".")
         return getattr(import_module(f"gaupipe.attention.{module}"), name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._places
 
 
 ATTENTION: Mapping[str, Any] = _Attentions(
@@ -47,6 +35,5 @@ STUDENTS = tuple(ATTENTION)
 
 
 def comparing() -> tuple[str, ...]:
-    """Keys of the attentions that compare queries with keys: trained ones can be converted to
-    them."""
+    """Keys of the attentions with queries and keys: trained ones can be converted to them."""
     return tuple(key for key, attention in ATTENTION.items() if attention.compares)

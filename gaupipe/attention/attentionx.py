@@ -13,10 +13,9 @@ class AttentionX(StudentAttention):
     """Update (V - gamma MH) W, the consensus discrepancy (*AttentionX, eqs. 10-11*).
 
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
-    ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
-    one of a causal sequence) attends to nothing: MH = 0, update V W, and all its log-probabilities
-    are -inf, as the diagonal is. :func:`~gaupipe.attention.base.hidden_by` says which keys an
-    additive mask hides.
+    ``gamma`` = 1; without it, gamma > 1 (3 for language). A token without any key (the first one of
+    a causal sequence) has MH = 0 and log-probabilities -inf. For the keys that an additive mask
+    hides see :func:`~gaupipe.attention.base.hidden_by`.
     """
 
     def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:
@@ -39,24 +38,24 @@ class AttentionX(StudentAttention):
             return None
         return torch.eye(tokens, dtype=torch.bool, device=device)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
-    ) -> Tensor:
-        if self.mask_diagonal:
-            attn_mask, is_causal = without_diagonal(q, attn_mask, is_causal), False
-        return super().attend(q, k, v, attn_mask, is_causal)
+    def attend(self, q, k, v, attn_mask, is_causal) -> Tensor:
+        return super().attend(q, k, v, *self.masks(q, attn_mask, is_causal))
 
-    def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-        if self.mask_diagonal:
-            attn_mask, is_causal = without_diagonal(q, attn_mask, is_causal), False
-        return super().log_map(q, k, attn_mask, is_causal)
+    def log_map(self, q, k, attn_mask, is_causal) -> Tensor:
+        return super().log_map(q, k, *self.masks(q, attn_mask, is_causal))
+
+    def masks(
+        self, q: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor | None, bool]:
+        if not self.mask_diagonal:
+            return attn_mask, is_causal
+        return without_diagonal(q, attn_mask, is_causal), False
 
 
 @torch.fx.wrap
 def without_diagonal(q: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The additive mask, in the type of q [B, H, T, .], that hides the diagonal and what else is
-    not to be seen: -inf also where ``attn_mask`` has a lowest number, against which alone a token
-    whose only visible key was itself would read all the hidden ones."""
+    """The additive mask, in the type of q [B, H, T, .], with the diagonal hidden as well; -inf also
+    where ``attn_mask`` has a lowest number."""
     tokens = q.shape[-2]
     visible = ~torch.eye(tokens, dtype=torch.bool, device=q.device)
     if is_causal:

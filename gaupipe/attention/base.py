@@ -24,20 +24,18 @@ class StudentAttention(Attention):
     """Base of the student attentions: project, attend, combine. Arguments and parameters are those
     of timm's ``Attention``, so that its weights load.
 
-    A variant overrides :meth:`combine`, which turns what standard attention would hand to its
-    output projection into the update that the block adds to its tokens; if it compares other things
-    than Q and K also :meth:`project`. One that compares nothing sets :attr:`compares` to False and
-    overrides :meth:`attend`. For trained weights to be taken over it says in
-    :meth:`matrices` what its output matrices multiply, and in :meth:`start_from` how they start.
+    A variant overrides :meth:`combine`, and :meth:`project` if it compares other things than Q and
+    K. One that compares nothing sets :attr:`compares` to False and overrides :meth:`attend`. To
+    take over trained weights it overrides :meth:`matrices` and :meth:`start_from`.
     """
 
     compares = True
-    """Whether it compares queries with keys, by trained matrices that another one can take over.
-    Without them there is ``v`` in place of ``qkv``."""
+    """True with trained matrices for queries and keys; otherwise ``v`` takes the place of
+    ``qkv``."""
 
     @property
     def has_map(self) -> bool:
-        """Whether it has attention maps, as log-probabilities by :meth:`log_map`."""
+        """True if :meth:`log_map` gives attention maps."""
         return self.compares
 
     conversion_options: dict = {}
@@ -46,7 +44,7 @@ class StudentAttention(Attention):
     num_prefix_tokens = 0
     """Tokens at the beginning that have no rotary position: class and register tokens."""
     rotate_half = False
-    """Whether a rotary position turns channels of the two halves together, or neighbours."""
+    """True if a rotary position turns channels of the two halves together, not neighbours."""
 
     def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
         super().__init__(dim, num_heads, **arguments)
@@ -54,6 +52,12 @@ class StudentAttention(Attention):
             bias, weight = self.qkv.bias is not None, self.qkv.weight
             self.v = nn.Linear(dim, self.attn_dim, bias, weight.device, weight.dtype)
             del self.qkv, self.q_norm, self.k_norm
+
+    def linear(self) -> nn.Linear:
+        """A further matrix beside ``proj``, as large."""
+        old = self.proj
+        device, dtype = old.weight.device, old.weight.dtype
+        return nn.Linear(old.in_features, old.out_features, False, device, dtype)
 
     @classmethod
     def in_models(cls, options: dict[str, Any]) -> type[nn.Module]:
@@ -72,8 +76,8 @@ class StudentAttention(Attention):
 
     @torch.no_grad()
     def take_over(self, old: Attention) -> None:
-        """Starts from the weights of a trained attention: shares every module that ``old`` has too,
-        but for output matrices that do not stay as they are. ``old`` does not change."""
+        """Starts from a trained attention: shares every module with ``old`` but the output matrices
+        that change. ``old`` does not change."""
         shared = dict(old.named_children())
         matrices = old.matrices() if isinstance(old, StudentAttention) else {"MH": old.proj.weight}
         start = self.start_from(matrices)
@@ -132,8 +136,7 @@ class StudentAttention(Attention):
         return masked_log_softmax(scores, attn_mask)
 
     def hidden_keys(self, tokens: int, device: torch.device) -> Tensor | None:
-        """The keys that this attention hides from each query by itself, bool [T, T]; None where it
-        shows all of them."""
+        """The keys that the attention hides from each query, bool [T, T]; None for none."""
         return None
 
     def merge(self, heads: Tensor, x: Tensor) -> Tensor:
@@ -144,8 +147,7 @@ class StudentAttention(Attention):
         return mh if gate is None else mh * gate(x).sigmoid()
 
     def perpendicular(self, mh: Tensor, v: Tensor) -> Tensor:
-        """D [B, T, d], the part of MH perpendicular to V; over all heads together unless a
-        variant says otherwise."""
+        """D [B, T, d], the part of MH perpendicular to V, over all heads together."""
         return perpendicular(mh, v)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
@@ -153,8 +155,7 @@ class StudentAttention(Attention):
         raise NotImplementedError
 
     def output(self, heads: Tensor, v: Tensor, x: Tensor) -> Tensor:
-        """The update [B, T, d] of tokens x [B, T, d], from what each head has read and from V, both
-        [B, H, T, d_m]."""
+        """The update [B, T, d] of tokens x [B, T, d] from the heads' sums and V, [B, H, T, d_m]."""
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def forward(
@@ -178,9 +179,8 @@ class StudentAttention(Attention):
     def forward_with_map(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`forward`, with the attention map in memory: (update [B, T, d],
-        log-probabilities [B, H, T, T]), the latter float32 and -inf where a key is masked. The
-        update is computed from them."""
+        """As :meth:`forward`, by the whole map: (update [B, T, d], log-probabilities [B, H, T, T]
+        float32, -inf for a masked key)."""
         q, k, v = self.project(x)
         log_map = self.log_map(q, k, attn_mask, is_causal)
         heads = self.attn_drop(log_map.exp()).to(v.dtype) @ v
@@ -188,15 +188,14 @@ class StudentAttention(Attention):
 
 
 def matrix_of_mh(matrices: dict[str, Tensor]) -> Tensor:
-    """What MH, or its part perpendicular to V, is multiplied by in
-    :meth:`StudentAttention.matrices`; for an ablation that does without both, its W."""
+    """The matrix that multiplies MH, or its part perpendicular to V, of
+    :meth:`StudentAttention.matrices`; for an ablation without both, its W."""
     factors = [matrices[name] for name in ("MH", "D", "D_s") if name in matrices]
     return sum(factors[1:], factors[0]) if factors else next(iter(matrices.values()))
 
 
 def merge_heads(heads: Tensor) -> Tensor:
-    """[B, H, T, d_m] to [B, T, H * d_m]; a view for what a fused kernel returns and for Q, K and
-    V."""
+    """[B, H, T, d_m] to [B, T, H * d_m]."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -235,9 +234,8 @@ def fused_attention(
 
 
 def hidden_by(mask: Tensor) -> Tensor:
-    """The keys that a mask hides: False in a boolean one; in an additive one what is at most half
-    the lowest number of its type, or of float32 in a wider one, which stands for -inf in many
-    programs."""
+    """The keys that a mask hides: False in a boolean one; in an additive one numbers up to half
+    the lowest of its type, or of float32, which stand for -inf in many programs."""
     if mask.dtype == torch.bool:
         return ~mask
     return mask <= max(torch.finfo(mask.dtype).min, torch.finfo(torch.float32).min) / 2
@@ -257,8 +255,8 @@ def causal_mask(
 
 
 def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Log-softmax of scores [B, H, T, T] over the keys, under a boolean or additive mask. A
-    query without a key gets -inf, whose exponential is what a fused kernel uses: zeros."""
+    """Log-softmax of scores [B, H, T, T] under a boolean or additive mask; -inf for a query without
+    a key."""
     if attn_mask is None:
         return scores.log_softmax(-1)
     if attn_mask.dtype == torch.bool:
@@ -269,15 +267,15 @@ def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
     return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
 
 
-def choice(option: str, given: str, known: Iterable[str]) -> str:
-    """``given`` if it is one of ``known``; else raises UserError naming the nearest."""
-    if given not in known:
-        raise UserError(f"unknown {option} {given!r}{nearest(given, known)}")
-    return given
+def choice(option: str, value: str, known: Iterable[str]) -> str:
+    """``value`` if it is one of ``known``; else raises UserError naming the nearest."""
+    if value not in known:
+        raise UserError(f"unknown {option} {value!r}{nearest(value, known)}")
+    return value
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: what would have been right."""
+    """The end of a message about an unknown name: the right one."""
     close = difflib.get_close_matches(str(name), known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
@@ -287,6 +285,5 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def per_head(
     combine: Callable[[Tensor, Tensor], Tensor], mh: Tensor, v: Tensor, heads: int
 ) -> Tensor:
-    """``combine`` on each head by itself: MH and V [B, T, d] go in as [B, T, H, d_m], and come
-    back as [B, T, d]."""
+    """``combine`` of MH and V [B, T, d] head by head: [B, T, d]."""
     return combine(mh.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))).flatten(-2)

@@ -26,12 +26,11 @@ class Belief2Attention(StudentAttention):
 
     def __init__(self, *args, activation: str = "gelu", zz: bool = True, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        dd = dict(device=self.proj.weight.device, dtype=self.proj.weight.dtype)
         self.activation = ACTIVATIONS[choice("activation", activation, ACTIVATIONS)]()
-        self.proj_parallel = nn.Linear(
-            self.proj.in_features, self.proj.out_features, bias=False, **dd
-        )
-        self.z = nn.Linear(self.qkv.in_features, self.attn_dim, bias=False, **dd) if zz else None
+        self.proj_parallel = self.linear()
+        weight = self.proj.weight
+        width = self.qkv.in_features, self.attn_dim
+        self.z = nn.Linear(*width, False, weight.device, weight.dtype) if zz else None
 
     def matrices(self) -> dict[str, Tensor]:
         return {"D": self.proj.weight, "MH - D": self.proj_parallel.weight}

@@ -4,7 +4,7 @@ projection."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gaupipe.attention.base import StudentAttention, choice, matrix_of_mh, per_head
 from gaupipe.attention.kernels import perpendicular
@@ -29,21 +29,15 @@ class BeliefStarAttention(StudentAttention):
     def __init__(self, *args, signal: str = "perpendicular", **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self.signal = choice("signal", signal, MULTIPLIED)
-        self.proj_local = nn.Linear(
-            self.proj.in_features,
-            self.proj.out_features,
-            bias=False,
-            device=self.proj.weight.device,
-            dtype=self.proj.weight.dtype,
-        )
+        self.proj_local = self.linear()
 
     def matrices(self) -> dict[str, Tensor]:
         first, second = MULTIPLIED[self.signal]
         return {first: self.proj.weight, second: self.proj_local.weight}
 
     def start_from(self, matrices: dict[str, Tensor]) -> dict[str, Tensor]:
-        """W_s is 0, and so this is belief-attention, unless the trained attention has a matrix for
-        D_s; one that has no other, exclusive self-attention, leaves W at 0."""
+        """W_s = 0, as belief-attention, unless the trained attention has a matrix for D_s. One
+        without another, exclusive self-attention, leaves W at 0."""
         _first, second = MULTIPLIED[self.signal]
         rest = {name: weight for name, weight in matrices.items() if name != second}
         nothing = torch.zeros_like(self.proj.weight)

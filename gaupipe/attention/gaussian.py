@@ -27,12 +27,10 @@ class GaussianAttention(StudentAttention):
     8*). There are no Q and K.
 
     Without a ``grid`` the Gaussians are given with the tokens: the attention of phase A's teacher.
-    With one (h, w), as ``gauvit`` models have, a token predicts its own: their raw numbers
-    (``loc_scale``) are ``prior`` [H, T, 4], which starts on the token with a std of one token, plus
-    a linear map ``predictor`` [H * 4, d] of the token, which starts at 0. The map is the exact
-    expected one. Every token needs its cell of the grid, so there are no class and register tokens.
-
-    Takes the arguments of timm's ``Attention``; those that concern queries and keys are ignored.
+    With one (h, w), as ``gauvit`` models have, a token predicts its own: raw numbers
+    (``loc_scale``) ``prior`` [H, T, 4], at the start on the token with a std of one token, plus a
+    linear map ``predictor`` [H * 4, d] of the token, at the start 0. Class and register tokens have
+    no place on a grid. Arguments as timm's ``Attention``; those for Q and K are ignored.
     """
 
     compares = False
@@ -83,8 +81,8 @@ class GaussianAttention(StudentAttention):
         return predicted_gaussians(self.prior, self.predictor, x)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a fused attention needs to read V through the expected map P: log P is a product Q
-        K' of the logarithms of its factors, as Q [B, H, T, h + w], and of the keys' places."""
+        """Q [B, H, T, h + w], the logarithms of the expected map's factors, the keys' places as K,
+        and V: Q K' is the logarithm of the map."""
         gaussians = self.gaussians(x)
         assert self.grid is not None
         q, v = log_factors(gaussians, self.grid, self.head_dim), self.values(x)
@@ -104,10 +102,9 @@ class GaussianAttention(StudentAttention):
     ) -> Tensor:
         """The update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
 
-        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of a map that is given, from
+        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of a given map, from
         :func:`gaupipe.maps.gaussians.expected_axes` or :func:`gaupipe.maps.gaussians.point_axes`.
-        Without them the tokens predict it; masks are then as for other attentions, and hidden keys
-        leave the rest of a map renormalised. Positions ``rope`` have no Q and K to turn.
+        Without them the tokens predict it, under masks as for other attentions; ``rope`` is unused.
         """
         if axes is None:
             return super().forward(x, attn_mask, is_causal)
@@ -118,26 +115,20 @@ class GaussianAttention(StudentAttention):
         """The update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T,
         2], (x, y) in normalised coordinates, by bilinear interpolation.
 
-        The same numbers as :meth:`forward` with :func:`gaupipe.maps.gaussians.point_axes`. On a CPU
-        torch's grid_sample is the faster way; elsewhere its gradient adds up in no fixed order, and
-        a run would not repeat.
+        As :meth:`forward` with :func:`gaupipe.maps.gaussians.point_axes`. grid_sample is faster on
+        a CPU; on a GPU its gradient adds up in no fixed order, and a run would not repeat.
         """
         if x.device.type != "cpu":
             return self(x, point_axes(points, grid))
         v = self.values(x)
         B, H, T, d_m = v.shape
         planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
-        read = F.grid_sample(
-            planes,
-            points.reshape(B * H, T, 1, 2),
-            mode="bilinear",
-            padding_mode="border",
-            align_corners=True,
-        )  # [B * H, d_m, T, 1]
-        return self.update(read.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
+        places = points.reshape(B * H, T, 1, 2)
+        values = F.grid_sample(planes, places, "bilinear", "border", True)  # [B * H, d_m, T, 1]
+        return self.update(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
 
     def update(self, heads: Tensor) -> Tensor:
-        """The update [B, T, d] from the values that each head has read, [B, H, T, d_m]."""
+        """The update [B, T, d] from the values of the heads [B, H, T, d_m]."""
         return self.proj_drop(self.proj(merge_heads(heads)))
 
 
@@ -163,8 +154,8 @@ def predicted_gaussians(
 def register_places(
     attention: nn.Module, grid: Grid, least: int, device: torch.device | None
 ) -> None:
-    """Gives an attention the buffer ``places`` [T, h + w or ``least``]: for each key where it lies
-    on the two axes, as ones among zeros. So q places' is log P for q of :func:`log_factors`."""
+    """Gives an attention the buffer ``places`` [T, h + w or ``least``], one-hot the keys' places on
+    the two axes. So q places' is log P for q of :func:`log_factors`."""
     h, w = grid
     along_y = torch.eye(h, device=device).repeat_interleave(w, dim=0)
     along_x = torch.eye(w, device=device).repeat(h, 1)

@@ -51,8 +51,8 @@ LARGEST_SLOPE = {torch.float32: 1e35, torch.float64: 1e300}
 
 
 def size_of(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest entry of v, and 1 where v = 0: divided by it <v, v> neither vanishes nor
-    overflows. And whether v has a gradient. Both [..., 1], constants to autograd."""
+    """([..., 1] largest entry of v, 1 where v = 0; [..., 1] true where v has a gradient): v divided
+    by the first has a square that neither vanishes nor overflows."""
     m, v = m.detach(), v.detach()
     largest_m, size = (
         torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)) for x in (m, v)
@@ -119,8 +119,8 @@ CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 
 
 def has_normaliser_kernel(device: torch.device, compiled: bool) -> bool:
-    """Whether :func:`attention_with_normaliser` works on a device: on a CPU where torch has the
-    operator, on a GPU inside torch.compile."""
+    """True if :func:`attention_with_normaliser` works: on a CPU whose torch has the operator, on a
+    GPU inside torch.compile."""
     if device.type == "cpu":
         return hasattr(torch.ops.aten, CPU_KERNEL)
     return device.type == "cuda" and compiled
@@ -140,8 +140,7 @@ def attention_with_normaliser(
 def flex_with_normaliser(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """:func:`attention_with_normaliser` by torch's flex_attention, whose log-normaliser has a
-    gradient. On a CPU it has no backward pass."""
+    """:func:`attention_with_normaliser` by flex_attention, which has no backward pass on a CPU."""
     mask = None
     if hidden is not None:
 
@@ -158,12 +157,11 @@ def flex_with_normaliser(
 
 
 class _AttentionWithNormaliser(torch.autograd.Function):
-    """softmax(q k' scale) v without ``hidden`` keys, and the log-normaliser of each query, both
-    differentiable, by the CPU's fused kernel.
+    """:func:`attention_with_normaliser` by the CPU's fused kernel, whose own gradient leaves the
+    normaliser out.
 
-    The kernel's own gradient leaves the normaliser out. Its gradient adds g_i s_ij to the gradient
-    of the scores, and the kernel computes s_ij (dO_i v_j - sum(dO_i * O_i)): one more channel in
-    which v is 1, O is 0 and dO is g does it.
+    That adds g_i s_ij to the gradient of the scores, and the kernel computes s_ij (dO_i v_j -
+    sum(dO_i * O_i)): one more channel in which v is 1, O is 0 and dO is g does it.
     """
 
     @staticmethod

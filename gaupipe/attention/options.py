@@ -15,8 +15,8 @@ from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:
-    """The class of an attention. Raises UserError for an unknown key, and for a class whose
-    :attr:`~gaupipe.attention.base.StudentAttention.compares` is not true of it."""
+    """The class of an attention. Raises UserError for an unknown key and a wrong
+    :attr:`~gaupipe.attention.base.StudentAttention.compares`."""
     if key not in ATTENTION:
         raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
     check_compares(ATTENTION[key])
@@ -25,8 +25,7 @@ def attention_class(key: str) -> type[StudentAttention]:
 
 @functools.cache
 def check_compares(cls: type[StudentAttention]) -> None:
-    """Raises UserError if an attention class says that it compares queries with keys, but its
-    update does not depend on them: they would be trained in silence."""
+    """Raises UserError if a class has ``compares``, but its update does not depend on Q and K."""
     if not cls.compares:
         return
     with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
@@ -41,14 +40,10 @@ def check_compares(cls: type[StudentAttention]) -> None:
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
-    """Raises UserError for an option that an attention class does not have, and for a value that is
-    no number or no switch where the class has one."""
-    parameters = inspect.signature(cls).parameters.values()
-    defaults = {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    }
+    """Raises UserError for an unknown option of an attention class, and for a value of another type
+    than a number or switch of its default."""
+    parameters = inspect.signature(cls).parameters.items()
+    defaults = {name: p.default for name, p in parameters if "VAR" not in p.kind.name}
     defaults.pop("grid", None)  # the model's to give
     for name, value in options.items():
         if name not in defaults:
@@ -61,11 +56,10 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
 
 
 def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: Any) -> type:
-    """A class for timm's ``attn_layer`` whose instances are those of ``cls`` with these options,
-    and with what is no option of the user's besides.
+    """A class for timm's ``attn_layer`` that makes instances of ``cls`` with these options, and
+    with ``more`` arguments. Raises UserError for a wrong option.
 
-    timm takes a class, not a partial; this one makes instances of ``cls`` itself, so models pickle
-    as ever. Raises UserError for an option that ``cls`` does not have.
+    timm takes a class, not a partial; instances are of ``cls`` itself, so models pickle as ever.
     """
     check_options(cls, options)
     made: Any = cls.in_models(options)

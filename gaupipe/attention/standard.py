@@ -53,8 +53,7 @@ class StandardAttention(StudentAttention):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Q, K and V; with a prior [Q, A] and [K, places], A the logarithms of the two factors of
-        P: their product is Q K' + sqrt(d_m) log P, so that the scores of Q and K are all there
-        is."""
+        P: their product is Q K' + sqrt(d_m) log P."""
         q, k, v = super().project(x)
         if not self.has_prior:
             return q, k, v
@@ -95,9 +94,9 @@ torch.fx.wrap("log_factors")
 
 
 def in_steps(attention: nn.Module) -> StudentAttention:
-    """An attention whose steps (:meth:`~gaupipe.attention.base.StudentAttention.project` and the
-    others) can be called one by one: ``attention`` itself or, for timm's own ``Attention``, a
-    :class:`StandardAttention` that shares its whole state. Raises UserError for another class."""
+    """An attention with the steps of a :class:`~gaupipe.attention.base.StudentAttention`:
+    ``attention`` itself or, for timm's own ``Attention``, a :class:`StandardAttention` that shares
+    its whole state. Raises UserError for another class."""
     if isinstance(attention, StudentAttention):
         return attention
     if type(attention) is not Attention:

@@ -25,9 +25,8 @@ from gaupipe.maps.gaussians import Geometry, outer
 from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 
-Remade = tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor | None, ...]]
-"""A function and its arguments, from which it makes a teacher's map [B, H or 1, T, T] and the
-entropy [B, H or 1, T] of its rows, as often as it is called."""
+Remade = Callable[[], tuple[Tensor, Tensor]]
+"""Makes a teacher's map [B, H or 1, T, T] and the entropy [B, H or 1, T] of its rows."""
 
 
 @dataclass
@@ -59,13 +58,13 @@ class TeacherMaps:
         """The map for a block of the student that hides keys [T, T], bool, from each query."""
         axes = self.stored.axes(*self._stored_block(layer))
         if axes and self.heads != "mean" and not self.mixed:
-            return map_of_factors, (*axes, hidden)
+            return partial(map_of_factors, *axes, hidden)
 
-        def map_and_entropy(hidden: Tensor | None) -> tuple[Tensor, Tensor]:
+        def map_and_entropy() -> tuple[Tensor, Tensor]:
             maps = self.map(layer) if hidden is None else without_keys(self.map(layer), hidden)
             return maps, torch.special.entr(maps).sum(-1)
 
-        return map_and_entropy, (hidden,)
+        return map_and_entropy
 
     def _stored_block(self, layer: int) -> tuple:
         new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
@@ -129,7 +128,7 @@ class FeatureLoss:
 
 
 def check_maps(attentions: Sequence[StudentAttention]) -> None:
-    """Raises UserError for attentions without maps that could be compared."""
+    """Raises UserError for attentions without maps."""
     for attention in attentions:
         if not attention.has_map:
             raise UserError(
@@ -157,13 +156,8 @@ def compare_maps(
         log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
         return feature_loss(log_map, teacher.map(layer), temperature, direction, hidden)
 
-    divergence = checkpoint(
-        compare,
-        q[..., prefix:, :],
-        k[..., prefix:, :],
-        use_reentrant=False,
-        preserve_rng_state=False,
-    )
+    of_patches = q[..., prefix:, :], k[..., prefix:, :]
+    divergence = checkpoint(compare, *of_patches, use_reentrant=False, preserve_rng_state=False)
     return attention.attend(q, k, v, None, False), divergence
 
 
@@ -181,8 +175,7 @@ def compare_fused(
     """
     q, k, v = projected
     heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
-    make_map, arguments = teacher.remade(layer, hidden)
-    pulled, entropy = _MapTimesKeys.apply(make_map, k, *arguments)
+    pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), k)
     towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
     return heads, (log_normaliser - towards - entropy).mean()
 
@@ -191,18 +184,16 @@ class _MapTimesKeys(torch.autograd.Function):
     """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
 
     @staticmethod
-    def forward(ctx, make_map: Callable, k: Tensor, *arguments: Tensor | None) -> tuple:
+    def forward(ctx, make_map: Remade, k: Tensor) -> tuple[Tensor, Tensor]:
         ctx.make_map = make_map
-        ctx.save_for_backward(*arguments)
-        maps, entropy = make_map(*arguments)
+        maps, entropy = make_map()
         ctx.mark_non_differentiable(entropy)
         return maps.to(k.dtype) @ k, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        maps, _entropy = ctx.make_map(*ctx.saved_tensors)
-        maps = maps.to(grad.dtype).expand(-1, grad.shape[1], -1, -1)  # of one head, or of all
-        return None, maps.mT @ grad, *(None for _ in ctx.saved_tensors)
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
+        maps = ctx.make_map()[0].to(grad.dtype)
+        return None, maps.expand(-1, grad.shape[1], -1, -1).mT @ grad  # of one head, or of all
 
 
 SMALLEST = torch.finfo(torch.float32).tiny

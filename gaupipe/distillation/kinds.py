@@ -1,7 +1,7 @@
 """The kinds of attention-map stores: what a teacher puts into a store, and what phase B reads.
 
 One class a kind. ``store.KINDS`` has the arrays and encodings of each kind, this module what they
-mean. Axis letters: B images, L blocks, H heads, T tokens, Q chosen queries, P raw numbers of a
+mean. Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a
 Gaussian, E embedding width, K keys of a query.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,8 @@ from gaupipe.maps.gaussians import (
     from_raw,
     move,
     outer,
-    resample_queries,
 )
-from gaupipe.maps.views import from_top_k, move_chosen_rows, move_map, take_queries, top_k
+from gaupipe.maps.views import from_top_k, move_map, top_k
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
@@ -35,8 +33,8 @@ from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
 from gaupipe.teachers.vit import VitMaps
 
 Grid = tuple[int, int]
-Rows = Callable[[int, Sequence[int] | None, Tensor | None], Tensor]
-"""(block, heads, queries) -> rows of a map; None are all heads, and all queries."""
+Rows = Callable[[int, Sequence[int] | None], Tensor]
+"""(block, heads or None for all of them) -> map."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
 
@@ -57,47 +55,30 @@ class StoredGaussians:
         heads: Sequence[int] | None = None,
         geometry: Geometry | None = None,
         new_grid: Grid | None = None,
-        queries: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = move(of_block(self.gaussians, layer, heads).float(), geometry, self.grid)
-        if new_grid:
-            gaussians = resample_queries(gaussians, self.grid, new_grid)
-        return expected_axes(take_queries(gaussians, queries), new_grid or self.grid)
+        gaussians = of_block(self.gaussians, layer, heads).float()
+        return expected_axes(move(gaussians, geometry, self.grid, new_grid), new_grid or self.grid)
 
-    def map(
-        self,
-        layer: int,
-        heads: Sequence[int] | None = None,
-        geometry: Geometry | None = None,
-        new_grid: Grid | None = None,
-        queries: Tensor | None = None,
-    ) -> Tensor:
-        """A block's map [B, H, T, T] float32, rows sum to 1, of chosen heads (all for None), for
-        views of the images and on another grid where these are given; of ``queries`` [B, Q] int64
-        the rows [B, H, Q, T] alone."""
-        return outer(*self.axes(layer, heads, geometry, new_grid, queries))
+    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
+        """A block's map [B, H, T, T] float32, rows sum to 1, of some heads (all for None), for
+        views of the images and on another grid where these are given."""
+        return outer(*self.axes(layer, heads, geometry, new_grid))
 
 
 class StoredRows:
-    """Maps of a batch on a ``grid`` (h, w), read from a store.
-
-    ``rows`` gives, for a block and a choice of heads, the map [B, H, T, T] float32, or of queries
-    [B, Q] the rows [B, H, Q, T].
-    """
+    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, T, T]
+    float32 of a block and of some heads."""
 
     def __init__(self, rows: Rows, grid: Grid) -> None:
         self.rows, self.grid = rows, grid
 
-    def axes(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> None:
+    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
         """A map of this kind has no factors."""
 
-    def map(self, layer, heads=None, geometry=None, new_grid=None, queries=None) -> Tensor:
+    def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
         """As :meth:`StoredGaussians.map`."""
-        if queries is None:
-            return move_map(self.rows(layer, heads, None), geometry, self.grid, new_grid)
-        rows = partial(self.rows, layer, heads)
-        return move_chosen_rows(rows, queries, geometry, self.grid, new_grid)
+        return move_map(self.rows(layer, heads), geometry, self.grid, new_grid)
 
 
 StoredAttention = StoredGaussians | StoredRows
@@ -115,26 +96,25 @@ class GaussianKind:
 
     name = "gaussian"
     needs_maps = False
-    """Whether :meth:`arrays` are made of whole maps."""
+    """True if :meth:`arrays` are made of whole maps."""
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
-        """Why a store of this kind cannot hold what a teacher knows, with or without per-image
-        parameters; None if it can."""
+        """The reason why a store of this kind cannot hold the maps of a teacher, with or without
+        per-image parameters; None if it can."""
         return None
 
     def arrays(
         self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
-        """What is stored of a batch. Maps come in ``dtype``, to which whoever stores them would
-        round them."""
+        """The arrays of a batch by name, maps in ``dtype``."""
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
-        """What is stored once for all images."""
+        """The tensors that are stored once for all images."""
         return {}
 
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        """What turns arrays that were read into the attention of a batch."""
+        """A function from the arrays of a batch to its attention."""
         grid = maps.schema.grid
         return lambda stored: StoredGaussians(_tensor(stored, "gaussians", device).float(), grid)
 
@@ -149,18 +129,17 @@ class DenseKind(GaussianKind):
         return {"maps": attention.maps(dtype)}
 
     def reader(self, maps, device) -> Reader:
-        coarse = maps.schema.encoding == "uint8"
-
-        def read(stored: Stored) -> StoredRows:
+        def decode(stored: Stored) -> StoredRows:
             values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
 
-            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
-                part = take_queries(of_block(values, layer, heads), queries).float()
+            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
+                part = of_block(values, layer, heads).float()
+                coarse = maps.schema.encoding == "uint8"
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
             return StoredRows(rows, maps.schema.grid)
 
-        return read
+        return decode
 
 
 class TopKKind(GaussianKind):
@@ -177,20 +156,17 @@ class TopKKind(GaussianKind):
     def reader(self, maps, device) -> Reader:
         schema = maps.schema
 
-        def read(stored: Stored) -> StoredRows:
+        def decode(stored: Stored) -> StoredRows:
             keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
             weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
 
-            def rows(layer: int, heads: Sequence[int] | None, queries: Tensor | None) -> Tensor:
-                of_keys, of_weights = (
-                    take_queries(of_block(values, layer, heads), queries)
-                    for values in (keys, weights)
-                )
+            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
+                of_keys, of_weights = (of_block(each, layer, heads) for each in (keys, weights))
                 return from_top_k(of_keys, of_weights.float(), schema.tokens)
 
             return StoredRows(rows, schema.grid)
 
-        return read
+        return decode
 
 
 class EmbeddingKind(GaussianKind):
@@ -260,11 +236,11 @@ class PriorKind(GaussianKind):
         _, prior = shared_weights(maps, device)
         shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
 
-        def read(stored: Stored) -> StoredGaussians:
+        def decode(stored: Stored) -> StoredGaussians:
             images = len(stored["labels"])
             return StoredGaussians(shared.expand(images, *shared.shape), maps.schema.grid)
 
-        return read
+        return decode
 
 
 def _tensor(stored: Stored, name: str, device: torch.device) -> Tensor:
@@ -307,13 +283,12 @@ KINDS: dict[str, GaussianKind] = {
 
 
 def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """``gaussian``, ``prior`` for a teacher without Gaussians of single images, ``topk`` for a
-    trained ViT. ``prior`` has no 8-bit codes."""
+    """``gaussian``, or ``prior`` (which has no 8-bit codes) for a teacher without Gaussians of
+    single images, or ``topk`` for a trained ViT."""
     phase = settings.phase_a
     if not phase.learns_gaussians:
         return "topk"
-    alike = phase.per_image == "none" and encoding != "uint8"
-    return "prior" if alike else "gaussian"
+    return "prior" if phase.per_image == "none" and encoding != "uint8" else "gaussian"
 
 
 def chosen(
@@ -322,8 +297,8 @@ def chosen(
     given: dict[str, Any] | None = None,
     tokens: int | None = None,
 ) -> ExportSettings:
-    """What a store is to hold: what is ``given``, else what the ``stored`` one has, else what the
-    settings say, with the defaults of its kind for maps of so many ``tokens``."""
+    """The request for a store: from ``given``, else from the ``stored`` one, else from the
+    settings, with the defaults of its kind for maps of so many ``tokens``."""
     export = stored or settings.export
     asked = {name: value for name, value in (given or {}).items() if value is not None}
     usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))

@@ -80,13 +80,10 @@ def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
     ``stop_after`` is gamma for ``epochs`` epochs, then 0.
     """
     progress = min(epoch / epochs, 1.0)
-    match schedule:
-        case "constant":
-            return gamma
-        case "linear":
-            return gamma * (1 - progress)
-        case "cosine":
-            return gamma * 0.5 * (1 + math.cos(math.pi * progress))
-        case "stop_after":
-            return gamma if epoch < epochs else 0.0
-    raise ValueError(f"unknown gamma schedule {schedule!r}")
+    factors = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "stop_after": float(epoch < epochs),
+    }
+    return gamma * factors[schedule]

@@ -38,8 +38,7 @@ class MapShape:
 def build_student(
     settings: Settings, data: ImageData, device: str | None = None
 ) -> VisionTransformer:
-    """The student with the weights that the seed starts it with, on the CPU; without any on the
-    ``device`` "meta"."""
+    """The student as the seed starts it, on the CPU; without weights on the ``device`` "meta"."""
     phase = settings.phase_b
     torch.manual_seed(settings.seed)
     return build_vit(
@@ -91,11 +90,9 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
 
 
 def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where: str) -> None:
-    """Raises UserError unless each of the student's ``heads`` has a ``stored`` head to be compared
-    with."""
-    if isinstance(head_map, list) and (
-        len(head_map) != heads or max(head_map, default=0) >= stored
-    ):
+    """Raises UserError unless each of the student's ``heads`` has a ``stored`` one."""
+    listed = isinstance(head_map, list)
+    if listed and (len(head_map) != heads or max(head_map, default=0) >= stored):
         raise UserError(
             f"phase_b.head_map: should have {heads} entries, each 0 to {stored - 1}, got {head_map}"
         )

@@ -74,7 +74,7 @@ def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     Raises UserError for a student that has more than its teacher and Q and K.
     """
     warm_start(student, teacher)
-    own = [name for name, _ in student.named_parameters() if name not in teacher]
+    extra = [name for name, _ in student.named_parameters() if name not in teacher]
     block: Any  # timm says Module
     for layer, block in enumerate(student.blocks):
         attention = block.attn
@@ -84,10 +84,10 @@ def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
         for part in queries:
             part.zero_()
         parts = tuple(f"blocks.{layer}.attn.{name}." for name in ("qkv", "q_norm", "k_norm"))
-        own = [name for name in own if not name.startswith(parts)]
-    if own:
+        extra = [name for name in extra if not name.startswith(parts)]
+    if extra:
         raise UserError(
-            f"phase_b.warm_start=exact: the student has {own[0]}, and its teacher has none: take "
+            f"phase_b.warm_start=exact: the student has {extra[0]}, and its teacher has none: take "
             "what adds it out of model.args, or take phase_b.warm_start=teacher"
         )
 
@@ -124,11 +124,10 @@ def fit_queries_and_keys(
     for block, wanted in zip(student.blocks, maps, strict=True):
         with torch.no_grad():
             tokens = block.norm1(x)
-        divergences.append(
-            None
-            if wanted is None
-            else _fit(in_steps(block.attn), wanted, tokens, student.num_prefix_tokens, seed)
-        )
+        divergence = None
+        if wanted is not None:
+            divergence = _fit(in_steps(block.attn), wanted, tokens, student.num_prefix_tokens, seed)
+        divergences.append(divergence)
         with torch.no_grad():
             x = x + block.ls1(block.attn(tokens))
             x = x + block.ls2(block.mlp(block.norm2(x)))
@@ -146,11 +145,11 @@ def _fit(
     hidden = attention.hidden_keys(wanted.shape[-1], tokens.device)
     loss = tokens.new_tensor(torch.nan)  # before the first step
     for _ in range(FIT_STEPS):
-        chosen = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
-        q, k, _v = attention.project(tokens[chosen.to(tokens.device)])
+        batch = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
+        q, k, _v = attention.project(tokens[batch.to(tokens.device)])
         log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        shown = wanted if len(wanted) == 1 else wanted[chosen.to(wanted.device)]
-        loss = feature_loss(log_map, shown.expand_as(log_map), hidden=hidden)
+        target = wanted if len(wanted) == 1 else wanted[batch.to(wanted.device)]
+        loss = feature_loss(log_map, target.expand_as(log_map), hidden=hidden)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

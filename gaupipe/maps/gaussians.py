@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate, pad
+from torch.nn.functional import pad
 
 RAW_SIZE = {"loc_scale": 4, "paper": 8}
 """Raw numbers per Gaussian of each parametrisation."""
@@ -118,27 +118,6 @@ def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
     return outer(*expected_axes(gaussians, grid))
 
 
-def resample_queries(gaussians: Tensor, grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """Gaussians [..., T, 4] on a grid (h, w) for the queries of another grid: [..., T', 4].
-
-    Both grids divide the same image, border to border, so a query of the new grid takes the
-    Gaussian at its own position in the image: bilinear interpolation between the queries around it,
-    and beyond the outermost centres the nearest query's. Its coordinates then become those of the
-    new grid, in which -1 and +1 are other positions (:func:`token_stretch`): means and stds are
-    multiplied by (n - 1) / n * n' / (n' - 1) along an axis of n, then n', tokens. Along an axis
-    that has one token before or after, both become 0.
-    """
-    shape, (h, w) = gaussians.shape, new_grid
-    planes = gaussians.reshape(-1, *grid, 4).permute(0, 3, 1, 2)  # [..., 4, h, w]
-    planes = interpolate(planes, size=new_grid, mode="bilinear", align_corners=False)
-    taken = planes.permute(0, 2, 3, 1).reshape(*shape[:-2], h * w, 4)
-    factor = [
-        new / old if old else 0.0
-        for old, new in zip(token_stretch(grid), token_stretch(new_grid), strict=True)
-    ]
-    return taken * taken.new_tensor([*factor, *factor])
-
-
 def token_stretch(grid: tuple[int, int]) -> list[float]:
     """(x, y) of the border of the image in token coordinates of a grid (h, w): n / (n - 1).
 
@@ -233,53 +212,77 @@ class Geometry:
     offset: Tensor
     scale: Tensor
 
-    def on_grid(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """(offset, scale) of the same map in the coordinates of Gaussians, where -1 and +1 are the
-        *centres* of the first and last token: [B, 2] each.
-
-        Both have their origin in the middle, so the scale stays and the offset grows by
-        :func:`token_stretch`.
-        """
-        return self.offset * self.offset.new_tensor(token_stretch(grid)), self.scale
-
     def to(self, device: torch.device) -> Geometry:
-        """The same on another device."""
         return Geometry(
             self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True)
         )
 
 
-def move(gaussians: Tensor, geometry: Geometry | None, grid: tuple[int, int]) -> Tensor:
+def move(
+    gaussians: Tensor,
+    geometry: Geometry | None,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int] | None = None,
+) -> Tensor:
     """Gaussians of the untransformed images [B or 1, ..., T, 4] -> Gaussians of their views [B,
-    ..., T, 4], float32.
+    ..., T', 4], float32, on the grid ``new_grid`` (default: the same grid).
 
-    The query at position q of the view takes the Gaussian that the image has at position offset +
-    scale * q: bilinear interpolation between the four queries around it, clamped to the border, and
-    exactly one query's Gaussian where the position falls on a token. That Gaussian's coordinates
-    then become those of the view, mean = (mean - offset) / scale and std = std / abs(scale).
-    Attention that lies outside the view reads its border, as everywhere. Differentiable in the
-    Gaussians; ``geometry`` None is the identity.
+    Queries are interpolated (:func:`interpolate_queries`), and a Gaussian's coordinates become
+    those of the view, mean = (mean - offset) / scale and std = std / abs(scale), and of the new
+    grid. Attention that lies outside the view reads its border, as everywhere. Differentiable in
+    the Gaussians. Without a geometry and a new grid they are returned as they are.
 
     A mirrored or token-aligned view has exactly the mirrored or shifted expected map, as far as
     attention stays inside the view. Between tokens the interpolation of parameters stands in for a
     query that was never learned.
     """
-    if geometry is None:
+    if geometry is None and new_grid in (None, grid):
         return gaussians
-    h, w = grid
-    offset, scale = (values.double() for values in geometry.to(gaussians.device).on_grid(grid))
-    weights_x, weights_y = (
-        _query_weights(offset[:, axis], scale[:, axis], n) for axis, n in ((0, w), (1, h))
+    new_grid = new_grid or grid
+    # float64 passes untouched through TF32, which would round to three digits
+    stored = gaussians.double().reshape(len(gaussians), -1, *gaussians.shape[-2:])
+    rows = stored.transpose(1, 2).flatten(2).unsqueeze(1)  # [B or 1, 1, T, M * 4]
+    taken = interpolate_queries(rows, geometry, grid, new_grid).squeeze(1).unflatten(2, (-1, 4))
+    taken = taken.transpose(1, 2).float()  # [B, M, T', 4]
+    stretches = list(zip(token_stretch(grid), token_stretch(new_grid), strict=True))
+    ratio = [1.0 if old == new else new / old if old else 0.0 for old, new in stretches]
+    taken = taken * taken.new_tensor([*ratio, *ratio])
+    if geometry is not None:
+        here = geometry.to(taken.device)
+        offset = here.offset * taken.new_tensor(token_stretch(new_grid))
+        shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
+        factor = torch.cat([here.scale, here.scale.abs()], dim=-1).float()[:, None, None]
+        taken = (taken - shift) / factor
+    return taken.reshape(len(taken), *gaussians.shape[1:-2], -1, 4)
+
+
+def interpolate_queries(
+    rows: Tensor,
+    geometry: Geometry | None,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+) -> Tensor:
+    """Something of the stored queries [B or 1, H, T, K] -> the same of the view's queries [B, H,
+    T', K], float32 or float64.
+
+    The query at position q of the view takes what the image has at position offset + scale * q:
+    bilinear interpolation between the four queries around it, clamped to the border, and exactly
+    one query's where the position falls on a token.
+    """
+    rows = rows if rows.dtype == torch.float64 else rows.float()
+    weights_y, weights_x = (
+        token_weights(view_pixels(geometry, axis, old, centres(new)), old).to(rows)
+        for axis, old, new in ((1, grid[0], new_grid[0]), (0, grid[1], new_grid[1]))
     )
-    # float64 passes untouched through autocast and TF32, which would round to three digits
-    stored = (
-        gaussians.double().reshape(len(gaussians), -1, h, w, 4).expand(len(offset), -1, -1, -1, -1)
-    )
-    taken = torch.einsum("byi,bmijc->bmyjc", weights_y, stored)
-    taken = torch.einsum("bxj,bmyjc->bmyxc", weights_x, taken)
-    shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None, None]
-    factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None, None]
-    return ((taken.float() - shift) / factor).reshape(len(taken), *gaussians.shape[1:])
+    images = max(len(rows), len(weights_y))
+    weights_y, weights_x = (w.expand(images, -1, -1) for w in (weights_y, weights_x))
+    rows = rows.expand(images, -1, -1, -1)
+    with torch.autocast(rows.device.type, enabled=False):
+        # matmul rather than einsum, which would copy the rows for every axis
+        keys = rows.shape[-1]
+        rows = weights_y[:, None] @ rows.unflatten(2, grid).flatten(3)  # [B, H, h', w * K]
+        rows = weights_x[:, None, None] @ rows.unflatten(3, (grid[1], keys))  # [B, H, h', w', K]
+    return rows.flatten(2, 3)
 
 
 ON_TOKEN = 1e-4
@@ -287,23 +290,9 @@ ON_TOKEN = 1e-4
 about 1e-6."""
 
 
-def _query_weights(offset: Tensor, scale: Tensor, n: int) -> Tensor:
-    """Weights [B, n, n] of the n stored queries of an axis for each of the view's n, offset and
-    scale [B]."""
-    view = (
-        torch.linspace(-1, 1, n, device=offset.device, dtype=offset.dtype)
-        if n > 1
-        else offset.new_zeros(1)
-    )
-    return token_weights(_pixels(offset.unsqueeze(-1) + scale.unsqueeze(-1) * view, n), n)
-
-
 def token_weights(u: Tensor, n: int) -> Tensor:
     """Weights [..., n] of an axis's n tokens for what lies at the pixel coordinate u [...]: linear
-    interpolation, clamped to the border.
-
-    A position within ``ON_TOKEN`` of a token takes that token alone.
-    """
+    interpolation, clamped to the border."""
     u = on_token(u).clamp(0, n - 1)
     return (1 - (u.unsqueeze(-1) - torch.arange(n, device=u.device)).abs()).clamp_min(0)
 
@@ -311,3 +300,18 @@ def token_weights(u: Tensor, n: int) -> Tensor:
 def on_token(u: Tensor) -> Tensor:
     """Pixel coordinates, those within ``ON_TOKEN`` of a whole number rounded to it."""
     return torch.where((u - u.round()).abs() < ON_TOKEN, u.round(), u)
+
+
+def centres(n: int) -> Tensor:
+    """The centres [n] of n tokens in the border coordinates of an axis."""
+    return (2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1
+
+
+def view_pixels(geometry: Geometry | None, axis: int, n: int, border: Tensor) -> Tensor:
+    """The pixel coordinate, on n stored tokens of an axis (0 is x), of positions [m] of the view in
+    border coordinates: [B or 1, m] float64, on the geometry's device."""
+    position = border.unsqueeze(0)
+    if geometry is not None:
+        offset, scale = (v[:, axis, None].double() for v in (geometry.offset, geometry.scale))
+        position = offset + scale * border.to(offset.device)
+    return (position + 1) * (n / 2) - 0.5

@@ -55,8 +55,8 @@ def visible_and_own(
         return None
     queries = torch.arange(q_length, device=device) + q_offset
     keys = torch.arange(kv_length, device=device) + kv_offset
-    own = queries.unsqueeze(-1) == keys
-    return visible.to(torch.uint8) * VISIBLE + own.to(torch.uint8) * OWN
+    itself = queries.unsqueeze(-1) == keys
+    return visible.to(torch.uint8) * VISIBLE + itself.to(torch.uint8) * OWN
 
 
 def attend(
@@ -92,18 +92,19 @@ def attend(
             f"{type(module).__name__} attends to other tokens than its own (cross-attention): "
             "there a token has no value of its own"
         )
-    visible, own = attention_mask, None
+    visible, itself = attention_mask, None
     if attention_mask is not None and attention_mask.dtype == torch.uint8:
-        visible, own = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
-    v = own_entries(value, own, T)
+        visible, itself = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
+    v = own_entries(value, itself, T)
     if width is not None:
         query = torch.cat([query, repeat_heads(v[..., width:], query.shape[1])], -1)
         key = torch.cat([key, value[..., width:]], -1)
         v = v[..., :width]
     if hide_own:
-        if own is None:
-            own = torch.ones(T, S, dtype=torch.bool, device=query.device).tril(S - T).triu(S - T)
-        visible = hide(own, visible, causal)
+        if itself is None:
+            ones = torch.ones(T, S, dtype=torch.bool, device=query.device)
+            itself = ones.tril(S - T).triu(S - T)
+        visible = hide(itself, visible, causal)
     key, value, v = (repeat_heads(x, query.shape[1]) for x in (key, value, v))
     future_hidden = causal and visible is None and T > 1
     mh = fused_attention(query, key, value, visible, future_hidden, scaling, dropout)
@@ -111,7 +112,7 @@ def attend(
 
 
 def is_cross_attention(module: nn.Module, causal: bool) -> bool:
-    """Whether an attention of transformers reads another sequence: it says so, is called so, or is
+    """True if an attention of transformers reads another sequence: it says so, is called so, or is
     the layer of a decoder that may look ahead."""
     return (
         getattr(module, "is_cross_attention", False)
@@ -120,24 +121,23 @@ def is_cross_attention(module: nn.Module, causal: bool) -> bool:
     )
 
 
-def own_entries(value: Tensor, own: Tensor | None, queries: int) -> Tensor:
-    """Of ``value`` [B, H_kv, S, .] the entries [B, H_kv, T, .] of the queries themselves: where
-    ``own`` [B, 1, T, S] says, else the last T."""
-    if own is None or value.shape[2] == queries:
+def own_entries(value: Tensor, itself: Tensor | None, queries: int) -> Tensor:
+    """The queries' own entries [B, H_kv, T, .] of ``value`` [B, H_kv, S, .]: by ``itself`` [B, 1,
+    T, S], else the last T."""
+    if itself is None or value.shape[2] == queries:
         return value[:, :, -queries:]
-    index = own.int().argmax(-1).unsqueeze(-1)  # [B, 1, T, 1]
+    index = itself.int().argmax(-1).unsqueeze(-1)  # [B, 1, T, 1]
     return value.gather(2, index.expand(-1, value.shape[1], -1, value.shape[-1]))
 
 
-def hide(own: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
-    """The mask ``visible`` (boolean, additive or None) without the keys in ``own``."""
+def hide(itself: Tensor, visible: Tensor | None, causal: bool) -> Tensor:
+    """The mask ``visible`` (boolean, additive or None) without the keys ``itself``."""
     if visible is None:
-        T, S = own.shape[-2:]
-        visible = torch.ones(T, S, dtype=torch.bool, device=own.device)
-        visible = visible.tril(S - T) if causal else visible
+        T, S = itself.shape[-2:]
+        return (~itself).tril(S - T) if causal else ~itself
     if visible.dtype == torch.bool:
-        return visible & ~own
-    return visible.masked_fill(own, -torch.inf)
+        return visible & ~itself
+    return visible.masked_fill(itself, -torch.inf)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

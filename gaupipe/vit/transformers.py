@@ -117,10 +117,8 @@ class Widened:
         self.cache, self.z = cache, z
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        value = torch.cat([value, self.z], dim=-1)
-        return (
-            (key, value) if self.cache is None else self.cache.update(key, value, *args, **kwargs)
-        )
+        both = key, torch.cat([value, self.z], dim=-1)
+        return both if self.cache is None else self.cache.update(*both, *args, **kwargs)
 
 
 def keep_z(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -167,7 +165,7 @@ class Converted(PreTrainedModel):
 
 
 def student_class(key: str, options: dict | None) -> type[StudentAttention]:
-    """The class of an attention that a decoder can have. Raises UserError for another one."""
+    """The class of an attention that a decoder can have."""
     attention_type = attention_class(key)
     if not attention_type.compares:
         raise UserError(f"{key!r} has no queries and keys: a language model cannot have it")
@@ -178,9 +176,8 @@ def student_class(key: str, options: dict | None) -> type[StudentAttention]:
 def insert(module: Any, config: Any, attention_type: type[StudentAttention]) -> None:
     """Puts an :class:`Update` in the place of an attention's output projection, whose weights it
     keeps. Matrices that stand beside it start as wide."""
-    name = next(name for name in OUTPUTS if hasattr(module, name))
     options = config.gau_options or {}
-    new = with_projection(getattr(module, name), attention_type, module, config, **options)
+    new = with_projection(output_of(module), attention_type, module, config, **options)
     weight = new.proj.weight
     if not weight.is_meta:
         std = weight.std().item()
@@ -192,7 +189,7 @@ def insert(module: Any, config: Any, attention_type: type[StudentAttention]) -> 
         new.z = nn.Linear(config.hidden_size, heads * module.head_dim, bias=False).to(weight)
         nn.init.normal_(new.z.weight, std=config.initializer_range)
         module.register_forward_pre_hook(keep_z, with_kwargs=True)
-    setattr(module, name, Update(new))
+    setattr(module, next(name for name in OUTPUTS if hasattr(module, name)), Update(new))
 
 
 def with_projection(
@@ -233,9 +230,10 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     """
     attention_type = student_class(attention, options)
     options = {**attention_type.conversion_options, **options}
-    target = next((cls for cls in FAMILIES if type(model) in (cls, cls.__bases__[1])), None)
+    families: list[Any] = Converted.__subclasses__()  # each before the class that it converts
+    target = next((cls for cls in families if type(model) in (cls, cls.__bases__[1])), None)
     if target is None:
-        known = ", ".join(cls.__bases__[1].__name__ for cls in FAMILIES)
+        known = ", ".join(cls.__bases__[1].__name__ for cls in families)
         raise UserError(f"cannot convert a {type(model).__name__}: only {known}")
     config = model.config.to_dict()
     config.update(gau_attention=attention, gau_options=options)
@@ -259,10 +257,10 @@ def family(config: type, model: type) -> tuple[Any, Any]:
     fields: dict[str, Any] = {
         "gau_attention": "belief",
         "gau_options": None,
+        "model_type": f"gau_{config.model_type}",  # type: ignore[attr-defined]
         "__module__": __name__,
+        "__annotations__": {"gau_attention": str, "gau_options": dict | None},
     }
-    fields["__annotations__"] = {"gau_attention": str, "gau_options": dict | None}
-    fields["model_type"] = f"gau_{config.model_type}"  # type: ignore[attr-defined]
     gau_config: Any = type(f"Gau{config.__name__}", (config,), fields)
     members = {"config_class": gau_config, "__module__": __name__}
     gau_model: Any = type(f"Gau{model.__name__}", (Converted, model), members)
@@ -276,14 +274,6 @@ GauLlamaConfig, GauLlamaForCausalLM = family(LlamaConfig, LlamaForCausalLM)
 GauMistralConfig, GauMistralForCausalLM = family(MistralConfig, MistralForCausalLM)
 GauQwen2Config, GauQwen2ForCausalLM = family(Qwen2Config, Qwen2ForCausalLM)
 GauQwen3Config, GauQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
-FAMILIES: tuple[Any, ...] = (
-    GauGPT2LMHeadModel,
-    GauLlamaForCausalLM,
-    GauMistralForCausalLM,
-    GauQwen2ForCausalLM,
-    GauQwen3ForCausalLM,
-)
-"""The results of :func:`convert`; the second base of each is the class that it converts."""
 
 
 def dispatches(model: PreTrainedModel) -> bool:
