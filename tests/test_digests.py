@@ -275,9 +275,7 @@ def test_the_checksums_of_a_checkpoint_are_crc32c(tmp_path):
         assert checkpoint["records"]["checksums"][image].item() % 2**32 == crc32c(record)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "[" * 10**5, '{"epoch": [], "num_images": 6, "words": 15}', "\udcff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10**5, '{"commits": []}', "\udcff"])
 def test_a_damaged_files_json_is_refused(tmp_path, text):
     checkpoint = trained_rows(tmp_path)
     (tmp_path / "files.json").write_bytes(text.encode(errors="surrogateescape"))
