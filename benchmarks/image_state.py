@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("what", nargs="?", choices=["table", "overlap", "one"], default="table")
     parser.add_argument("--images", default="10000,100000,1000000")
     parser.add_argument("--row", type=int, default=1024, help="parameters of an image")
-    parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")
+
     parser.add_argument(
         "--memory", action="store_true", help="keep the parameters in memory instead of files"
     )
@@ -65,9 +65,9 @@ def main() -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     """A process of its own for each N, so that peak memory is that N's."""
-    words = record_words(arguments.row, getattr(torch, arguments.moments))
+    words = record_words(arguments.row)
     print(
-        f"{arguments.row} parameters an image, {arguments.moments} moments, "
+        f"{arguments.row} parameters an image, "
         f"{words * 4 / arguments.row:.0f} bytes a parameter and place, "
         f"records of {words * 4:,} bytes, batches of {BATCH}, "
         f"{'memory' if arguments.memory else 'files'}\n"
@@ -88,8 +88,6 @@ def table(arguments: argparse.Namespace) -> None:
             str(images),
             "--row",
             str(arguments.row),
-            "--moments",
-            arguments.moments,
             "--rounds",
             str(arguments.rounds),
             "--folder",
@@ -113,8 +111,7 @@ def table(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace, images: int) -> dict:
     """Rates of one N as text "median (quartiles)", and its bytes and memory."""
-    dtype = getattr(torch, arguments.moments)
-    words = record_words(arguments.row, dtype)
+    words = record_words(arguments.row)
     size = images * words * 4
     mapped_too = not arguments.memory
     needed = 0 if arguments.memory else 2 * size
@@ -125,7 +122,6 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             images,
             torch.zeros(arguments.row),
             lr=0.1,
-            moments_dtype=dtype,
             folder=None if arguments.memory else Path(folder) / "rows",
         )
         gradient = torch.randn(BATCH, arguments.row)
@@ -192,7 +188,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
                 scratch.update(torch.arange(BATCH), gradient)
                 other[batch["mapped update"]] = records
 
-            scratch = ImageState(BATCH, torch.zeros(arguments.row), lr=0.1, moments_dtype=dtype)
+            scratch = ImageState(BATCH, torch.zeros(arguments.row), lr=0.1)
             work["mapped gather"] = lambda: current[batch["mapped"], : arguments.row]
             work["mapped update"] = mapped_update
         times: dict[str, list[float]] = {name: [] for name in work}

@@ -286,10 +286,9 @@ def test_an_export_leaves_parameters_in_the_checkpoint(tmp_path, trained, bucket
         settings = config.load("digits", [*TINY, "data.buckets=null", "phase_a.max_epochs=1"])
         phase_a.run(settings, run_dir)
     per_image = phase_a.load(RunDirectory(run_dir)).per_image
-    states = per_image.states.items() if buckets else [(0, per_image)]
-    for number, state in states:
+    for number, state in per_image.states.items():
         mapped = files_mapped_at(state._records.records.data_ptr())
-        name = f"rows.0003.{number:04d}.pt" if buckets else "state.pt"
+        name = f"rows.{3 if buckets else 1:04d}.{number:04d}.pt"
         assert mapped == str(run_dir / "phase_a" / "checkpoint" / name)
 
 

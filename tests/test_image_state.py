@@ -69,48 +69,6 @@ def test_an_image_counts_its_own_steps():
     assert state.steps.tolist() == [50, 1]
 
 
-def test_untouched_images_do_not_change():
-    state = ImageState(4, torch.full((3,), 7.0), lr=0.1)
-    state.update(torch.tensor([2]), torch.ones(1, 3))
-    assert (state.parameters()[[0, 1, 3]] == 7).all() and (state.parameters()[2] < 7).all()
-
-
-def test_gather_is_a_leaf_that_collects_a_gradient():
-    state = ImageState(3, torch.zeros(2), lr=0.1)
-    parameters = state.gather(torch.tensor([2, 0]))
-    (parameters * torch.tensor([[1.0, 2], [3, 4]])).sum().backward()
-    assert parameters.is_leaf and parameters.grad.tolist() == [[1, 2], [3, 4]]
-
-
-def test_state_survives_a_round_trip():
-    first, second = ImageState(3, torch.zeros(2), lr=0.1), ImageState(3, torch.ones(2), lr=0.1)
-    first.update(torch.tensor([1]), torch.ones(1, 2))
-    second.load_state_dict(first.state_dict())
-    for state in (first, second):
-        state.update(torch.tensor([1, 2]), torch.ones(2, 2))
-    assert torch.equal(first.parameters(), second.parameters())
-
-
-def test_records_in_files_and_in_memory_are_the_same_bit_for_bit(tmp_path):
-    states = [
-        ImageState(
-            11,
-            torch.ones(5, 3),
-            lr=0.1,
-            initial_std=0.5,
-            seed=3,
-            folder=folder_of(place, tmp_path),
-        )
-        for place in PLACES
-    ]
-    for epoch in range(4):
-        for state in states:
-            train(state, 1, epoch)
-        assert torch.equal(states[0].parameters(), states[1].parameters())
-        image_ids = torch.tensor([9, 0, 4])
-        assert torch.equal(states[0].gather(image_ids), states[1].gather(image_ids))
-
-
 def test_an_epoch_that_misses_images_leaves_them_as_they_were(tmp_path):
     """Images that some epochs pass over: never updated, updated before, updated again later."""
     states = [
@@ -128,38 +86,20 @@ def test_an_epoch_that_misses_images_leaves_them_as_they_were(tmp_path):
     assert (states[1].parameters()[5] == 0).all() and states[1].steps.tolist() == [2, 3, 5, 4, 3, 0]
 
 
-def test_an_update_is_seen_before_the_epoch_ends(tmp_path):
-    state = ImageState(3, torch.zeros(2), lr=0.1, folder=tmp_path)
-    state.update(torch.tensor([1]), torch.ones(1, 2))
-    torch.testing.assert_close(state.parameters(), torch.tensor([[0.0, 0], [-0.1, -0.1], [0, 0]]))
-
-
+@pytest.mark.parametrize("stop_after", [2, None])
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupted_epoch_is_repeated_exactly(place, tmp_path):
-    """Half an epoch after the checkpoint is thrown away; the run goes on as if it had never
-    been."""
+def test_an_epoch_without_a_checkpoint_is_repeated_exactly(place, stop_after, tmp_path):
+    """Half an epoch after the checkpoint is thrown away, or a whole one; the run goes on as if it
+    had never been."""
     unbroken = ImageState(10, torch.zeros(6), lr=0.1)
     train(unbroken, 5)
     state = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
     train(state, 2)
     torch.save(state.state_dict(), tmp_path / "checkpoint.pt")
-    train(state, 1, first_epoch=2, stop_after=2)
+    train(state, 1, first_epoch=2, stop_after=stop_after)
     again = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
     again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     train(again, 3, first_epoch=2)
-    assert torch.equal(again.parameters(), unbroken.parameters())
-
-
-def test_a_finished_epoch_without_a_checkpoint_is_repeated_exactly(tmp_path):
-    unbroken = ImageState(10, torch.zeros(6), lr=0.1)
-    train(unbroken, 3)
-    state = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
-    train(state, 2)
-    checkpoint = copy.deepcopy(state.state_dict())
-    train(state, 1, first_epoch=2)
-    again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path)
-    again.load_state_dict(checkpoint)
-    train(again, 1, first_epoch=2)
     assert torch.equal(again.parameters(), unbroken.parameters())
 
 
@@ -178,23 +118,17 @@ def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
     early = copy.deepcopy(state.state_dict())
     train(state, 2, first_epoch=1)
 
-    def fresh(num_images=4, size=3, folder=tmp_path / "rows"):
-        return ImageState(num_images, torch.zeros(size), lr=0.1, folder=folder)
+    def fresh(folder=tmp_path / "rows"):
+        return ImageState(4, torch.zeros(3), lr=0.1, folder=folder)
 
-    with pytest.raises(
-        UserError, match="parameters of checkpoint 2, state.pt needs those of checkpoint 1"
-    ):
+    with pytest.raises(UserError, match="of checkpoint 2, state.pt needs those of checkpoint 1"):
         fresh().load_state_dict(early)
     with pytest.raises(UserError, match="missing or unreadable"):
-        fresh(folder=tmp_path / "elsewhere").load_state_dict(early)
-    with pytest.raises(UserError, match="4 images of 9 words, the settings ask for 4 of 15"):
-        fresh(size=5).load_state_dict(early)
-    with pytest.raises(UserError, match="parameters of 4 images, the data set has 5"):
-        fresh(num_images=5).load_state_dict(early)
+        fresh(tmp_path / "elsewhere").load_state_dict(early)
     with pytest.raises(UserError, match="kept in files"):
-        fresh(folder=None).load_state_dict(early)
+        fresh(None).load_state_dict(early)
     with pytest.raises(UserError, match="kept in memory"):
-        fresh().load_state_dict(fresh(folder=None).state_dict())
+        fresh().load_state_dict(fresh(None).state_dict())
 
 
 def test_a_file_cut_short_is_noticed(tmp_path):
@@ -223,19 +157,11 @@ def test_release_frees_half_of_the_files_and_keeps_the_parameters(tmp_path):
     state = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
     train(state, 2)
     parameters, size = state.parameters(), 50 * record_words(40) * 4
-    state.release()
-    assert sorted((tmp_path / f"records.{place}").stat().st_size for place in range(2)) == [0, size]
-    assert torch.equal(state.parameters(), parameters)
-
-
-def test_another_process_may_release_the_files(tmp_path):
-    state = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
-    train(state, 2)
     again = ImageState(50, torch.zeros(40), lr=0.1, folder=tmp_path)
     again.load_state_dict(state.state_dict())
-    again.release()
-    sizes = [(tmp_path / f"records.{place}").stat().st_size for place in range(2)]
-    assert sorted(sizes) == [0, 50 * record_words(40) * 4]
+    again.release()  # another process may do it
+    assert sorted((tmp_path / f"records.{place}").stat().st_size for place in range(2)) == [0, size]
+    assert torch.equal(again.parameters(), parameters)
 
 
 def test_a_random_start_depends_on_seed_and_image_id_alone():
@@ -244,16 +170,13 @@ def test_a_random_start_depends_on_seed_and_image_id_alone():
     )
     assert torch.equal(few.parameters(), many.parameters()[:5])
     assert torch.equal(many.gather(torch.tensor([17, 3])), many.parameters()[[17, 3]])
-    assert not torch.equal(
-        few.parameters(),
-        ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5).parameters(),
-    )
-    assert many.parameters().mean().item() == pytest.approx(
-        3, abs=0.02
-    ) and many.parameters().std().item() == pytest.approx(0.5, abs=0.02)
-    assert (
-        many.parameters().flatten(1).corrcoef().fill_diagonal_(0).abs().max() < 0.2
-    )  # 1000 numbers: one sigma is 0.03
+    other = ImageState(5, torch.full((2, 500), 3.0), lr=0.1, initial_std=0.5, seed=5)
+    assert not torch.equal(few.parameters(), other.parameters())
+    parameters = many.parameters().flatten(1)
+    assert parameters.mean().item() == pytest.approx(3, abs=0.02)
+    assert parameters.std().item() == pytest.approx(0.5, abs=0.02)
+    # 1000 numbers: one sigma is 0.03
+    assert parameters.corrcoef().fill_diagonal_(0).abs().max() < 0.2
 
 
 EPOCHS = 40

@@ -289,7 +289,7 @@ def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
         codes = in_world(size, tmp_path / "words", in_rank, run, kill, size - 1)
         said = (tmp_path / "words" / "rank0.txt").read_text()
         assert codes == [128 + number] * size, said
-        assert said.count("gaupipe: stopped by ") == 1 and "(with torchrun or srun" in said
+        assert said.count("gaupipe: stopped by ") == 1 and "(with torchrun, as before)" in said
     assert in_world(size, tmp_path / "words", in_rank, run) == [0] * size
     assert_same(tmp_path / "run", tmp_path / "unbroken")
 

@@ -16,7 +16,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import check_fit, load_vit
-from gaupipe.teachers.vit import VitTeacher, softmax_of_scores
+from gaupipe.teachers.vit import VitTeacher
 
 CACHE = "gaupipe.teachers.pretrained.try_to_load_from_cache"
 
@@ -200,14 +200,6 @@ def test_a_teacher_that_gives_no_numbers_is_refused_by_name(classes):
         model.blocks[1].attn.qkv.weight[3, 4] = torch.nan
     with pytest.raises(UserError, match=r"vit: the weights blocks.1.attn.qkv.weight are"):
         VitTeacher(model, data(), "vit")
-
-
-def test_a_query_whose_keys_are_all_masked_looks_nowhere():
-    q = torch.randn(1, 1, 3, 4)
-    mask = torch.tensor([[True, False, True], [False] * 3, [True] * 3])
-    maps = softmax_of_scores(q, q, q, attn_mask=mask)
-    assert maps[0, 0].sum(-1).tolist() == pytest.approx([1, 0, 1]) and maps[0, 0, 0, 1] == 0
-    assert softmax_of_scores(q * torch.nan, q, q, attn_mask=mask)[0, 0, 0].isnan().all()
 
 
 def test_images_are_normalised_as_the_teacher_learned_them():

@@ -1,5 +1,4 @@
-"""A ViT with GauAttention as a teacher: the Gaussians it reads through, its two forward modes and
-the maps that it shows.
+"""A ViT with GauAttention as a teacher: its Gaussians, two forward modes and attention maps.
 
 Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, E embedding width,
 C classes.
@@ -177,28 +176,20 @@ class Teacher(nn.Module):
 
     @property
     def predicts_gaussians(self) -> bool:
-        """Whether Gaussians come from the tokens of an image: :meth:`look` and :meth:`forward`
-        then need no others."""
+        """True if the tokens of an image give its Gaussians."""
         return self.predictor is not None
 
-    def residual(self, parameters: Tensor) -> Tensor:
-        """The raw numbers [B, L, H, T, P] that per-image parameters ``[B, *per_image_shape]`` add
-        to the prior."""
-        if self.decoder is None:
-            return parameters
-        return self.decoder(parameters).view(len(parameters), *self.raw_shape)
-
     def gaussians(self, parameters: Tensor | None) -> Tensor:
-        """Gaussians [B, L, H, T, 4] of the images with these parameters; the prior's, with B =
-        1, for None."""
+        """Gaussians [B, L, H, T, 4] of the images with these parameters ``[B, *per_image_shape]``;
+        the prior's, with B = 1, for None."""
         raw = self.prior.unsqueeze(0)  # [1, L, H, T, P]
         if parameters is not None:
-            raw = raw + self.residual(parameters)  # [B, L, H, T, P]
+            residual = parameters if self.decoder is None else self.decoder(parameters)
+            raw = raw + residual.view(len(parameters), *self.raw_shape)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
 
     def predicted(self, layer: int, tokens: Tensor) -> Tensor:
-        """Gaussians [B, H, T, 4] that a block's tokens [B, T, d], as the attention gets them,
-        predict for themselves."""
+        """Gaussians [B, H, T, 4] of a block's tokens [B, T, d], as its attention gets them."""
         assert self.predictor is not None
         return predicted_gaussians(
             self.prior[layer], self.predictor[layer], tokens, self.parametrisation
@@ -206,14 +197,9 @@ class Teacher(nn.Module):
 
     def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
-        tokens predict where they look."""
+        tokens predict Gaussians."""
         gaussians: list[Tensor] = []
-
-        def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            gaussians.append(self.predicted(layer, tokens))
-            return attention(tokens, expected_axes(gaussians[-1], self.grid))
-
-        logits = run_blocks(self.vit, images, attend)
+        logits = self(images, None, seen=gaussians)
         return logits, torch.stack(gaussians, dim=1)
 
     @torch.no_grad()
@@ -224,7 +210,7 @@ class Teacher(nn.Module):
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, GaussianMaps]:
         """(log-probabilities [B, C], attention) of images [B, channels, height, width] in eval
-        mode. ``parameters`` [B, *per_image_shape] are the images' own; None: the prior alone.
+        mode, with their ``parameters`` [B, *per_image_shape]; None: the prior alone.
         ``generator`` draws the points of sampled passes."""
         if self.predictor is not None:
             logits, gaussians = self.look(images)
@@ -244,12 +230,9 @@ class Teacher(nn.Module):
         generator: torch.Generator | None = None,
         axes: list[tuple[Tensor, Tensor]] | None = None,
     ) -> Tensor:
-        """Log-probabilities [B, C] in eval mode.
-
-        The probabilities of so many sampled ``passes`` are averaged: a single pass at the means is
-        not the function that was trained. With None one pass is exact, and ``axes`` gets what
-        :meth:`forward` puts there.
-        """
+        """Log-probabilities [B, C] in eval mode: the mean of the probabilities of so many sampled
+        ``passes``, or with None one exact pass; a single pass at the means is not the function that
+        was trained. ``axes`` as in :meth:`forward`."""
         if passes is None:
             return self(images, gaussians, axes=axes).float().log_softmax(-1)
         draws = [
@@ -264,27 +247,28 @@ class Teacher(nn.Module):
         gaussians: Tensor | None,
         noise: Tensor | None = None,
         axes: list[tuple[Tensor, Tensor]] | None = None,
+        seen: list[Tensor] | None = None,
     ) -> Tensor:
-        """Logits [B, C] of images [B, channels, height, width] that look where ``gaussians`` [B or
-        1, L, H, T, 4] say, or, with None, where their tokens predict.
+        """Logits [B, C] of images [B, channels, height, width].
 
-        Without ``noise`` every query reads through the exact expected map. With ``noise`` [B, L, H,
-        T, 2], standard normal, it reads at one sampled point: one pass is one draw, and predictions
-        are the mean of several (:meth:`predict`). Without ``noise`` the list ``axes`` gets the two
-        factors of each block's map, [B or 1, H, T, h] and [B or 1, H, T, w].
+        gaussians   [B or 1, L, H, T, 4]; None: those that the tokens predict
+        noise       [B, L, H, T, 2], standard normal: every query reads at one sampled point. None:
+                    through the exact expected map
+        axes        gets the two factors of each block's expected map, [B or 1, H, T, h] and
+                    [B or 1, H, T, w]
+        seen        gets the Gaussians of each block, [B or 1, H, T, 4]
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            if gaussians is None:
-                return attention(tokens, expected_axes(self.predicted(layer, tokens), self.grid))
-            if noise is None:
-                factors = expected_axes(gaussians[:, layer], self.grid)
-                if axes is not None:
-                    axes.append(factors)
-                return attention(tokens, factors)
-            return attention.at_points(
-                tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid
-            )
+            of_block = self.predicted(layer, tokens) if gaussians is None else gaussians[:, layer]
+            if noise is not None:
+                return attention.at_points(tokens, sample(of_block, noise[:, layer]), self.grid)
+            factors = expected_axes(of_block, self.grid)
+            if axes is not None:
+                axes.append(factors)
+            if seen is not None:
+                seen.append(of_block)
+            return attention(tokens, factors)
 
         return run_blocks(self.vit, images, attend)
 

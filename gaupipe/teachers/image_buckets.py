@@ -1,8 +1,5 @@
-"""The per-image parameters of a run: an :class:`ImageState` for each bucket of image ids, of which
-a rank has its own. One process on its own has a single bucket.
-
-Axis letters: N images, B images of a batch, P buckets.
-"""
+"""The per-image parameters of a run: an :class:`ImageState` for each of a rank's buckets of image
+ids. One process alone has a single bucket."""
 
 from __future__ import annotations
 
@@ -34,8 +31,8 @@ class BucketedState:
         numbers: Sequence[int],
         make: Callable[[int, np.ndarray], ImageState],
     ) -> None:
-        """``numbers`` are the buckets that are here. ``make`` (bucket, its image ids) gives their
-        states."""
+        """``numbers`` name the buckets of this process. ``make`` (bucket, its image ids) gives
+        their states."""
         self.buckets = buckets
         self.states = {number: make(number, buckets.members(number)) for number in numbers}
         self.files: dict[str, str] = {}
@@ -86,9 +83,9 @@ class BucketedState:
             state.release()
 
     def save(self, folder: Path, moment: str) -> dict[str, Any]:
-        """Writes the committed parameters of every bucket to a file in ``folder``, where it lies
-        safely beside those of earlier moments, and returns what :meth:`load` needs: the sha256 of
-        every file, of all ranks, by name."""
+        """Writes the committed parameters of every bucket to a file in ``folder``, beside those of
+        earlier moments. Returns the sha256 of every file, of all ranks, by name, as :meth:`load`
+        takes it."""
         folder.mkdir(parents=True, exist_ok=True)
         written = {}
         for number, state in self.states.items():
@@ -115,21 +112,17 @@ class BucketedState:
         self.files = files
 
     def remove_superseded(self, folder: Path) -> None:
-        """Deletes what :meth:`save` wrote to ``folder`` but the last checkpoint does not name: the
-        files of earlier epochs, and those of a save that was killed. Nothing where there is no
-        checkpoint yet. No rank may be in :meth:`save` meanwhile."""
+        """Deletes the files in ``folder`` that the last checkpoint does not name. No rank may be in
+        :meth:`save` meanwhile."""
         for path in folder.glob("rows.*.pt"):
             if self.files and path.name not in self.files:
                 path.unlink()
 
     def _parts(self, image_ids: Tensor) -> Iterator[tuple[Tensor, ImageState, Tensor]]:
-        """(where in the batch, the state of a bucket, the images' places in it) of every bucket."""
+        """(positions in the batch, state, positions in it) of each bucket of the images."""
         ids = image_ids.numpy()
-        of, positions = self.buckets.of(ids), self.buckets.positions(ids)
-        for number in np.unique(of).tolist():
-            where = np.flatnonzero(of == number)
-            yield (
-                torch.from_numpy(where),
-                self.states[number],
-                torch.from_numpy(positions[where]),
-            )
+        buckets, positions = self.buckets.of(ids), self.buckets.positions(ids)
+        for number in np.unique(buckets).tolist():
+            batch = np.flatnonzero(buckets == number)
+            part = torch.from_numpy(positions[batch])
+            yield torch.from_numpy(batch), self.states[number], part

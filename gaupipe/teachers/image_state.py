@@ -8,12 +8,11 @@ images (*GauTransformer, section 3.3.1*).
 
 An image's parameters and their two Adam moments lie side by side in one *record*, in memory or in a
 file. Records in files are kept twice: an epoch reads each image's committed record and writes the
-updated one to the other place. :meth:`ImageState.commit`, at the end of the epoch or in the middle
-of a long one, makes what was updated since the last commit the committed record; the others keep
-theirs. A process killed at any moment has therefore destroyed nothing that the last checkpoint
-needs, and a checkpoint says only which of its two records each image has, the record's checksum and
-the image's step count: nine bytes an image. A record is compared with its checksum the first time
-it is read after a checkpoint was loaded.
+updated one to the other place. :meth:`ImageState.commit` makes what was updated since the last
+commit the committed record. A process killed at any moment has therefore destroyed nothing that the
+last checkpoint needs, and a checkpoint says only which of its two records each image has, the
+record's checksum and the image's step count: nine bytes an image. A record is compared with its
+checksum the first time it is read after a checkpoint was loaded.
 
 Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
 """
@@ -36,16 +35,14 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import flush
 
 CHUNK_BYTES = 64 * 2**20
-"""How much :meth:`ImageState.chunks` reads at a time."""
-
+"""Bytes that :meth:`ImageState.chunks` reads at a time."""
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Adam's."""
 
 
 def record_words(size: int) -> int:
-    """W, the int32 words of one record: an image's ``size`` float32 parameters and their two
-    moments."""
+    """W of an image with ``size`` parameters: these and their two moments."""
     return 3 * size
 
 
@@ -53,8 +50,8 @@ class ImageState:
     """The parameters of N images, float32 and of one shape [*shape], their Adam moments and step
     counts, outside the model and on the CPU.
 
-    They are found by image id, the image's position in the data set's canonical order. What a step
-    costs does not depend on N: nothing is written for an image before its first update.
+    Images are numbered by their position in the data set's canonical order. The cost of a step does
+    not depend on N: nothing is written for an image before its first update.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class ImageState:
         drawn_as   [N]: the image ids that the noise is drawn for, where they are others
         to_read    there are no updates, and records in memory stay those that
                    :meth:`load_state_dict` gets: of a checkpoint that is mapped into memory only
-                   what is asked for is then read
+                   the pages that are read take memory
         """
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.lr = lr
@@ -97,6 +94,11 @@ class ImageState:
         that collects a gradient."""
         return self.read(image_ids).to(device).requires_grad_()
 
+    def read(self, image_ids: Tensor) -> Tensor:
+        """A copy of the parameters of ``image_ids`` [B] int64: [B, *shape], on the CPU."""
+        parameters = self._read(image_ids, self.initial.numel())
+        return parameters.view(-1, *self.initial.shape)
+
     @torch.no_grad()
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
         """One Adam step on the parameters of distinct ``image_ids`` [B] with their ``gradient`` [B,
@@ -109,8 +111,8 @@ class ImageState:
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
         image_ids, gradient = image_ids[finite], gradient[finite]
-        records = self._read_records(image_ids)
-        parameters, first, second = self._parts(records)  # views, stepped in place
+        records = self._read(image_ids, record_words(self.initial.numel()))
+        parameters, first, second = records.tensor_split(3, dim=1)  # views, stepped in place
         beta1, beta2 = BETAS
         steps = self.steps[image_ids].add_(1)
         power = steps.double().unsqueeze(1)
@@ -119,7 +121,7 @@ class ImageState:
         denominator = second.div((1 - beta2**power).float()).sqrt_().add_(EPS)
         denominator.mul_(((1 - beta1**power) / self.lr).float())
         parameters.addcdiv_(first, denominator, value=-1)
-        self._records.write(image_ids, records)
+        self._records.write(image_ids, records.view(torch.int32))
         self.steps[image_ids] = steps
 
     def commit(self) -> None:
@@ -134,12 +136,11 @@ class ImageState:
         """The parameters of all images in the order of their ids, a few at a time: tensors
         [n, *shape]."""
         size = max(1, CHUNK_BYTES // (4 * max(1, self.initial.numel())))
-        for start in range(0, len(self), size):
-            yield self.read(torch.arange(start, min(start + size, len(self))))
+        for image_ids in torch.arange(len(self)).split(size):
+            yield self.read(image_ids)
 
     def parameters(self) -> Tensor:
-        """A copy of the parameters of all images [N, *shape]; see :meth:`chunks` for more than
-        memory holds."""
+        """A copy of the parameters of all images [N, *shape]."""
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
@@ -154,8 +155,8 @@ class ImageState:
         """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
         killed process's.
 
-        Raises UserError for a checkpoint of other parameters, or one whose files are missing or
-        have moved on.
+        Raises UserError for a checkpoint whose files are missing or have moved on, or that kept
+        records in another place.
         """
         before = "memory" if "values" in state["records"] else "files"
         now = "memory" if isinstance(self._records, MemoryRecords) else "files"
@@ -164,19 +165,23 @@ class ImageState:
                 f"the checkpoint's per-image parameters were kept in {before}, these settings keep "
                 f"them in {now}: continue with the phase_a.rows that it was started with"
             )
-        if len(state["steps"]) != len(self):
-            raise UserError(
-                f"the checkpoint has parameters of {len(state['steps'])} images, "
-                f"the data set has {len(self)}"
-            )
-        self._records.load_state_dict(state["records"])
         self.steps.copy_(state["steps"])
+        self._records.load_state_dict(state["records"])
         self.initial.copy_(state["start"]["mean"])
         self.initial_std, self.seed = state["start"]["std"], state["start"]["seed"]
 
     def release(self) -> None:
         """Deletes superseded records once training is over: half of what the files take."""
         self._records.release(self.steps > 0)
+
+    def _read(self, image_ids: Tensor, words: int) -> Tensor:
+        """The first ``words`` of records, float32 [B, words]; of images that have never been
+        updated their start."""
+        used = self.steps[image_ids] > 0
+        records = self._records.read(image_ids, used, words).view(torch.float32)
+        if not used.all():
+            records[~used, : self.initial.numel()] = self._initial(image_ids[~used])
+        return records
 
     def _initial(self, image_ids: Tensor) -> Tensor:
         """The parameters [B, R] that images start with."""
@@ -193,32 +198,6 @@ class ImageState:
         ]
         return alike + self.initial_std * torch.from_numpy(np.stack(noise))
 
-    def read(self, image_ids: Tensor) -> Tensor:
-        """The parameters of ``image_ids`` [B] int64: [B, *shape], on the CPU, in memory of their
-        own."""
-        words = self.initial.numel()
-        records = self._records.read(image_ids, self.steps[image_ids] > 0, words)
-        parameters = self._with_initial(image_ids, records.view(torch.float32))
-        return parameters.view(-1, *self.initial.shape)
-
-    def _read_records(self, image_ids: Tensor) -> Tensor:
-        """Records [B, W] in memory of their own."""
-        records = self._records.read(image_ids, self.steps[image_ids] > 0)
-        self._with_initial(image_ids, self._parts(records)[0])
-        return records
-
-    def _with_initial(self, image_ids: Tensor, parameters: Tensor) -> Tensor:
-        """Puts the start into those ``parameters`` [B, R] that have never been updated."""
-        fresh = (self.steps[image_ids] == 0).nonzero().squeeze(1)
-        if len(fresh):
-            parameters[fresh] = self._initial(image_ids[fresh])
-        return parameters
-
-    def _parts(self, records: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of records [B, W]: parameters float32, first and second moments, all [B, R]."""
-        parameters, first, second = records.view(torch.float32).tensor_split(3, dim=1)
-        return parameters, first, second
-
 
 class MemoryRecords:
     """N records of W int32 words in memory. Pages that no record was written to take none."""
@@ -228,9 +207,7 @@ class MemoryRecords:
         # torch.zeros would touch every page
         self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))
 
-    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the records of ``image_ids`` [B]; zeros where
-        not ``used`` [B]."""
+    def read(self, image_ids: Tensor, used: Tensor, words: int) -> Tensor:
         return self.records[:, :words].index_select(0, image_ids)
 
     def write(self, image_ids: Tensor, records: Tensor) -> None:
@@ -246,11 +223,6 @@ class MemoryRecords:
         return {"values": self.records}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["values"].shape != self.records.shape:
-            raise UserError(
-                f"the checkpoint's per-image parameters have {state['records'].shape[1]} words an "
-                f"image, these settings ask for {self.records.shape[1]}"
-            )
         if self.to_read:
             self.records = state["values"]
         else:
@@ -265,65 +237,54 @@ class FileRecords:
     (``benchmarks/image_state.py`` has both).
 
     ``files.json`` has the number of commits whose records are intact: writes have begun on top of
-    the last of them, never of a later one. It is how a checkpoint that the files have left behind
-    is noticed.
+    the last of them, never of a later one. A checkpoint that the files have left behind is
+    recognised by it.
     """
 
     def __init__(self, folder: Path, num_images: int, words: int) -> None:
         self.folder, self.words = folder, words
         self.place = torch.zeros(num_images, dtype=torch.uint8)
-        """Which file holds an image's committed record."""
+        """The file that holds an image's committed record."""
         self.written = torch.zeros(num_images, dtype=torch.bool)
         """Images whose other place holds a newer record, not committed yet."""
         self.checksums = np.zeros((2, num_images), dtype=np.uint32)
         """crc32c of the record in each place; 0 before its first write."""
         self.doubtful = torch.zeros(num_images, dtype=torch.bool)
-        """Images whose committed record was written by another process and has not been compared
-        yet."""
+        """Images whose committed record another process wrote and nothing has compared yet."""
         self.commits = 0
         self._descriptors: list[int] = []
 
-    def read(self, image_ids: Tensor, used: Tensor, words: int | None = None) -> Tensor:
-        """The first ``words`` (all for None) of the newest records of ``image_ids`` [B]; zeros
-        where not ``used``.
-
-        Raises UserError for a record that is not what was written.
-        """
-        records = torch.zeros(
-            len(image_ids), self.words if words is None else words, dtype=torch.int32
-        )
-        if not used.any():
-            return records
-        self._open()
-        doubtful = image_ids[used & self.doubtful[image_ids]]
-        if len(doubtful):
-            self._check(doubtful)
-        self._read_into(records, used.nonzero().squeeze(1), image_ids[used])
+    def read(self, image_ids: Tensor, used: Tensor, words: int) -> Tensor:
+        """The first ``words`` of the newest records of ``image_ids`` [B]; zeros where not ``used``
+        [B]. Raises UserError for a record that is not what was written."""
+        records = torch.zeros(len(image_ids), words, dtype=torch.int32)
+        if used.any():
+            self._open()
+            self._check(image_ids[used & self.doubtful[image_ids]])
+            self._read_into(records, used.nonzero().squeeze(1), image_ids[used])
         return records
 
     def _read_into(self, records: Tensor, positions: Tensor, image_ids: Tensor) -> None:
         """Reads the newest records of ``image_ids`` [n] into ``records`` [B, words], at
         ``positions`` [n]."""
         size = records.shape[1] * 4
-        bytes_ = records.numpy().data.cast("B")
-        places = zip(positions.tolist(), self._places(image_ids), strict=True)
-        where = [(position * size, *place) for position, place in places]
-        for _, descriptor, offset in where:  # the disk looks for all of them at once
+        data = records.numpy().data.cast("B")
+        places = [*self._places(image_ids)]
+        for descriptor, offset in places:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
-        for start, descriptor, offset in where:
-            if os.preadv(descriptor, [bytes_[start : start + size]], offset) != size:
-                raise UserError(
-                    f"{self.folder}: a record at byte {offset} cannot be read whole: "
-                    "the file is damaged"
-                )
+        for position, (descriptor, offset) in zip(positions.tolist(), places, strict=True):
+            start = position * size
+            if os.preadv(descriptor, [data[start : start + size]], offset) != size:
+                raise UserError(f"{self.folder}: damaged: it has no whole record at byte {offset}")
 
     def _check(self, image_ids: Tensor) -> None:
         """Compares committed records with their checksums."""
+        if not len(image_ids):
+            return
         records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
         self._read_into(records, torch.arange(len(image_ids)), image_ids)
-        wrong = (
-            checksums(records) != self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
-        )
+        expected = self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        wrong = checksums(records) != expected
         if wrong.any():
             raise UserError(
                 f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
@@ -341,11 +302,9 @@ class FileRecords:
                 self._mark()
             self.written[image_ids] = True
             self.doubtful[image_ids] = False
-            self.checksums[1 - self.place[image_ids].numpy(), image_ids.numpy()] = checksums(
-                records
-            )
-            data = records.numpy().data.cast("B")
-            size = self.words * 4
+            places = 1 - self.place[image_ids].numpy()
+            self.checksums[places, image_ids.numpy()] = checksums(records)
+            data, size = records.numpy().data.cast("B"), self.words * 4
             for position, (descriptor, offset) in enumerate(self._places(image_ids)):
                 start = position * size
                 if os.pwrite(descriptor, data[start : start + size], offset) != size:
@@ -353,8 +312,7 @@ class FileRecords:
         except OSError as error:
             raise UserError(
                 f"{self.folder}: per-image parameters cannot be written: "
-                f"{error.strerror or error}; "
-                "the last checkpoint is kept"
+                f"{error.strerror or error}; the last checkpoint is kept"
             ) from None
 
     def commit(self) -> None:
@@ -376,15 +334,10 @@ class FileRecords:
 
     def state_dict(self) -> dict[str, Any]:
         if self.written.any():
-            raise RuntimeError(
-                "a checkpoint has committed records in files only: call commit() first"
-            )
+            raise RuntimeError("a checkpoint has committed records only: call commit() first")
         committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
-        return {
-            "place": self.place,
-            "commits": self.commits,
-            "checksums": torch.from_numpy(committed.view(np.int32)),
-        }
+        checksums = torch.from_numpy(committed.view(np.int32))
+        return {"place": self.place, "commits": self.commits, "checksums": checksums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         commits = state["commits"]
@@ -399,20 +352,14 @@ class FileRecords:
         self.doubtful = torch.from_numpy(self.checksums.any(0))
 
     def _check_files(self, commits: int) -> None:
-        """Raises UserError if the files are not there or do not hold the records as of this
+        """Raises UserError for files that are not there or do not hold the records as of this
         commit."""
         try:
-            files = json.loads((self.folder / "files.json").read_bytes())
-            num_images, words, written = files["num_images"], files["words"], files["commits"]
+            written = json.loads((self.folder / "files.json").read_bytes())["commits"]
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             raise UserError(
                 f"{self.folder}: the files with the per-image parameters are missing or unreadable"
             ) from None
-        if (num_images, words) != (len(self.place), self.words):
-            raise UserError(
-                f"{self.folder} holds {num_images} images of {words} words, the settings ask for "
-                f"{len(self.place)} of {self.words}"
-            )
         if written not in (commits - 1, commits):
             raise UserError(
                 f"{self.folder} holds the per-image parameters of checkpoint {written}, state.pt "
@@ -426,21 +373,20 @@ class FileRecords:
             yield self._descriptors[place], image_id * self.words * 4
 
     def _open(self) -> None:
-        if not self._descriptors:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for place in range(2):
-                descriptor = os.open(
-                    self.folder / f"records.{place}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644
-                )
-                self._descriptors.append(descriptor)
-                weakref.finalize(self, os.close, descriptor)
+        if self._descriptors:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for place in range(2):
+            path = self.folder / f"records.{place}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptors.append(descriptor)
+            weakref.finalize(self, os.close, descriptor)
 
     def _mark(self) -> None:
         """Notes, before the first write after a commit, which commit's records stay intact
         meanwhile."""
-        files = {"commits": self.commits, "num_images": len(self.place), "words": self.words}
         partial = self.folder / "files.json.partial"
-        partial.write_text(json.dumps(files))
+        partial.write_text(json.dumps({"commits": self.commits}))
         flush(partial)
         partial.replace(self.folder / "files.json")
         flush(self.folder)
