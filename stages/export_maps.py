@@ -62,8 +62,8 @@ def run(
     """Writes the store of a run whose phase A has finished and returns its path or URL.
 
     kind, encoding, k, views
-               what is stored. None is what the store that is there has, else what the settings say
-               (:class:`gaupipe.settings.ExportSettings`)
+               as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
+               has, else what the settings say
     out        path or URL of the store; None is the run's own
     overwrite  replaces a complete store, which is refused otherwise
     repair     rewrites what :func:`store.verify` finds damaged, and nothing else; until that is
@@ -74,7 +74,7 @@ def run(
     overrides  ``phase_a.teacher_args...=value``, of ``teacher``
     download   fetch the published weights of ``teacher``
     data       the data set of the settings, where it has been read already
-    augment    what views are drawn with; None is the run's ``augment``
+    augment    draws the views; None is the run's ``augment``
 
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
@@ -105,8 +105,7 @@ def run(
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            arguments = tree["phase_a"]["teacher_args"]
-            job = other_teacher(settings, teacher, arguments, download=download, data=data)
+            job = other_teacher(settings, teacher, **tree["phase_a"], download=download, data=data)
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         tokens = job.shape.grid[0] * job.shape.grid[1]
@@ -141,8 +140,8 @@ def run(
         job, export = distributed.main_first(load)
         ranks.check_same(settings, job.data)
         sha256 = job.common_sha256()
-        own = job.settings.phase_a.teacher_args if teacher else {}
-        notes = {"teacher_args": own} if own else {}
+        arguments = job.settings.phase_a.teacher_args if teacher else {}
+        notes = {"teacher_args": arguments} if arguments else {}
         schema = distributed.main_first(lambda: make_schema(job, export, sha256, notes))
         created = distributed.on_main(lambda: create(schema))
         write(job, created if distributed.is_main() else store.join(url))
@@ -161,17 +160,17 @@ def ensure(
     stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    asked = {} if export is None else export.model_dump(exclude_none=True)
+    options = {} if export is None else export.model_dump(exclude_none=True)
     if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
-        run(run_dir, out=out, data=data, augment=augment, **asked)
+        run(run_dir, out=out, data=data, augment=augment, **options)
         return url
 
     def check() -> None:
-        there = stored_export(url)
-        for name, value in asked.items():
-            if there is not None and getattr(there, name) != value:
+        stored = stored_export(url)
+        for name, value in options.items():
+            if stored is not None and getattr(stored, name) != value:
                 raise UserError(
-                    f"{url} already holds a complete store with {name} {getattr(there, name)}, "
+                    f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                     f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
                 )
 
@@ -183,32 +182,29 @@ def check_overrides(overrides: Sequence[str], teacher: str | None) -> None:
     """Raises UserError for settings that are not the keywords of another ``teacher``."""
     for override in overrides:
         name = override.partition("=")[0]
-        if not f"{name}.".startswith("phase_a.teacher_args."):
+        if teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
             raise UserError(
-                f"--set {name}: 'export-maps' takes phase_a.teacher_args alone, with --teacher"
+                f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to the "
+                "run; it is for another --teacher"
             )
-        if teacher is None:
-            raise UserError(f"--set {name}: belongs to the run; it is for another --teacher")
 
 
 def other_teacher(
     settings: Settings,
     teacher: str,
-    arguments: dict[str, Any] | None = None,
+    teacher_args: dict[str, Any] | None = None,
     *,
     download: bool = False,
     data: ImageData | None = None,
 ) -> TeacherJob:
-    """A trained ViT in place of a run's own teacher; ``arguments`` are its ``teacher_args``."""
+    """A trained ViT in place of a run's own teacher."""
     if teacher in ("gaussian", "vit"):
         raise UserError(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
-    named = {"teacher": teacher, "teacher_args": {} if arguments is None else arguments}
-    changes = config.parse({"phase_a": named}, f"--teacher {teacher}").phase_a.model_dump(
-        include={"teacher", "teacher_args"}
-    )
+    changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
+    config.parse({"phase_a": changes}, f"--teacher {teacher}")
     phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
     settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
@@ -303,98 +299,72 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
     mine = [
         shard for shard in pending if shard.index % distributed.world_size() == distributed.rank()
     ]
-    remarks = Remarks()
-    started = time.monotonic()
+    losses: Losses = {}
+    started, world_size = time.monotonic(), distributed.world_size()
     with (
         EpochProgress("export", images, 1) as progress,
         ThreadPoolExecutor(WRITERS, "export") as pool,
     ):
         progress.line(announcement(schema, images))
         batches = job.batches(job.data.train)
-        stored: deque[Future] = deque()
+        writes: deque[Future] = deque()
         for shard in mine:
             entries = np.arange(shard.start, shard.stop)
             parts = []
-            for ids, arrays in outputs(job, schema, batches, entries, remarks=remarks):
+            for ids, arrays in outputs(job, schema, batches, entries, losses=losses):
                 parts.append(arrays)
-                progress.advance(len(ids) * distributed.world_size())
-            if len(stored) == WRITERS:
-                stored.popleft().result()
+                progress.advance(len(ids) * world_size)
+            if len(writes) == WRITERS:
+                writes.popleft().result()
             whole = parts[0]
             if len(parts) > 1:
                 whole = {name: np.concatenate([part[name] for part in parts]) for name in whole}
-            stored.append(pool.submit(writer.write, shard, whole))
-        for write in stored:
+            writes.append(pool.submit(writer.write, shard, whole))
+        for write in writes:
             write.result()
-        all_remarks = distributed.all_gather_object(
-            remarks
-        )  # once the shards of all ranks are stored
+        of_ranks = distributed.all_gather_object(losses)  # once all ranks' shards are stored
         distributed.on_main(writer.finish)
         seconds, entry = time.monotonic() - started, entry_of(schema)
-        progress.line(
-            f"export: {images:,} {entry}s in {seconds:.1f} s, "
-            f"{images / max(seconds, 1e-9):,.0f} {entry}s/s"
-        )
-        for line in Remarks.together(all_remarks).lines():
+        speed = images / max(seconds, 1e-9)
+        progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
+        for line in loss_lines(of_ranks, images):
             progress.line(f"export: {line}")
 
 
 def entry_of(schema: store.Schema) -> str:
-    """What an entry of the store is of."""
     return "image" if schema.views == 1 else "view"
 
 
 def announcement(schema: store.Schema, images: int) -> str:
-    """What is about to be written, in one line."""
-    kept = schema.num_images - images
-    what = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
-    entry = entry_of(schema)
+    """The amount that is about to be written, in one line."""
+    written, entry, size = schema.num_images - images, entry_of(schema), schema.bytes_per_image
+    kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
     each = f", {schema.views} of each image," if schema.views > 1 else ""
-    one = f"{'a' if entry == 'view' else 'an'} {entry}"
+    already = f", {written:,} are there already" if written else ""
+    one = f"{size / 1e3:,.1f} kB {'a' if entry == 'view' else 'an'} {entry}"
     return (
-        f"export: {images:,} {entry}s{each} as {what}, {schema.encoding}"
-        f"{f', {kept:,} are there already' if kept else ''}, at most "
-        f"{images * schema.bytes_per_image / 1e6:,.1f} MB "
-        f"({schema.bytes_per_image / 1e3:,.1f} kB {one}) before compression"
+        f"export: {images:,} {entry}s{each} as {kind}, {schema.encoding}{already}, "
+        f"at most {images * size / 1e6:,.1f} MB ({one}) before compression"
     )
 
 
-class Remarks:
-    """Losses of the stored maps, for each block and head, averaged over the images of an export."""
+Losses = dict[str, Tensor]
+"""Sums [L, H] over images, by names of :data:`LOSSES`."""
+LOSSES = {
+    "dropped": "attention on class and register tokens, which is left out, per block",
+    "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
+    "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
+}
 
-    def __init__(self) -> None:
-        self.images = 0
-        self.sums: dict[str, Tensor] = {}
 
-    def add(self, images: int, **losses: Tensor | None) -> None:
-        """Counts one batch; of each loss [L, H] the mean over its images."""
-        self.images += images
-        for name, loss in losses.items():
-            if loss is not None:
-                self.sums[name] = self.sums.get(name, 0) + loss.double().cpu() * images
-
-    @classmethod
-    def together(cls, parts: Sequence[Remarks]) -> Remarks:
-        """Those of all ranks."""
-        whole = cls()
-        whole.images = sum(part.images for part in parts)
-        for part in parts:
-            for name, value in part.sums.items():
-                whole.sums[name] = whole.sums.get(name, 0) + value
-        return whole
-
-    def lines(self) -> Iterator[str]:
-        """A line for each loss that there was, block by block."""
-        said = {
-            "dropped": "attention on class and register tokens, which is left out, per block",
-            "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
-            "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
-        }
-        for name, total in self.sums.items():
-            mean = total / self.images
-            if mean.any():
-                spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in mean)
-                yield f"{said[name]}: {', '.join(spans)}"
+def loss_lines(of_ranks: Sequence[Losses], images: int) -> Iterator[str]:
+    """A line for each loss of the stored maps that is not 0: its mean over the images."""
+    for name, meaning in LOSSES.items():
+        total = sum(losses.get(name, torch.zeros(1, 1)) for losses in of_ranks)
+        if torch.as_tensor(total).any():
+            rows = torch.as_tensor(total) / images
+            spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in rows)
+            yield f"{meaning}: {', '.join(spans)}"
 
 
 def outputs(
@@ -403,13 +373,13 @@ def outputs(
     batches: Batches,
     entries: np.ndarray,
     seed: int | None = None,
-    remarks: Remarks | None = None,
+    losses: Losses | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
     what a store of this schema holds for them.
 
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
-    batch alone, so that any batch can be made again.
+    batch alone, so that any batch can be made again. ``losses`` are added to.
     """
     seed = job.settings.seed if seed is None else seed
     generator = torch.Generator(job.device)
@@ -424,10 +394,17 @@ def outputs(
         with torch.no_grad():
             dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
-        if remarks:
-            lost = {name: getattr(attention, name, None) for name in ("dropped", "divergence")}
-            remarks.add(len(batch), **lost, clipped=clipped_means(schema, named))
-        arrays = {name: _to_numpy(tensor, schema.has_codes(name)) for name, tensor in named.items()}
+        if losses is not None:
+            for name in LOSSES:
+                clipped = name == "clipped"
+                loss = clipped_means(schema, named) if clipped else getattr(attention, name, None)
+                if loss is not None:
+                    losses[name] = losses.get(name, 0) + loss.double().cpu() * len(batch)
+        arrays = {}
+        for name, tensor in named.items():
+            if tensor.is_floating_point():
+                tensor = tensor.float() if schema.has_codes(name) else tensor.half()
+            arrays[name] = tensor.cpu().numpy()
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
@@ -437,10 +414,3 @@ def clipped_means(schema: store.Schema, arrays: dict[str, Tensor]) -> Tensor | N
         return None
     beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2
     return beyond.any(-1).double().mean((0, 3))  # of [B, L, H, T]
-
-
-def _to_numpy(tensor: Tensor, is_coded: bool) -> np.ndarray:
-    """Numbers as float16 unless they are to be coded, indices as they are."""
-    if tensor.is_floating_point():
-        tensor = tensor.float() if is_coded else tensor.half()
-    return tensor.cpu().numpy()

@@ -14,6 +14,10 @@ class DamagedStore(StoreError):
     """The store's own description (its metadata files) is not what was written."""
 
 
+def damaged(url: str, what: str) -> DamagedStore:
+    return DamagedStore(f"{url}: {what}; repair it with gaupipe export-maps --repair")
+
+
 class OtherVersion(StoreError):
     """The store is of another format version."""
 

@@ -82,10 +82,12 @@ class Files:
         )
 
     def has_files(self) -> bool:
-        """Whether there are any files."""
+        """Whether there are any files. In a folder, the first one answers. A write that was killed
+        leaves NAME.__lock, which `list` does not show either."""
         if self.folder is None:
             return bool(self.list())
-        return any(files for _, _, files in os.walk(self.folder))
+        names = (name for _, _, files in os.walk(self.folder) for name in files)
+        return not all(name.endswith(".__lock") for name in names)
 
     def delete(self, prefix: str) -> None:
         """Deletes all files whose name starts with `prefix`."""

@@ -31,7 +31,7 @@ import zarr.buffer
 from zarr.codecs import BytesCodec, Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
-from store.errors import DamagedStore, OtherVersion, StoreError, UnfinishedStore
+from store.errors import OtherVersion, StoreError, UnfinishedStore, damaged
 from store.files import Files
 from store.schema import Schema
 
@@ -79,7 +79,16 @@ class Layout:
 
     @property
     def records(self) -> dict[str, RecordSpec]:
-        return records(self.schema, self.images_per_shard)
+        """The arrays of ours that stand beside the data."""
+        shards, arrays, images = self.num_shards, len(self.names), self.schema.num_images
+        axes = ("shard", "array")
+        return {
+            "shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", (*axes, "byte")),
+            "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", axes),
+            "image_crc32c": RecordSpec(
+                (images, arrays), self.images_per_shard, "uint32", ("image", "array")
+            ),
+        }
 
     @property
     def num_shards(self) -> int:
@@ -102,30 +111,24 @@ class Layout:
         """The file that says, by being there, that a shard is finished."""
         return self.shard_file("shard_sha256", index)
 
-    def record_bytes(self) -> int:
-        """Bytes of one shard's files in the records: their numbers and a checksum of four bytes
-        in each."""
-        return sum(
-            spec.rows * math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize + 4
-            for spec in self.records.values()
-        )
-
     def finished(self, files: Files) -> list[int]:
         """The indices of the finished shards, in order; read from the store at every call."""
         keys = {key: key.split("/")[2] for key in files.list("shard_sha256/c/")}
-        indices = sorted(
-            int(index)
-            for key, index in keys.items()
-            if index.isdecimal() and key == self.record_file(int(index))
+        indices = [int(index) for index in keys.values() if index.isdecimal()]
+        return sorted(
+            index
+            for index in indices
+            if index < self.num_shards and self.record_file(index) in keys
         )
-        return [index for index in indices if index < self.num_shards]
 
     def record_rows(self, name: str, shard: Shard) -> Shard:
         """The rows of a record that lie in the shard's file of it."""
         return shard if name == "image_crc32c" else Shard(shard.index, shard.index, shard.index + 1)
 
     def is_column(self, name: str) -> bool:
-        return is_column(self.schema, name)
+        """Whether an image's part of the array is so small that the whole shard is one chunk."""
+        numbers = math.prod(self.schema.arrays()[name].shape[1:])
+        return numbers * self.schema.stored_dtype(name).itemsize < COLUMN_BYTES
 
     @functools.cached_property
     def identity(self) -> str:
@@ -147,11 +150,6 @@ class Layout:
         `IDENTITY/ARRAY/INDEX`."""
         digest = hashlib.sha256(f"{self.identity}/{name}/{index}".encode()).digest()
         return int.from_bytes(digest[:4], "little")
-
-    def image_masks(self, indices: range) -> np.ndarray:
-        """`image_mask` of these shards and all arrays: [len(indices), A] uint32."""
-        masks = [[self.image_mask(name, index) for name in self.names] for index in indices]
-        return np.array(masks, np.uint32).reshape(len(indices), len(self.names))
 
     def root_file(self) -> bytes:
         """The bytes of the group's zarr.json."""
@@ -175,9 +173,7 @@ class Layout:
                 f"{url}: no attention-map store there (no {ROOT}); "
                 "export one with gaupipe export-maps"
             )
-        damaged = (
-            f"{url}: {ROOT} is damaged or was edited; repair it with gaupipe export-maps --repair"
-        )
+        broken = damaged(url, f"{ROOT} is damaged or was edited")
         try:
             attributes = json.loads(data)["attributes"]
             ours = attributes.get("format") == FORMAT
@@ -185,14 +181,14 @@ class Layout:
             attributes.pop("root_sha256", None)
             whole = seal(attributes) == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise DamagedStore(damaged) from None
+            raise broken from None
         if not ours and (whole or not sealed):
             raise StoreError(
                 f"{url}: a zarr group, but not a store of attention maps "
                 f"(attribute format is not {FORMAT!r})"
             )
         if not whole:
-            raise DamagedStore(damaged)
+            raise broken
         version = attributes.get("format_version")
         if version != FORMAT_VERSION:
             raise OtherVersion(
@@ -202,51 +198,34 @@ class Layout:
         try:
             return cls._from_attributes(attributes)
         except StoreError as error:
-            raise DamagedStore(f"{url}: {ROOT} contradicts itself: {error}") from None
+            raise damaged(url, f"{ROOT} contradicts itself: {error}") from None
 
     @classmethod
     def _from_attributes(cls, attributes: dict) -> Layout:
         """Raises StoreError for attributes that no writer of ours writes."""
         schema = Schema.from_attributes(attributes)
-        per_shard, complete, files = (
-            attributes.get(name) for name in ("images_per_shard", "complete", "files_sha256")
-        )
-        if type(per_shard) is not int or not 1 <= per_shard <= schema.num_images:
+        files: Any = attributes.get("files_sha256")
+        per_shard, complete = (attributes.get(name) for name in ("images_per_shard", "complete"))
+        if (
+            type(per_shard) is not int
+            or not 1 <= per_shard <= schema.num_images
+            or (per_shard > 1 and per_shard * schema.bytes_per_image > LARGEST_SHARD)
+        ):
             raise StoreError(
-                f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}"
-            )
-        if per_shard > 1 and per_shard * schema.bytes_per_image > LARGEST_SHARD:
-            raise StoreError(
-                f"images_per_shard is {per_shard}, a shard of more than {LARGEST_SHARD} bytes"
+                f"images_per_shard is {per_shard!r}; it must be from 1 to {schema.num_images}, and "
+                f"a shard of at most {LARGEST_SHARD} bytes"
             )
         if type(complete) is not bool:
             raise StoreError(f"complete is {complete!r}; it must be true or false")
-        names = (*schema.arrays(), *records(schema, per_shard))
-        needed = {f"{name}/{ROOT}" for name in names}
-        if (
-            not isinstance(files, dict)
-            or not needed <= files.keys()
-            or not all(
-                key in needed or (key.startswith("decoder/") and ".." not in key.split("/"))
-                for key in files
-            )
-        ):
+        layout = cls(schema, per_shard, files, complete)
+        needed = {f"{name}/{ROOT}" for name in (*layout.names, *layout.records)}
+        others = files.keys() - needed if isinstance(files, dict) else {None}
+        of_decoder = all(key and key.startswith("decoder/") and ".." not in key for key in others)
+        if not of_decoder or not needed <= files.keys():
             raise StoreError(
                 f"files_sha256 must name {', '.join(sorted(needed))} and the decoder's files"
             )
-        return cls(schema, per_shard, files, complete)
-
-
-def records(schema: Schema, per_shard: int) -> dict[str, RecordSpec]:
-    """The arrays of ours that stand beside the data."""
-    shards, arrays = -(-schema.num_images // per_shard), len(schema.arrays())
-    return {
-        "shard_sha256": RecordSpec((shards, arrays, 32), 1, "uint8", ("shard", "array", "byte")),
-        "shard_nbytes": RecordSpec((shards, arrays), 1, "uint64", ("shard", "array")),
-        "image_crc32c": RecordSpec(
-            (schema.num_images, arrays), per_shard, "uint32", ("image", "array")
-        ),
-    }
+        return layout
 
 
 def shard_key(index: int, dimensions: int) -> str:
@@ -255,47 +234,38 @@ def shard_key(index: int, dimensions: int) -> str:
     return "/".join(["c", str(index)] + ["0"] * (dimensions - 1))
 
 
-def is_column(schema: Schema, name: str) -> bool:
-    """Whether an image's part of the array is so small that the whole shard is one chunk."""
-    return (
-        math.prod(schema.arrays()[name].shape[1:]) * schema.stored_dtype(name).itemsize
-        < COLUMN_BYTES
-    )
-
-
 def plan(
-    schema: Schema, shard_bytes: int, decoder: Mapping[str, np.ndarray] | None
+    schema: Schema,
+    shard_bytes: int,
+    decoder: Mapping[str, np.ndarray] | None,
+    per_shard: int | None = None,
 ) -> tuple[Layout, dict[str, bytes]]:
-    """The layout of a new store and its metadata files (root excluded) with the decoder's files,
-    by name."""
+    """The layout of a new store and, by name, every file of it that does not depend on the images,
+    without the root's. ``per_shard`` images go into a shard, or as many as ``shard_bytes`` hold."""
     if shard_bytes > LARGEST_SHARD:
         raise StoreError(f"a shard is too large; at most {LARGEST_SHARD} bytes are possible")
-    per_shard = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
-    files = metadata_files(schema, per_shard, decoder)
-    return Layout(schema, per_shard, {key: sha256(data) for key, data in files.items()}), files
+    fitting = max(1, min(schema.num_images, shard_bytes // schema.bytes_per_image))
+    layout = Layout(schema, per_shard or fitting, {})
+    files = metadata_files(layout, decoder or {})
+    digests = {key: sha256(data) for key, data in files.items()}
+    return dataclasses.replace(layout, files_sha256=digests), files
 
 
-def metadata_files(
-    schema: Schema, per_shard: int, decoder: Mapping[str, np.ndarray] | None
-) -> dict[str, bytes]:
-    """Every file of the store that does not depend on the images, without the root's:
-    zarr-python writes them."""
+def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    """The files of :func:`plan`; zarr-python writes them."""
+    schema, per_shard = layout.schema, layout.images_per_shard
     if schema.kind_class.decoder != bool(decoder):
-        raise StoreError(
-            f"a store of kind {schema.kind!r} needs its decoder's arrays"
-            if not decoder
-            else f"a store of kind {schema.kind!r} has no decoder"
-        )
+        needs = "has no decoder" if decoder else "needs its decoder's arrays"
+        raise StoreError(f"a store of kind {schema.kind!r} {needs}")
     buffers: dict = {}
     group = zarr.create_group(MemoryStore(buffers))
     checked = [ZstdCodec(level=1, checksum=True), Crc32cCodec()]
     for name, spec in schema.arrays().items():
-        rows = per_shard if is_column(schema, name) else 1
-        dtype = schema.stored_dtype(name)
+        rows = per_shard if layout.is_column(name) else 1
         group.create_array(
             name,
             shape=spec.shape,
-            dtype=dtype,
+            dtype=schema.stored_dtype(name),
             chunks=(rows, *spec.shape[1:]),
             shards=(per_shard, *spec.shape[1:]),
             filters=None,
@@ -304,7 +274,7 @@ def metadata_files(
             dimension_names=spec.dimension_names,
             attributes=dict(spec.numbers.codes) if schema.has_codes(name) else {},
         )
-    for name, record in records(schema, per_shard).items():
+    for name, record in layout.records.items():
         group.create_array(
             name,
             shape=record.shape,
@@ -315,28 +285,20 @@ def metadata_files(
             serializer=BytesCodec(),
             compressors=[Crc32cCodec()],
             dimension_names=record.dimension_names,
-            attributes={"arrays": list(schema.arrays())},
+            attributes={"arrays": layout.names},
         )
-    if decoder:
-        weights = group.create_group("decoder")
-        for name, values in decoder.items():
-            if "/" in name or not np.isfinite(values).all():
-                raise StoreError(
-                    f"decoder array {name!r}: "
-                    + (
-                        "a name has no '/'"
-                        if "/" in name
-                        else "it has values that are not finite; train the decoder again"
-                    )
-                )
-            weights.create_array(
-                name,
-                data=np.ascontiguousarray(values),
-                chunks=values.shape,
-                filters=None,
-                compressors=checked,
-                config={"write_empty_chunks": True},
-            )
+    weights = group.create_group("decoder") if decoder else group
+    for name, values in decoder.items():
+        if not np.isfinite(values).all():
+            raise StoreError(f"decoder array {name!r} is not finite; train the decoder again")
+        weights.create_array(
+            name,
+            data=np.ascontiguousarray(values),
+            chunks=values.shape,
+            filters=None,
+            compressors=checked,
+            config={"write_empty_chunks": True},
+        )
     return {key: buffer.to_bytes() for key, buffer in buffers.items() if key != ROOT}
 
 
@@ -359,10 +321,8 @@ def read_metadata(files: Files, layout: Layout, name: str) -> dict:
     except (ValueError, KeyError, TypeError, RecursionError):
         metadata, described = {}, None
     if described != (list(shape), [rows, *shape[1:]], dtype):
-        raise DamagedStore(
-            f"{files.url}: {name}/{ROOT} does not describe the array that {ROOT} speaks of; "
-            "repair it with gaupipe export-maps --repair"
-        )
+        what = f"{name}/{ROOT} does not describe the array that {ROOT} speaks of"
+        raise damaged(files.url, what)
     return metadata
 
 
@@ -371,44 +331,30 @@ def read_decoder(files: Files, layout: Layout) -> dict[str, np.ndarray]:
     keys = [key for key in layout.files_sha256 if key.startswith("decoder/")]
     if not keys and not layout.schema.kind_class.decoder:
         return {}
-    buffers = {
-        key: zarr.buffer.default_buffer_prototype().buffer.from_bytes(
-            read_checked(files, layout, key)
-        )
-        for key in keys
-    }
+    as_buffer = zarr.buffer.default_buffer_prototype().buffer.from_bytes
+    buffers = {key: as_buffer(read_checked(files, layout, key)) for key in keys}
     try:
         group = zarr.open_group(MemoryStore(buffers), path="decoder", mode="r")
         arrays: dict[str, Any] = dict(group.arrays())  # zarr says that [...] may be a scalar
-        sound = (
-            bool(arrays)
-            and sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD
-            and all(
-                "/".join(["decoder", name, "c", *["0"] * array.ndim]) in buffers
-                and array.chunks == array.shape
-                for name, array in arrays.items()
-            )
+        sound = sum(array.nbytes for array in arrays.values()) <= LARGEST_SHARD and all(
+            "/".join(["decoder", name, "c", *["0"] * array.ndim]) in buffers
+            and array.chunks == array.shape
+            for name, array in arrays.items()
         )
         values = {name: array[...] for name, array in arrays.items()} if sound else {}
-        sound = sound and all(np.isfinite(array).all() for array in values.values())
+        if values and all(np.isfinite(array).all() for array in values.values()):
+            return values
     except Exception:  # whatever zarr-python meets in metadata that it did not write
-        values, sound = {}, False
-    if not sound:
-        raise DamagedStore(
-            f"{files.url}: the group decoder does not hold whole arrays of finite numbers; "
-            "repair it with gaupipe export-maps --repair"
-        )
-    return values
+        pass
+    raise damaged(files.url, "the group decoder does not hold whole arrays of finite numbers")
 
 
 def read_checked(files: Files, layout: Layout, key: str) -> bytes:
     """A metadata or decoder file. Raises DamagedStore when it is missing or any bit has changed."""
     data = files.read(key)
     if data is None or sha256(data) != layout.files_sha256[key]:
-        raise DamagedStore(
-            f"{files.url}: {key} is {'missing' if data is None else 'damaged or was edited'}; "
-            "repair it with gaupipe export-maps --repair"
-        )
+        state = "missing" if data is None else "damaged or was edited"
+        raise damaged(files.url, f"{key} is {state}")
     return data
 
 

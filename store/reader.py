@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from store.chunks import OpenChunks
 from store.encoding import image_crc32c
-from store.errors import CorruptChunk, DamagedStore, StoreError, UnfinishedStore
+from store.errors import CorruptChunk, StoreError, UnfinishedStore, damaged
 from store.files import Files, damage, explain, refuse_after_fork
 from store.layout import ROOT, Layout, Shard, read_decoder, read_metadata
 
@@ -72,17 +72,10 @@ class Store:
         for name in (*layout.names, *layout.records):
             read_metadata(files, layout, name)
         if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
-            raise DamagedStore(
-                f"{self.url}: is complete, but the last of its {layout.num_shards} shards was "
-                "never finished; repair it with gaupipe export-maps --repair"
-            )
+            last = f"the last of its {layout.num_shards} shards was never finished"
+            raise damaged(self.url, f"is complete, but {last}")
         self._arrays = {
             name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, CHECKSUMS)
-        }
-        self._open_chunks = {
-            name: OpenChunks(files.folder, layout, name)
-            for name in layout.names
-            if files.folder is not None and OpenChunks.can_read(layout, name)
         }
         self._in_memory: dict[str, np.ndarray] = {}
         self._checked = np.zeros(len(self), bool)
@@ -90,9 +83,9 @@ class Store:
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
             for name, stored in self._in_memory.items():
-                there = np.flatnonzero(~_is_missing(stored, self.schema.fill_value(name)))
-                images = stored if len(there) == len(stored) else stored[there]
-                self._check(name, there, images, self._checksums[there])
+                present = np.flatnonzero(~_is_missing(stored, self.schema.fill_value(name)))
+                images = stored if len(present) == len(stored) else stored[present]
+                self._check(name, present, images, self._checksums[present])
             self._checked[:] = True
 
     def __len__(self) -> int:
@@ -106,35 +99,22 @@ class Store:
         CorruptChunk, with the image id, when what is stored for one of them is damaged, missing or
         another image's.
         """
-        refuse_after_fork()
         ids = self._check_ids(image_ids)
-        self._refuse_unfinished(self._layout.names[0], ids)
-        self._preload([name for name in self._layout.names if self._layout.is_column(name)])
-        quick = {
-            name: images
-            for name, chunks in self._open_chunks.items()
-            if name not in self._in_memory and (images := chunks.read(ids)) is not None
-        }
+        names = self._layout.names
+        self._preload(filter(self._layout.is_column, names))
         reads = {
-            name: self._arrays[name][ids].read()
-            for name in self._layout.names
-            if name not in self._in_memory and name not in quick
+            name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
         }
         rows, new = {}, np.flatnonzero(~self._checked[ids])
         unchecked: slice | np.ndarray = slice(None) if len(new) == len(ids) else new
-        for name in self._layout.names:
-            crc32c = None
-            if name in quick:
-                stored, crc32c = quick[name]
-                crc32c = crc32c[unchecked]
-            elif name in reads:
+        for name in names:
+            if name in reads:
                 stored = self._wait(name, ids, reads[name])
             else:
                 stored = self._in_memory[name][ids]
             self._refuse_missing(name, ids, stored)
             if len(new):
-                checksums = self._checksums[ids[new]]
-                self._check(name, ids[new], stored[unchecked], checksums, crc32c)
+                self._check(name, ids[new], stored[unchecked], self._checksums[ids[new]])
             rows[name] = self.schema.decode(name, stored)
         self._checked[ids] = True
         return rows
@@ -149,10 +129,8 @@ class Store:
         images in memory: a look into a store of any size costs what is looked at. Raises what
         `gather` raises.
         """
-        refuse_after_fork()
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else list(names)
-        self._refuse_unfinished(names[0], ids)
+        names = self._layout.names if names is None else names
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         checksums = self._read_checksums(start, stop)
         rows = {}
@@ -192,16 +170,18 @@ class Store:
     def size_on_disk(self) -> int:
         """Bytes of the finished shards' files and records, and of the metadata and decoder
         files."""
-        finished = self._layout.finished(self._files)
-        others = [ROOT, *self._layout.files_sha256]
-        size = (
-            sum(len(self._files.read(key) or b"") for key in others)
-            + len(finished) * self._layout.record_bytes()
-        )
-        sizes = self._files.open_array("shard_nbytes")
-        return size + (int(self._files.load(sizes[finished]).sum()) if finished else 0)
+        layout, finished = self._layout, self._layout.finished(self._files)
+        sizes = [len(self._files.read(key) or b"") for key in (ROOT, *layout.files_sha256)]
+        for spec in layout.records.values() if finished else ():
+            numbers = spec.rows * math.prod(spec.shape[1:])
+            checksum = 4
+            sizes.append(len(finished) * (numbers * np.dtype(spec.dtype).itemsize + checksum))
+        data = self._files.load(self._files.open_array("shard_nbytes")[finished])
+        return sum(sizes) + int(data.sum())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
+        """The ids as int64 [n]; those of finished shards."""
+        refuse_after_fork()
         ids = np.asarray(image_ids)
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise StoreError(
@@ -214,15 +194,15 @@ class Store:
                 f"{self.url}: no image {ids[outside.argmax()]}; "
                 f"the store has images 0 to {len(self) - 1}"
             )
+        if not self.complete:
+            self._refuse(self._layout.names[0], ids, ~self._finished[ids], "it is not there")
         return ids
 
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._in_memory:
-                self._in_memory[name] = self._read_whole(name)
-
-    def _read_whole(self, name: str) -> np.ndarray:
-        return self._wait(name, np.arange(len(self)), self._arrays[name].read())
+                whole = self._arrays[name].read()
+                self._in_memory[name] = self._wait(name, np.arange(len(self)), whole)
 
     def _wait(self, name: str, ids: np.ndarray, read: Any) -> np.ndarray:
         """The result of reading these images of an array."""
@@ -240,46 +220,29 @@ class Store:
 
     @functools.cached_property
     def _checksums(self) -> np.ndarray:
-        """The crc32c of every image's stored numbers: [N, A] uint32."""
-        return self._unmasked(0, self._read_whole(CHECKSUMS))
+        return self._read_checksums(0, len(self))
 
     def _read_checksums(self, start: int, stop: int) -> np.ndarray:
-        """`_checksums` of the images start <= id < stop, without reading the others'."""
-        read = self._arrays[CHECKSUMS][start:stop].read()
-        return self._unmasked(start, self._wait(CHECKSUMS, np.arange(start, stop), read))
+        """The crc32c of these images' stored numbers: [stop - start, A] uint32."""
+        ids, names = np.arange(start, stop), self._layout.names
+        stored = self._wait(CHECKSUMS, ids, self._arrays[CHECKSUMS][start:stop].read())
+        shards, rows = np.unique(ids // self._layout.images_per_shard, return_inverse=True)
+        masks = [[self._layout.image_mask(name, shard) for name in names] for shard in shards]
+        return stored ^ np.array(masks, np.uint32).reshape(-1, len(names))[rows]
 
-    def _unmasked(self, start: int, stored: np.ndarray) -> np.ndarray:
-        """The checksums themselves, of what is stored [n, A] for the images from `start` on."""
-        shards = np.arange(start, start + len(stored)) // self._layout.images_per_shard
-        masks = self._layout.image_masks(range(shards[0], shards[-1] + 1))
-        return stored ^ masks[shards - shards[0]]
-
-    def _check(
-        self,
-        name: str,
-        ids: np.ndarray,
-        stored: np.ndarray,
-        checksums: np.ndarray,
-        crc32c: np.ndarray | None = None,
-    ) -> None:
+    def _check(self, name: str, ids: np.ndarray, stored: np.ndarray, checksums: np.ndarray) -> None:
         """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images, whose checksums [len(ids), A] are given. ``crc32c`` [len(ids)] is that of the
-        numbers, where it is at hand."""
-        crc32c = image_crc32c(stored) if crc32c is None else crc32c
-        wrong = crc32c != checksums[:, self._layout.names.index(name)]
-        if wrong.any():
-            raise self._corrupt(
-                name, int(ids[wrong.argmax()]), "it is not what was written for this image"
-            )
-
-    def _refuse_unfinished(self, name: str, ids: np.ndarray) -> None:
-        if not self.complete and not self._finished[ids].all():
-            raise self._corrupt(name, int(ids[self._finished[ids].argmin()]), "it is not there")
+        these images, with ``checksums`` [len(ids), A]."""
+        wrong = image_crc32c(stored) != checksums[:, self._layout.names.index(name)]
+        self._refuse(name, ids, wrong, "it is not what was written for this image")
 
     def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
         missing = _is_missing(stored, self.schema.fill_value(name))
-        if missing.any():
-            raise self._corrupt(name, int(ids[missing.argmax()]), "it is not there")
+        self._refuse(name, ids, missing, "it is not there")
+
+    def _refuse(self, name: str, ids: np.ndarray, wrong: np.ndarray, what: str) -> None:
+        if wrong.any():
+            raise self._corrupt(name, int(ids[wrong.argmax()]), what)
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """Which image made a batched read fail."""

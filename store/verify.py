@@ -16,16 +16,14 @@ from store.layout import (
     SHARD_BYTES,
     Layout,
     Shard,
-    metadata_files,
     plan,
     read_checked,
     read_decoder,
     read_metadata,
-    sha256,
 )
 from store.schema import Schema
 from store.shards import decode_shard, encode_shard, in_memory
-from store.writer import Writer
+from store.writer import Writer, refuse_another
 
 MOST_LISTED = 10_000
 """Unfinished shards that are named one by one."""
@@ -45,11 +43,8 @@ class Problem:
     def __str__(self) -> str:
         if self.shard is None or self.start is None or self.stop is None:
             return self.what
-        images = (
-            f"image {self.start}"
-            if self.stop == self.start + 1
-            else f"images {self.start} to {self.stop - 1}"
-        )
+        last = self.stop - 1
+        images = f"image {last}" if last == self.start else f"images {self.start} to {last}"
         return f"shard {self.shard}, {self.array}, {images}: {self.what}"
 
 
@@ -101,17 +96,23 @@ def check_shards(
 ) -> list[Problem]:
     """Everything wrong in the shards of these arrays, whose metadata is sound."""
     metadata = {name: read_metadata(files, layout, name) for name in (*names, *layout.records)}
-    finished = layout.finished(files)
-    problems = _unfinished(layout, names, finished)
+    finished, problems = layout.finished(files), []
+    missing = layout.num_shards - len(finished)
+    if missing > MOST_LISTED:  # metadata may speak of more shards than could be listed
+        unwritten = f"{missing} of {layout.num_shards} shards are not written yet"
+        problems.append(Problem(f"{unwritten}, or the records of them are lost"))
+    elif missing:
+        indices = sorted(set(range(layout.num_shards)) - set(finished))
+        problems += [_not_written(layout.shard(index), name) for index in indices for name in names]
     for index in finished:
         shard = layout.shard(index)
-        read = {
-            name: _read_record(files, layout, name, metadata[name], shard)
-            for name in layout.records
-        }
-        records = {name: values for name, values in read.items() if values is not None}
+        records = {}
+        for name in layout.records:
+            values = _read_record(files, layout, name, metadata[name], shard)
+            if values is not None:
+                records[name] = values
         for name in names:
-            if len(records) < len(read):
+            if len(records) < len(layout.records):
                 problems.append(_not_written(shard, name))
             else:
                 problems += _check_file(files, layout, metadata[name], name, shard, records)
@@ -120,29 +121,8 @@ def check_shards(
     return sorted(problems, key=lambda problem: problem.shard or 0)
 
 
-def _unfinished(layout: Layout, names: list[str], finished: list[int]) -> list[Problem]:
-    """What is missing where shards are not finished. Metadata may speak of more shards than
-    could be listed."""
-    missing = layout.num_shards - len(finished)
-    if missing > MOST_LISTED:
-        return [
-            Problem(
-                f"{missing} of {layout.num_shards} shards are not written yet, "
-                "or the records of them are lost"
-            )
-        ]
-    indices = sorted(set(range(layout.num_shards)) - set(finished)) if missing else []
-    return [_not_written(layout.shard(index), name) for index in indices for name in names]
-
-
 def _not_written(shard: Shard, name: str) -> Problem:
-    return Problem(
-        "not written yet, or the record of it is damaged",
-        shard.index,
-        name,
-        shard.start,
-        shard.stop,
-    )
+    return Problem("not written yet, or the record of it is damaged", shard.index, name, *shard[1:])
 
 
 def _read_record(
@@ -156,12 +136,10 @@ def _read_record(
         return None
     within = key.partition("/")[2]
     values = decode_shard(metadata, within, rows, data)
-    if (
-        any(isinstance(row, str) for row in values)
-        or encode_shard(metadata, within, rows, np.stack(values)) != data
-    ):
+    if any(isinstance(row, str) for row in values):
         return None
-    return np.stack(values)
+    whole = np.stack(values)
+    return whole if encode_shard(metadata, within, rows, whole) == data else None
 
 
 def _check_file(
@@ -181,24 +159,22 @@ def _check_file(
         return [problem("the shard's file is missing")]
     mask = np.uint32(layout.image_mask(name, shard.index))
     checksums = records["image_crc32c"][:, column] ^ mask
-    found = []
-    for image, values in enumerate(
-        decode_shard(metadata, key.partition("/")[2], shard, data), shard.start
-    ):
+    images = decode_shard(metadata, key.partition("/")[2], shard, data)
+    problems = []
+    for image, values in enumerate(images, shard.start):
         if isinstance(values, str):
-            found.append(problem(values, image, image + 1))
+            problems.append(problem(values, image, image + 1))
         elif values.dtype.kind == "f" and not np.isfinite(values).all():
-            found.append(problem("values that are not finite", image, image + 1))
+            problems.append(problem("values that are not finite", image, image + 1))
         elif image_crc32c(values[None]) != checksums[image - shard.start]:
-            found.append(problem("not what was written for it", image, image + 1))
+            problems.append(problem("not what was written for it", image, image + 1))
     size = int(records["shard_nbytes"][0, column])
-    if not found and len(data) != size:
-        found.append(problem(f"the shard's file has {len(data)} bytes, {size} were written"))
-    if not found and layout.shard_digest(name, shard.index, data) != bytes(
-        records["shard_sha256"][0, column]
-    ):
-        found.append(problem("the shard's file is not the one that was written"))
-    return _merge(found)
+    digest = bytes(records["shard_sha256"][0, column])
+    if not problems and len(data) != size:
+        problems.append(problem(f"the shard's file has {len(data)} bytes, {size} were written"))
+    elif not problems and layout.shard_digest(name, shard.index, data) != digest:
+        problems.append(problem("the shard's file is not the one that was written"))
+    return _merge(problems)
 
 
 def _merge(problems: list[Problem]) -> list[Problem]:
@@ -231,21 +207,15 @@ def repair(
         stored = Layout.from_root_file(root, files.url) if root is not None else None
     except DamagedStore:
         stored = None
-    if stored is None and not files.list("shard_sha256/"):
+    if stored is not None:
+        refuse_another(files.url, schema, stored.schema)
+    elif not files.list("shard_sha256/"):
         raise StoreError(
             f"{files.url}: no attention-map store there to repair; "
             "export one with gaupipe export-maps"
         )
-    if stored is None:
-        layout, metadata = plan(schema, shard_bytes, decoder)
-    else:
-        if difference := schema.difference(stored.schema):
-            raise StoreError(
-                f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
-            )
-        metadata = metadata_files(schema, stored.images_per_shard, decoder)
-        digests = {key: sha256(data) for key, data in metadata.items()}
-        layout = Layout(schema, stored.images_per_shard, digests)
+    per_shard = None if stored is None else stored.images_per_shard
+    layout, metadata = plan(schema, shard_bytes, decoder, per_shard)
     files.write(ROOT, layout.root_file())
     files.write_all(metadata)
     writer = Writer(files, layout)

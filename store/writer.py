@@ -17,7 +17,6 @@ from store.layout import (
     SHARD_BYTES,
     Layout,
     Shard,
-    metadata_files,
     plan,
     read_decoder,
     read_metadata,
@@ -187,25 +186,29 @@ def join(url: str | os.PathLike) -> Writer:
 def _resume(
     files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, np.ndarray] | None
 ) -> Writer:
-    if difference := schema.difference(layout.schema):
-        raise StoreError(
-            f"{files.url}: another export is there, with {difference}; --overwrite replaces it"
-        )
+    refuse_another(files.url, schema, layout.schema)
     missing = layout.files_sha256.keys() - set(files.list())
     if missing:  # the process was killed while it created the store
-        metadata = metadata_files(schema, layout.images_per_shard, decoder)
+        _, metadata = plan(schema, 0, decoder, layout.images_per_shard)
         files.write_all({key: metadata[key] for key in missing})
-    if decoder and not _same_arrays(decoder, read_decoder(files, layout)):
-        raise StoreError(
-            f"{files.url}: another export is there, with another decoder; --overwrite replaces it"
-        )
+    stored = read_decoder(files, layout) if decoder else {}
+    if decoder and not (
+        decoder.keys() == stored.keys()
+        and all(np.array_equal(decoder[name], stored[name]) for name in stored)
+    ):
+        raise _another(files.url, "another decoder")
     return Writer(files, layout)
 
 
-def _same_arrays(left: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray]) -> bool:
-    return left.keys() == right.keys() and all(
-        np.array_equal(left[name], right[name]) for name in left
-    )
+def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
+    """Raises StoreError where the store at ``url`` is of another schema."""
+    if difference := schema.difference(stored):
+        raise _another(url, difference)
+
+
+def _another(url: str, difference: str) -> StoreError:
+    what = f"another export is there, with {difference}"
+    return StoreError(f"{url}: {what}; --overwrite replaces it")
 
 
 def _clear(files: Files, root: bytes) -> None:

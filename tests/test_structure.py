@@ -127,12 +127,16 @@ ROOMS = {
 """For each package those right below it, which it may import, as it may what is below these.
 ``gaupipe.system`` is below all but the store and the maps."""
 
-UPWARD = {("gaupipe.attention.kernels", "gaupipe.distillation.losses")}
-"""Imports that are still to be turned around."""
+UPWARD = {
+    ("gaupipe.attention.kernels", "gaupipe.distillation.losses"),
+    ("gaupipe.settings", "store.kinds"),
+}
+"""Imports that are still to be turned around, and that of the settings, which ask the store for the
+names of its kinds when they check one."""
 
 ALONE = {"store", "gaupipe.maps", "gaupipe.system"}
-READ_THE_STORE = {"gaupipe.distillation.kinds"}
-"""Modules outside of stages that import store, for its types."""
+READ_THE_STORE = {"gaupipe.distillation.kinds", "gaupipe.settings"}
+"""Modules outside of stages that import store, for its types and the names of its kinds."""
 
 
 def room(name: str) -> str:

@@ -12,9 +12,10 @@ from typing import Any
 
 import store
 from gaupipe.system.errors import UserError
+from stages.inspect_maps import check_output
 from stages.runs.directory import RunDirectory
 from stages.view.model_viewer import open_model
-from stages.view.page import check_html, write_page
+from stages.view.page import write_page
 from stages.view.viewer import Viewer
 
 HOST = "127.0.0.1"
@@ -48,7 +49,7 @@ def run(
     if html is not None:
         if not images:
             raise UserError(f"--html {html}: name its images with --image ID")
-        check_html(html)
+        check_output("--html", html, ".html", ".htm")
     if model is not None:
         viewer: Any = open_model(model, files, download, image_size)
     else:
