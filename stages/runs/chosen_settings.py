@@ -66,7 +66,7 @@ def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str
             f"{run.path} holds a run on other images ({before.data.name}, data.root "
             f"{before.data.root}); choose another --run-dir or remove it"
         )
-    settings = with_data(config.load(run.config, overrides), root=root)
+    settings = with_data(config.load_merged(run.config, overrides), root=root)
     if gone:
         load_data(settings.data).check_split(run.split)
     return settings
