@@ -205,7 +205,7 @@ def test_images_that_patches_cover_are_not_refused():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_folder_of_images(tmp_path, workers):
     """Two classes of 10 RGB images each, red and blue, larger than the model wants them."""
-    for split, name, colour in itertools.product(("train", "val"), ("blue", "red"), (0, 255)):
+    for split, name, colour in itertools.product(("train", "test"), ("blue", "red"), (0, 255)):
         folder = tmp_path / split / name
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(5):
@@ -221,9 +221,9 @@ def test_a_folder_of_images(tmp_path, workers):
         for batch in Batches(data.train, data, CPU, 8, workers).epoch(0, UNCHANGED):
             assert batch.images.shape == (8, 3, 16, 16)
             assert torch.equal(batch.images[:, 2].mean((1, 2)) < 0, batch.labels == 1)
-    shutil.rmtree(tmp_path / "val" / "blue")
+    shutil.rmtree(tmp_path / "test" / "blue")
     assert set(load_data(settings).test.labels) == {1}  # red alone is still class 1
-    shutil.rmtree(tmp_path / "val")
+    shutil.rmtree(tmp_path / "test")
     assert load_data(settings).test is None
 
 

@@ -174,7 +174,8 @@ def test_maps_are_those_of_views_that_shifts_move(given, views):
 def test_published_weights_are_taken_for_their_maps_alone():
     of_run = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert of_run.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
-    assert of_run.phase_b.mean_heads and of_run.phase_b.match_grid and not of_run.phase_b.alpha
+    assert of_run.phase_b.head_map == "mean"
+    assert of_run.phase_b.match_grid and not of_run.phase_b.alpha
     assert of_run.baseline.epochs == of_run.phase_b.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 
@@ -220,14 +221,19 @@ def load(root, **more):
 def test_validation_images_of_their_own(tmp_path):
     photos(tmp_path / "train")
     photos(tmp_path / "val", count=2)
-    as_test = load(tmp_path)
-    assert (len(as_test.train), len(as_test.val), len(as_test.test)) == (21, 3, 4)
-    photos(tmp_path / "test", count=3)
     data = load(tmp_path)
-    assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
+    assert (len(data.train), len(data.val), data.test) == (24, 4, None)
+    assert "of 2 classes, 4 validation images, no test images," in str(facts_of(tmp_path))
     assert data.val.source.files.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
     assert len(load(tmp_path, train_images=10).val) == 4
+    photos(tmp_path / "test", count=3)
+    data = load(tmp_path)
+    assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
+    shutil.rmtree(tmp_path / "val")
+    data = load(tmp_path)
+    assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 6)
+    assert "of 2 classes, 6 test images," in str(facts_of(tmp_path))
 
 
 def test_class_folders_without_a_folder_for_training(tmp_path):
@@ -246,7 +252,7 @@ def run(in_process, *arguments, cwd):
 
 
 def metrics(path) -> list[dict]:
-    timed = ("seconds", "images_per_s", "data_share", "maps_share")
+    timed = ("seconds", "processor_seconds", "images_per_s", "data_share", "maps_share")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 

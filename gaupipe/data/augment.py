@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ RESIZED_CROP, SHIFT, FLIP, RANDAUGMENT, ERASING, PAIRING, MIXING = range(7)
 
 RATIO = (3 / 4, 4 / 3)
 """Smallest and largest ratio of width to height of a resized crop."""
+
+Operation = Callable[[Tensor, float, int], Tensor]
 
 ATTEMPTS = 10
 """Boxes drawn until one lies within the image, as in torchvision."""
@@ -97,81 +100,67 @@ class Augment:
         moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
         in uint8, so before normalisation; it and the colour operations leave attention where it is.
         """
-        settings, (height, width) = self.settings, images.shape[-2:]
-        size = (height, width)
-        place = _Place(len(images), size)
+        settings, count = self.settings, len(images)
+        height, width = images.shape[-2:]
+        offset, scale = np.zeros((count, 2)), np.ones((count, 2))
         if places is not None:
-            place.start(places.numpy())
+            offset, scale = np.split(places.numpy(), 2, axis=1)
         elif settings.resized_crop:
             draws = self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP)
-            boxes = crop_boxes(draws, size, settings.resized_crop)
-            images = torch.stack(
-                [
-                    F.resized_crop(image, *box, list(size), antialias=True)
-                    for image, box in zip(images, boxes.tolist(), strict=True)
-                ]
-            )
-            place.crop(boxes)
+            boxes = crop_boxes(draws, (height, width), settings.resized_crop)
+            crops = [
+                F.resized_crop(image, *box, [height, width], antialias=True)
+                for image, box in zip(images, boxes.tolist(), strict=True)
+            ]
+            images = torch.stack(crops)
+            offset, scale = _lies(boxes, np.zeros(2), np.array([width, height]))
         if settings.crop_padding or settings.flip:
-            shifts, flips = self._shifts(image_ids, epoch), self._flips(image_ids, epoch)
+            padding = settings.crop_padding
+            steps = self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)
+            shifts = np.floor(steps).astype(np.int64) - padding
+            flips = settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
             images = shift_and_flip(images, shifts, flips)
-            place.shift(shifts)
-            place.flip(flips)
+            offset = offset + scale * (2 * shifts / np.array([width, height]))
+            scale = scale * np.stack([np.where(flips, -1, 1), np.ones(count)], axis=-1)
         if settings.randaugment:
             images = self._randaugment(settings.randaugment, images, image_ids, epoch)
         if settings.erasing:
             images = self._erase(images, image_ids, epoch)
-        follows = settings.geometry == "follow" and (
-            settings.resized_crop or settings.crop_padding or settings.flip
-        )
-        return images, place.geometry(images.device) if follows else None
+        moves = settings.resized_crop or settings.crop_padding or settings.flip
+        if settings.geometry == "ignore" or not moves:
+            return images, None
+        tensors = (torch.from_numpy(array).float().to(images.device) for array in (offset, scale))
+        return images, Geometry(*tensors)
 
     def _draw(self, image_ids: Tensor, epoch: int, k: int, stream: int) -> np.ndarray:
         return uniforms(self.seed, epoch, image_ids, k, stream)
-
-    def _shifts(self, image_ids: Tensor, epoch: int) -> np.ndarray:
-        """Where in the image a view's first pixel lies, (x, y), from -padding to +padding: int64
-        [B, 2]."""
-        padding = self.settings.crop_padding
-        return (
-            np.floor(self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)).astype(np.int64)
-            - padding
-        )
-
-    def _flips(self, image_ids: Tensor, epoch: int) -> np.ndarray:
-        """Which images are mirrored: bool [B]."""
-        return self.settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
 
     def _randaugment(
         self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
     ) -> Tensor:
         draws = self._draw(image_ids, epoch, 2 * settings.ops, RANDAUGMENT)
-        operations = self.settings.operations
-        choices = np.floor(draws[:, ::2] * len(operations)).astype(np.int64)
+        names = self.settings.operations
+        numbers = np.floor(draws[:, ::2] * len(names)).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
         images = images.clone()
-        for choice, sign in zip(choices.T, signs.T, strict=True):
-            for number, name in enumerate(operations):
-                for direction in (-1, 1):
-                    chosen = np.flatnonzero((choice == number) & (sign == direction))
-                    if len(chosen) and name != "Identity":
-                        where = torch.from_numpy(chosen).to(images.device)
-                        images[where] = OPERATIONS[name](
-                            images[where], settings.magnitude / 30, direction
-                        )
+        for number, sign in zip(numbers.T, signs.T, strict=True):
+            for of_name, of_sign in np.unique(np.stack([number, sign]), axis=1).T.tolist():
+                alike = torch.from_numpy(np.flatnonzero((number == of_name) & (sign == of_sign)))
+                alike = alike.to(images.device)
+                operation = OPERATIONS[names[of_name]]
+                images[alike] = operation(images[alike], settings.magnitude / 30, of_sign)
         return images
 
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
         draws = self._draw(image_ids, epoch, 4 + 4 * ATTEMPTS, ERASING)
         size = (images.shape[-2], images.shape[-1])
-        boxes, found = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
+        boxes, fits = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
         colours = torch.from_numpy(np.floor(draws[:, 1:4] * 256).astype(np.uint8)).to(images.device)
         images = images.clone()
-        for place in np.flatnonzero(found & (draws[:, 0] < self.settings.erasing)):
-            top, left, height, width = boxes[place]
-            images[place, :, top : top + height, left : left + width] = colours[
-                place, : images.shape[1], None, None
-            ]
+        for number in np.flatnonzero(fits & (draws[:, 0] < self.settings.erasing)):
+            top, left, height, width = boxes[number]
+            part = images[number, :, top : top + height, left : left + width]
+            part[:] = colours[number, : len(part), None, None]
         return images
 
 
@@ -181,12 +170,21 @@ def crop_boxes(
     """Parts (top, left, height, width) of images of this size in pixels, int64 [B, 4], drawn as
     torchvision's RandomResizedCrop draws them, from uniform numbers [B, 4 * ATTEMPTS]."""
     height, width = size
-    boxes, found = _boxes(draws, size, settings.scale, RATIO)
+    boxes, fits = _boxes(draws, size, settings.scale, RATIO)
     low, high = RATIO  # the largest box in the middle, when no attempt fits
     h = height if width / height >= low else round(width / low)
     w = width if width / height <= high else round(height * high)
-    boxes[~found] = (height - h) // 2, (width - w) // 2, h, w
+    boxes[~fits] = (height - h) // 2, (width - w) // 2, h, w
     return boxes
+
+
+def _lies(
+    boxes: np.ndarray, start: np.ndarray, extent: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(offset, scale) [B, 2] of boxes [B, 4] in the border coordinates of the part of an image that
+    begins at ``start`` (x, y) and has this ``extent``, all in pixels."""
+    corners, sizes = boxes[:, 1::-1], boxes[:, :1:-1]
+    return (2 * (corners - start) + sizes) / extent - 1, sizes / extent
 
 
 @dataclass(frozen=True)
@@ -208,19 +206,13 @@ class Crops:
         outside the square, which is the middle of the image.
         """
         draws = uniforms(self.seed, self.views, self.image_ids, 4 * ATTEMPTS, RESIZED_CROP)
-        crops, places = [], np.empty((len(draws), 4))
-        for image, drawn, place in zip(images, draws, places, strict=True):
+        crops, places = [], []
+        for image, drawn in zip(images, draws, strict=True):
             height, width = image.shape[-2:]
-            box = crop_boxes(drawn[None], (height, width), self.settings)[0]
-            top, left, h, w = box.tolist()
-            part = image[:, top : top + h, left : left + w]
-            if (h, w) != (size, size):
-                part = F.resize_image(part, [size, size], antialias=True)
-            crops.append(part)
-            start, extent = middle_square(height, width, size)
-            place[:2] = (2 * (box[1::-1] - start) + box[:1:-1]) / extent - 1
-            place[2:] = box[:1:-1] / extent
-        return torch.stack(crops).contiguous(), torch.from_numpy(places)
+            box = crop_boxes(drawn[None], (height, width), self.settings)
+            crops.append(F.resized_crop(image, *box[0].tolist(), [size, size], antialias=True))
+            places.append(np.concatenate(_lies(box, *middle_square(height, width, size)), axis=1))
+        return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -249,41 +241,6 @@ def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Ten
     return views
 
 
-class _Place:
-    """Follows where views lie while transforms are put one after the other: image = offset +
-    scale * view, in border coordinates, float64 [B, 2]."""
-
-    def __init__(self, images: int, size: tuple[int, int]) -> None:
-        self.pixels = np.array(size[::-1], dtype=np.float64)
-        self.offset, self.scale = np.zeros((images, 2)), np.ones((images, 2))
-
-    def start(self, places: np.ndarray) -> None:
-        """The images are crops that lie there: [B, 4], offset and scale."""
-        self._then(places[:, :2], places[:, 2:])
-
-    def _then(self, offset: np.ndarray, scale: np.ndarray) -> None:
-        self.offset = self.offset + self.scale * offset
-        self.scale = self.scale * scale
-
-    def crop(self, boxes: np.ndarray) -> None:
-        """The part (top, left, height, width) fills the view."""
-        start, extent = boxes[:, 1::-1], boxes[:, :1:-1]
-        self._then((2 * start + extent) / self.pixels - 1, extent / self.pixels)
-
-    def shift(self, shifts: np.ndarray) -> None:
-        self._then(2 * shifts / self.pixels, np.ones(2))
-
-    def flip(self, flips: np.ndarray) -> None:
-        self._then(
-            np.zeros(2), np.stack([np.where(flips, -1.0, 1.0), np.ones(len(flips))], axis=-1)
-        )
-
-    def geometry(self, device: torch.device) -> Geometry:
-        return Geometry(
-            *(torch.from_numpy(values).float().to(device) for values in (self.offset, self.scale))
-        )
-
-
 def _boxes(
     draws: np.ndarray, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -309,45 +266,41 @@ def _boxes(
     return boxes.astype(np.int64), fits[image, first]
 
 
-def _affine(
-    images: Tensor,
-    angle: float = 0.0,
-    translate: tuple[float, float] = (0, 0),
-    shear: tuple[float, float] = (0.0, 0.0),
-    centre: list[float] | None = None,
-) -> Tensor:
-    return F.affine(
-        images, angle=angle, translate=list(translate), scale=1.0, shear=list(shear), center=centre
-    )
+def _enhanced(adjust: Callable[[Tensor, float], Tensor]) -> Operation:
+    return lambda images, strength, sign: adjust(images, 1 + sign * 0.9 * strength)
 
 
-OPERATIONS: dict[str, Callable[[Tensor, float, int], Tensor]] = {
+def _affine(images: Tensor, **changes: Any) -> Tensor:
+    unchanged = {"angle": 0.0, "translate": [0, 0], "scale": 1.0, "shear": [0.0, 0.0]}
+    return F.affine(images, **(unchanged | changes))
+
+
+def _sheared(images: Tensor, x: float, y: float) -> Tensor:
+    angles = [math.degrees(math.atan(0.3 * slope)) for slope in (x, y)]
+    return _affine(images, shear=angles, center=[0, 0])
+
+
+def _shifted(images: Tensor, x: float, y: float) -> Tensor:
+    height, width = images.shape[-2:]
+    pixels = [int(x * 150 / 331 * width), int(y * 150 / 331 * height)]
+    return _affine(images, translate=pixels)
+
+
+OPERATIONS: dict[str, Operation] = {
     "Identity": lambda images, strength, sign: images,
-    "Brightness": lambda images, strength, sign: F.adjust_brightness(
-        images, 1 + sign * 0.9 * strength
-    ),
-    "Color": lambda images, strength, sign: F.adjust_saturation(images, 1 + sign * 0.9 * strength),
-    "Contrast": lambda images, strength, sign: F.adjust_contrast(images, 1 + sign * 0.9 * strength),
-    "Sharpness": lambda images, strength, sign: F.adjust_sharpness(
-        images, 1 + sign * 0.9 * strength
-    ),
+    "Brightness": _enhanced(F.adjust_brightness),
+    "Color": _enhanced(F.adjust_saturation),
+    "Contrast": _enhanced(F.adjust_contrast),
+    "Sharpness": _enhanced(F.adjust_sharpness),
     "Posterize": lambda images, strength, sign: F.posterize(images, round(8 - 4 * strength)),
     "Solarize": lambda images, strength, sign: F.solarize(images, 255 * (1 - strength)),
     "AutoContrast": lambda images, strength, sign: F.autocontrast(images),
     "Equalize": lambda images, strength, sign: F.equalize(images),
     "Rotate": lambda images, strength, sign: F.rotate(images, sign * 30 * strength),
-    "ShearX": lambda images, strength, sign: _affine(
-        images, shear=(math.degrees(math.atan(sign * 0.3 * strength)), 0.0), centre=[0, 0]
-    ),
-    "ShearY": lambda images, strength, sign: _affine(
-        images, shear=(0.0, math.degrees(math.atan(sign * 0.3 * strength))), centre=[0, 0]
-    ),
-    "TranslateX": lambda images, strength, sign: _affine(
-        images, translate=(int(sign * 150 / 331 * images.shape[-1] * strength), 0)
-    ),
-    "TranslateY": lambda images, strength, sign: _affine(
-        images, translate=(0, int(sign * 150 / 331 * images.shape[-2] * strength))
-    ),
+    "ShearX": lambda images, strength, sign: _sheared(images, sign * strength, 0),
+    "ShearY": lambda images, strength, sign: _sheared(images, 0, sign * strength),
+    "TranslateX": lambda images, strength, sign: _shifted(images, sign * strength, 0),
+    "TranslateY": lambda images, strength, sign: _shifted(images, 0, sign * strength),
 }
 """Operation of uint8 images [B, C, height, width] with a strength from 0 to 1 and a sign, which
 the last four colour operations have no use for. Strengths as in torchvision's RandAugment, whose
@@ -380,6 +333,10 @@ class Mix:
         covered_x, covered_y = (self._covered(axis, n) for axis, n in ((0, w), (1, h)))
         covered = covered_y.unsqueeze(-1) * covered_x.unsqueeze(-2)
         return (self.blend[:, None] * (1 - covered.flatten(1))).float()
+
+    def blended(self, values: Tensor, share: Tensor) -> Tensor:
+        """share * an image's own values + (1 - share) * its partner's."""
+        return torch.lerp(values[self.partner.to(values.device)], values, share.to(values))
 
     def _covered(self, axis: int, n: int) -> Tensor:
         """Share [B, n] of each of the n cells of an axis that the box covers."""
@@ -426,8 +383,8 @@ def mix(
         torch.from_numpy(np.where(cut, 1.0, share)),
         torch.from_numpy(np.where(cut[:, None], boxes, 0.0)),
     )
-    own = mixed.own_share((height, width)).to(images).view(-1, 1, height, width)
-    return torch.lerp(images[mixed.partner.to(images.device)], images, own), mixed
+    share_of_pixels = mixed.own_share((height, width)).view(-1, 1, height, width)
+    return mixed.blended(images, share_of_pixels), mixed
 
 
 def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
@@ -459,8 +416,7 @@ def mixed_map(maps: Tensor, mixed: Mix | None, grid: tuple[int, int]) -> Tensor:
     """
     if mixed is None:
         return maps
-    own = mixed.own_share(grid).to(maps)[:, None, :, None]
-    return torch.lerp(maps[mixed.partner.to(maps.device)], maps, own)
+    return mixed.blended(maps, mixed.own_share(grid)[:, None, :, None])
 
 
 def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
@@ -468,8 +424,4 @@ def mixed_targets(probabilities: Tensor, mixed: Mix | None) -> Tensor:
     softmax (never its logits)."""
     if mixed is None:
         return probabilities
-    return torch.lerp(
-        probabilities[mixed.partner.to(probabilities.device)],
-        probabilities,
-        mixed.weight.to(probabilities)[:, None],
-    )
+    return mixed.blended(probabilities, mixed.weight[:, None])

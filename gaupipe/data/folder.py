@@ -37,22 +37,22 @@ class Layout:
 def layout(root: Path) -> Layout:
     """Where the images of each split lie below ``root``.
 
-    ``train/`` holds the training images, and ``val/`` (or ``validation/``) and ``test/`` the
-    others. A single folder beside ``train/`` holds the test images, whatever its name. Without
-    any of these folders all class folders lie in ``root`` itself. Raises UserError for a ``root``
-    that is not there, is empty, or holds other images than those for training alone.
+    ``train/`` holds the training images, ``val/`` (or ``validation/``) the validation images, and
+    ``test/`` the test images. Without any of these folders all class folders lie in ``root``
+    itself. Raises UserError for a ``root`` that is not there, is empty, or holds images, but none
+    for training.
     """
     folders = {name: root / name for name in ("train", "val", "validation", "test")}
     folders = {name: folder for name, folder in folders.items() if folder.is_dir()}
     val, test = folders.get("val") or folders.get("validation"), folders.get("test")
     if "train" in folders:
-        return Layout(folders["train"], val if test else None, test or val)
+        return Layout(folders["train"], val, test)
     if folders or not root.is_dir() or not any(entry.is_dir() for entry in _entries(root)):
         moved = "; if the images of a run have moved, repeat its command (run, phase-a or train) "
         moved += "with --data NEW --run-dir RUN"
         raise UserError(
             f"data.root: no folder {str(root / 'train')!r}; it should hold train/CLASS/*.png "
-            f"and, for test images, val/CLASS/*.png; or {str(root)!r} should hold CLASS/*.png"
+            f"(val/ and test/ may stand beside train/); or {str(root)!r} should hold CLASS/*.png"
             f"{'' if root.exists() else moved}"
         )
     return Layout(root, None, None)
@@ -215,7 +215,9 @@ class FolderFacts:
         if self.counts[most] > self.counts[least]:
             classes += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
         pixels = f"{self.width} x {self.height} pixels"
-        return ", ".join([classes, *(held_out or ["no test images"]), pixels])
+        if self.test is None:
+            held_out.append("no test images")
+        return ", ".join([classes, *held_out, pixels])
 
 
 def facts_of(root: Path) -> FolderFacts:

@@ -153,7 +153,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
         choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
-        choices.choose("phase_b.mean_heads", True)
+        choices.choose("phase_b.head_map", "mean")
         choices.choose("phase_b.match_grid", True)
     batch = next(size for fewer, size in BATCHES if images < fewer)
     choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
