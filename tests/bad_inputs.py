@@ -551,7 +551,6 @@ SETTINGS = [
         ("phase_b.student=xsa & phase_b.attention_options={dim: 4}", "dim"),
         ("phase_b.model_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
         ("phase_b.model_args={num_heads: 4}", "heads"),
-        ("phase_b.model_args={patch_size: 4}", "grid"),
         ("phase_b.model_args={nonsense: 3}", "nonsense"),
         ("phase_b.layer_map=[0,0]", "layer_map"),
         ("phase_b.layer_map=[1]", "layer_map"),

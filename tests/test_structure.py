@@ -115,7 +115,7 @@ ROOMS = {
     "gaupipe.system": set(),
     "store": set(),
     "gaupipe.attention": {"gaupipe.maps"},
-    "gaupipe.settings": {"gaupipe.attention"},
+    "gaupipe.settings": {"gaupipe.attention", "store"},
     "gaupipe.vit": {"gaupipe.settings"},
     "gaupipe.data": {"gaupipe.settings"},
     "gaupipe.teachers": {"gaupipe.vit", "gaupipe.data"},
@@ -131,8 +131,8 @@ UPWARD = {("gaupipe.attention.kernels", "gaupipe.distillation.losses")}
 """Imports that are still to be turned around."""
 
 ALONE = {"store", "gaupipe.maps", "gaupipe.system"}
-READ_THE_STORE = {"gaupipe.distillation.kinds"}
-"""Modules outside of stages that import store, for its types."""
+READ_THE_STORE = {"gaupipe.distillation.kinds", "gaupipe.settings"}
+"""Modules outside of stages that import store, for its types and the names of its kinds."""
 
 
 def room(name: str) -> str:

@@ -83,11 +83,6 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
             "phase_b.layer_map leaves no block to compare: set phase_b.gamma=0 for that"
         )
     check_heads(phase.head_map, shape.heads, schema.heads, where)
-    if tuple(schema.grid) != shape.grid and not phase.match_grid:
-        raise UserError(
-            f"{where}: the maps have the grid {tuple(schema.grid)}, the student has {shape.grid}: "
-            "set phase_b.match_grid=true, or give the student as many patches as the teacher has"
-        )
 
 
 def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where: str) -> None:

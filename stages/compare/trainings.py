@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.data.splits import ImageData, load_data
-
 from gaupipe.settings import (
     BaselineSettings,
     DataSettings,
