@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -72,7 +73,8 @@ def sections(
 
 def page() -> str:
     """The page as Markdown. A section with the defaults of one before it has no table."""
-    texts, before = [OPENING], {}
+    texts = [OPENING]
+    before: dict[str, str] = {}
     for place, defaults, settings in sections():
         text = f"## {place or 'The run'}\n\n{_wrapped(_markdown(type(defaults).__doc__ or ''))}\n"
         if same := before.get(repr(defaults)):
@@ -91,18 +93,14 @@ def page() -> str:
 def as_text(prefix: str, width: int) -> str:
     """The settings whose names begin with the words of ``prefix``, for a terminal of so many
     columns; empty where there are none."""
-    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+    wrap = partial(textwrap.wrap, width=width, initial_indent=" " * 4, subsequent_indent=" " * 4)
     lines = []
     for _, _, settings in sections():
         for name, words, default, effect in settings:
             if not prefix or f"{name}.".startswith(f"{prefix}."):
                 said = re.sub(r" See \[[^]]*\]\(#[^)]*\)\.$", "", effect)
                 said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", said).replace("`", "")
-                lines += [
-                    f"{name} = {default}",
-                    *textwrap.wrap(words.replace("`", ""), width, **indent),
-                ]
-                lines += textwrap.wrap(said, width, **indent)
+                lines += [f"{name} = {default}", *wrap(words.replace("`", "")), *wrap(said)]
     return "\n".join(lines)
 
 
