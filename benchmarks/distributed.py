@@ -8,8 +8,7 @@ Every process has one thread. A round runs some steps in one process on the whol
 processes on half of it each, while nothing else of the benchmark runs; the ratio of their speeds is
 taken within the round, in wall-clock time. "exchange" is the share of a shared step that goes to
 gradients: what the same step takes less without them. Random pixels stand in for images, so that
-nothing is decoded. The export makes one sampled pass for an image, where phase_a.label_passes would
-make more.
+nothing is decoded. The export makes one sampled pass for an image, where a run makes eight.
 
 On a machine with GPUs the processes take one each.
 """
@@ -93,10 +92,12 @@ def teacher(batch: int, folder: Path) -> TeacherJob:
     """A fresh teacher on random images."""
     settings = config.load(
         "cifar10_atto",
-        [f"data.batch_size={batch}", "data.image_size=32", "threads=1", "phase_a.label_passes=1"],
+        [f"data.batch_size={batch}", "data.image_size=32", "threads=1"],
     )
     data = random_data(settings, 8 * batch, 10)
-    return phase_a.build(settings, folder, data, to_read=True)
+    job = phase_a.build(settings, folder, data, to_read=True)
+    job.teacher.passes = 1
+    return job
 
 
 def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:

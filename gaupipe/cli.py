@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from enum import Enum, StrEnum
@@ -388,6 +389,68 @@ def evaluate(
 
     split = "test" if test else "val"
     _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
+
+
+@app.command()
+def predict(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A student's folder, local-dir:FOLDER, or a timm name with weights.",
+        ),
+    ],
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATHS...", help="Images, and folders of images.")
+    ],
+    top: Annotated[int, typer.Option(min=1, help="Classes for each image.")] = 1,
+    out: Annotated[
+        Path | None,
+        _option("Write CSV, or JSON where the name ends in .json.", "printed", metavar="FILE"),
+    ] = None,
+    download: Download = False,
+) -> None:
+    """The classes of images, by the folder of a student alone. CSV, or a table on a terminal."""
+    from stages import predict as stage
+    from stages.publish.export_student import check_place
+
+    if out is not None:
+        check_place(out)
+    predictions = stage.run(stage.resolve(source, paths, download=download), top=top)
+    if out is not None:
+        stage.write(predictions, out)
+        print(out)
+    elif _on_terminal():
+        _print_rich(stage.table(predictions))
+    else:
+        print(stage.as_csv(predictions), end="")
+    stage.check_readable(predictions)
+
+
+@app.command("settings")
+def settings_page(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            help="A section, a setting, or a shipped configuration.",
+            show_default="all settings",
+        ),
+    ] = None,
+) -> None:
+    """Every setting with its default, type and meaning, or the text of a shipped configuration."""
+    from gaupipe.settings.load import shipped, text_of
+    from gaupipe.settings.page import as_text
+
+    if name in shipped():
+        print(text_of(name), end="")
+    elif text := as_text(name or "", shutil.get_terminal_size().columns):
+        print(text)
+    else:
+        raise UserError(
+            f"settings: {name!r} is no setting or section such as phase_b, and no shipped "
+            f"configuration: {', '.join(shipped())}"
+        )
 
 
 @app.command("export-student")
@@ -967,6 +1030,10 @@ def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[A
             raise UserError(f"{option} {text!r}: {part.strip()!r} is not right; {known}")
         values.append(value)
     return list(dict.fromkeys(values))
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _print_rich(*renderables: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from PIL import Image
+from rich.table import Table
+from rich.text import Text
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
@@ -185,6 +187,15 @@ def as_csv(predictions: Sequence[Prediction]) -> str:
 
 
 COLUMNS = ("class", "probability")
+
+
+def table(predictions: Sequence[Prediction]) -> Table:
+    """The predictions for a terminal; a file that is no readable image says why."""
+    rows = Table("image", "classes", box=None, pad_edge=False)
+    for prediction in predictions:
+        classes = ", ".join(f"{name} {p:.1%}" for name, p in prediction.classes)
+        rows.add_row(Text(str(prediction.path)), Text(prediction.problem or classes))
+    return rows
 
 
 def as_json(predictions: Sequence[Prediction]) -> str:

@@ -30,7 +30,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
 
     def prepare() -> ImageData:
         data = load_data(settings.data, settings.download)
-        if settings.baseline.enabled:
+        if settings.baseline.epochs != 0:
             check_baseline(settings, data)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
@@ -62,7 +62,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         },
         line(f"{attention}, {made}", student, folder),
     ]
-    if settings.baseline.enabled:
+    if settings.baseline.epochs != 0:
         folder = run_directory.student(attention, distilled=False)
         begun = folder.exists()
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)

@@ -271,7 +271,7 @@ def train_plain(
     resume: bool = False,
 ) -> list[dict[str, Any]]:
     """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
-    if settings.baseline.epochs is not None:
+    if settings.baseline.epochs:
         phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
         settings = settings.model_copy(update={"phase_b": phase})
     return train_into(folder, settings, overrides, lambda: build(settings, data), resume)

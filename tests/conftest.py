@@ -123,7 +123,7 @@ def finished_run(tmp_path_factory):
     def run(teacher: str = "table") -> Path:
         folder = tmp_path_factory.mktemp(teacher) / "run"
         size = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "threads=1"]
-        size += ["baseline.enabled=false"]
+        size += ["baseline.epochs=0"]
         images = ["data.train_images=40", "data.batch_size=20"]
         epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1"]
         changes = sets(*size, *images, *epochs, *TEACHERS[teacher])

@@ -26,7 +26,7 @@ def test_every_option_of_the_help_is_on_the_page():
     for name, page in pages.items():
         lines = (line.split()[1:3] for line in help_of(name).splitlines() if " --" in line[:6])
         left = {word for words in lines for word in words if OPTION.fullmatch(word)}
-        assert {"--help"} < left <= {"--help"} | set(OPTION.findall(page)), name
+        assert {"--help"} <= left <= {"--help"} | set(OPTION.findall(page)), name
     listed = (Path(__file__).parent.parent / "docs/commands.md").read_text()
     assert pages.keys() == set(
         re.findall(r"^\| `([a-z-]+)` \|", listed.split("##")[0], re.MULTILINE)

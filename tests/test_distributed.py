@@ -29,7 +29,6 @@ GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 TINY = [
     "data.train_images=301",
     "data.batch_size=32",
-    "data.eval_batch_size=64",
     "data.buckets=4",
     "phase_a.max_epochs=3",
     "phase_a.stop_accuracy=1.0",
@@ -51,18 +50,18 @@ CASES = {
         "phase_a.augment=true",
         "augment.flip=true",
         "phase_b.warm_start=teacher",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "compression": [
         "phase_a.per_image=embedding",
         "phase_a.compression={embedding: 4, hidden: 8}",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "prior": [
         "phase_a.per_image=none",
         "phase_a.optim.accumulate=3",
         "phase_a.optim.clip_grad=0.1",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "predicted": [
         "phase_a.per_image=predicted",
@@ -70,7 +69,7 @@ CASES = {
         "augment.flip=true",
         "phase_b.student=gaussian",
         "phase_b.warm_start=teacher",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "vit": ["phase_a.teacher=vit", "export.kind=topk", "phase_b.alpha=0.2", "phase_b.gamma=0.3"],
 }
@@ -180,7 +179,7 @@ def test_any_number_of_processes_trains_the_same(tmp_path, case):
         assert codes == [0] * size, words
         assert words[0].count("phase A epoch 3/3") == 1 and not any(words[1:])
     alone, together = (results(tmp_path / str(size)) for size in worlds)
-    assert len(alone) == (2 if "baseline.enabled=false" in CASES[case] else 3)
+    assert len(alone) == (2 if "baseline.epochs=0" in CASES[case] else 3)
     assert_close(together, alone, 1e-5)
 
 
@@ -223,7 +222,7 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(config.load("digits", [*TINY, "phase_b.gamma=0.1", "baseline.enabled=false"]), folder)
+    run.run(config.load("digits", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder)
     return folder
 
 
@@ -408,7 +407,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
     codes = in_world(2, tmp_path / "words", command_elsewhere, machines, *arguments)
     first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [2, 2] and second == ""
-    assert first.startswith(f"gaupipe: {words}") and len(first.splitlines()) == 1
+    assert first.startswith("gaupipe: ") and words in first and len(first.splitlines()) == 1
     assert ("rank 1" in first and "should" in first) or "name a folder on a disk" in first
     assert not (tmp_path / "new").exists() and tree(machines) == before
 
@@ -416,7 +415,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
-    fast = ["phase_a.rows.memory_budget_gb=0", "baseline.enabled=false", "phase_b.gamma=0.1"]
+    fast = ["phase_a.rows.memory_budget_gb=0", "baseline.epochs=0", "phase_b.gamma=0.1"]
     settings = config.load("digits", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     generator, killed, size, codes = random.Random(0), 0, 2, [1]
@@ -434,7 +433,7 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
 
 def test_three_ranks_continue_to_the_same_bits(tmp_path):
     """Rank 0 is killed after an epoch. Of three ranks the order of sums matters."""
-    settings = config.load("digits", [*TINY, "data.buckets=6", "baseline.enabled=false"])
+    settings = config.load("digits", [*TINY, "data.buckets=6", "baseline.epochs=0"])
     assert in_world(3, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0, 0]
     ranks = start(3, tmp_path / "words", train, tmp_path / "killed", settings)
     metrics = tmp_path / "killed" / "phase_a" / "metrics.jsonl"

@@ -22,10 +22,9 @@ from test_store import write_pending
 
 SETTINGS = [
     "data.train_images=200",
-    "data.eval_batch_size=8",
+    "data.batch_size=2",
     "phase_a.max_epochs=1",
     "phase_a.mode=stochastic",
-    "phase_a.label_passes=2",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]

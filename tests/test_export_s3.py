@@ -23,7 +23,7 @@ from stages.view.serve import open_viewer
 
 SETTINGS = [
     "data.train_images=100",
-    "data.eval_batch_size=16",
+    "data.batch_size=4",
     "phase_a.max_epochs=1",
     "phase_b.epochs=1",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",

@@ -46,19 +46,19 @@ CASES = {
         "phase_b.optim.ema=0.9",
         "augment.mixup=0.5",
         "geometry_every=3",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "files": [
         "phase_a.rows.memory_budget_gb=0",
         "phase_a.rows.initial_std=0.1",
         "phase_b.optim.accumulate=4",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "buckets": [
         "data.buckets=2",
         "phase_a.rows.memory_budget_gb=0",
         "phase_a.mode=stochastic",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     ],
     "vit": ["phase_a.teacher=vit", "phase_b.alpha=0.2", "phase_b.optim.accumulate=2"],
 }
@@ -265,7 +265,7 @@ def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
 
 # ---- worlds --------------------------------------------------------------------------------------
 
-WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.enabled=false"]
+WORLD = [*TINY, "data.buckets=6", "data.batch_size=36", "baseline.epochs=0"]
 
 
 def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> None:

@@ -161,7 +161,6 @@ assert "gaupipe" not in sys.modules and "timm" not in sys.modules
             "gaussian",
             [
                 "phase_b.model_args={patch_size: 1}",
-                "phase_b.match_grid=true",
                 "phase_b.rezero=true",
             ],
         ),
@@ -242,7 +241,6 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
         (["phase_b.head_map=[0, 2]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
         (["phase_b.model_args={num_heads: 4}"], "phase_b.head_map"),
         (["phase_b.layer_map=[0, 7]"], "0 to 1"),
-        (["phase_b.model_args={patch_size: 1}"], "phase_b.match_grid=true"),
         (["phase_b.attention_options={gama: 2}"], "gama"),
     ],
 )

@@ -15,7 +15,7 @@ import zarr
 import store
 from arguments import sets
 from gaupipe.data.splits import load_data
-from gaupipe.settings import load, parse
+from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
 from gaupipe.teachers.gaussian import Teacher
@@ -49,7 +49,7 @@ def test_the_papers_counts_for_imagenet():
     block = {"name": "gauvit_tiny_patch16_224", "depth": 1, "embed_dim": 192, "num_heads": 12}
     gaussians = planned(images=1_300_000, **block)
     assert gaussians.per_image_parameters == 24_460_800_000
-    compression = {"compression": {"embedding": 256, "hidden": 768}}
+    compression = {"per_image": "embedding"}
     compressed = planned(images=1_300_000, compression=(256, 768), phase_a=compression, **block)
     assert compressed.per_image_parameters == 1_300_000 * 256
     network = compressed.network_parameters - gaussians.network_parameters
@@ -67,10 +67,8 @@ def test_cifar10_atto_keeps_a_billion_numbers_in_files():
     assert in_memory.per_image_in == "memory" and in_memory.per_image_disk_bytes == 0
     assert in_memory.memory_bytes - plan.memory_bytes == 12 * 1_075_200_000
     assert in_memory.checkpoint_bytes > 12 * 1_075_200_000
-    alone = atto(residual=False)  # the prior
+    alone = atto(per_image="none")  # the prior
     assert alone.per_image_parameters == alone.per_image_disk_bytes == 0
-    halves = atto(rows={"moments": "bfloat16"})
-    assert halves.per_image_disk_bytes * 3 == plan.per_image_disk_bytes * 2
 
 
 @pytest.mark.parametrize(
@@ -78,8 +76,8 @@ def test_cifar10_atto_keeps_a_billion_numbers_in_files():
     [
         ("gaussian", {}),
         ("dense", {}),
-        ("embedding", {"compression": {"embedding": 24, "hidden": 32}}),
-        ("prior", {"residual": False}),
+        ("embedding", {"per_image": "embedding", "compression": {"embedding": 24, "hidden": 32}}),
+        ("prior", {"per_image": "none"}),
     ],
 )
 def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_settings, tmp_path):

@@ -111,3 +111,37 @@ def test_what_cannot_be_predicted_is_refused(student, pictures, tmp_path, source
     places = {"STUDENT": student, "EMPTY": empty, "PICTURE": pictures / "a" / "3.png"}
     with pytest.raises(UserError, match=message):
         predict.resolve(str(places.get(source, source)), [places.get(path, tmp_path / path)])
+
+
+def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, monkeypatch):
+    """CSV through a pipe, a table on a terminal, a file with --out; unreadable images are rows."""
+    code, out, err = in_process("predict", student, pictures, "--top", 2)
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert code == 2 and err.splitlines()[-1].startswith("gaupipe: 1 of 4 images could not be read")
+    assert [bool(row["problem"]) for row in rows] == [False] * 3 + [True]
+    assert {row["class2"] for row in rows[:3]} <= set(NAMES)
+    picture = pictures / "a" / "3.png"
+    for out in ("p.csv", "p.json"):
+        assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
+    assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)
+    assert (tmp_path / "p.csv").read_text().startswith("path,class,probability,problem")
+    monkeypatch.setattr("gaupipe.cli._on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    _, table, _ = in_process("predict", student, picture, "--top", 3)
+    assert "3.png" in table and "%" in table and "path,class" not in table
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["absent.png"], "absent.png: no such file"),
+        (["PICTURES", "--out", "absent/p.csv"], "there is no folder"),
+        (["PICTURES", "--top", "0"], "--top"),
+        ([], "PATHS"),
+    ],
+)
+def test_predict_refuses_in_one_line(student, pictures, tmp_path, in_process, arguments, message):
+    arguments = [str(pictures) if word == "PICTURES" else word for word in arguments]
+    code, out, err = in_process("predict", student, *arguments, cwd=tmp_path)
+    assert (code, out, len(err.splitlines())) == (2, "", 1) and message in err
+    assert not list(tmp_path.iterdir())

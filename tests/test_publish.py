@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 
 from gaupipe import __version__
 from gaupipe.settings import load as config
+from gaupipe.vit.saving import load_folder, save_student
 from stages import evaluate, export_maps, phase_b
 from stages.publish import folder
 from stages.runs.directory import RunDirectory
@@ -197,8 +198,8 @@ def class_names(monkeypatch):
     """Names of the ten classes, as if the digits were folders of images."""
     load, names = folder.load_data, [f"digit-{number}" for number in range(10)]
 
-    def load_named(settings):
-        data = load(settings)
+    def load_named(*settings):
+        data = load(*settings)
         data.train.source.class_names = tuple(names)
         return data
 
@@ -208,6 +209,9 @@ def class_names(monkeypatch):
 
 def test_class_names_reach_those_who_load_the_model(run, tmp_path, in_process, class_names):
     class_names[3] = os.fsdecode(b"caf\xe9")  # a folder's name that is not UTF-8
+    student = RunDirectory(run).student("standard") / "student"
+    data = folder.load_data(config.load("digits").data, False)
+    save_student(load_folder(student, ""), student, **data.data_config)
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)
     assert model.pretrained_cfg["label_names"][2:4] == ["digit-2", "caf\\xe9"]

@@ -15,7 +15,7 @@ from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
-from stages import phase_b
+from stages import phase_b, train
 from stages.compare.cells import default_cells, resolve, sweep_cells
 from stages.compare.trainings import as_run, digest
 from stages.plan import random_data
@@ -23,6 +23,7 @@ from stages.plan import random_data
 PLAIN = (
     "attentions",
     "attentionx_gamma",
+    "baselines",
     "belief2_signals",
     "belief2_tables",
     "beliefformer_concat",
@@ -50,7 +51,7 @@ def test_a_step_of_every_shipped_configuration(name):
     job = phase_b.build(as_run(settings, 0, baseline=True), data, None)
     student, losses = job.student, phase_b.StudentLosses(job).train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    update = Update(phase_b.training_state(job), 2)
+    update = Update(train.training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
@@ -120,7 +121,7 @@ def test_attentionxs_experiment_is_the_papers():
 
 @pytest.mark.parametrize("sweep", PLAIN)
 def test_a_sweep_of_plain_runs_is_as_many_runs_as_cells(sweep):
-    base = config.load("fashion_mnist_plain")
+    base = config.load("fashion_mnist_plain", ["phase_b.epochs=12"])  # a number no cell has
     cells = swept(base, sweep)
     assert all(cell.plain for cell in cells) and cells[0].name == "plain ViT"
     by_name = {cell.name: cell for cell in cells}

@@ -79,7 +79,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
 def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
     for name, budget in (("memory", 2), ("files", 0)):
         settings = config.load(
-            "digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.enabled=false"]
+            "digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.epochs=0"]
         )
         assert exit_code(work, tmp_path / name, settings) == 0
     assert (

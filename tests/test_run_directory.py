@@ -47,7 +47,7 @@ def test_the_commands_follow_each_other_without_naming_the_run(tmp_path, in_proc
         ["evaluate", "--student", "belief2"],
         ["evaluate"],
     ):
-        code, out, err = in_process(*command)
+        code, out, err = in_process(*command, cwd=tmp_path)
         assert (code, err.splitlines()[0]) == (
             0,
             "gaupipe: runs/digits (the run used last; --run-dir names another)",

@@ -1,6 +1,5 @@
 """docs/settings.md says what the settings are."""
 
-import importlib
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,17 +8,10 @@ import pytest
 from pydantic import AfterValidator
 
 from gaupipe.settings import load as config
+from gaupipe.settings import page
 from gaupipe.settings.sections import Count, Fraction, Rate, Scope
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "settings.md"
-
-
-@pytest.fixture(scope="module")
-def settings_page():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(DOCS)
-        yield importlib.import_module("settings_page")
+PAGE = Path(__file__).parent.parent / "docs/settings.md"
 
 
 def table() -> dict[str, list[str]]:
@@ -29,9 +21,9 @@ def table() -> dict[str, list[str]]:
     return {name.strip(" `"): [cell.strip() for cell in rest] for name, *rest in cells}
 
 
-def test_the_page_is_what_the_settings_say(settings_page):
-    assert settings_page.page() == PAGE.read_text(), (
-        "the settings changed: python docs/settings_page.py > docs/settings.md"
+def test_the_page_is_what_the_settings_say():
+    assert page.page() == PAGE.read_text(), (
+        "the settings changed: python -m gaupipe.settings.page > docs/settings.md"
     )
 
 
@@ -62,5 +54,19 @@ def test_every_setting_has_an_effect():
         (Annotated[dict[str, int], AfterValidator(dict)], "keywords"),
     ],
 )
-def test_types_in_words(settings_page, annotation, words):
-    assert settings_page.type_words(annotation) == words
+def test_types_in_words(annotation, words):
+    assert page.type_words(annotation) == words
+
+
+def test_the_command_prints_every_setting_a_section_or_a_configuration(in_process, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = in_process("settings")
+    names = [line.split(" = ")[0] for line in out.splitlines() if " = " in line and line[0] != " "]
+    assert code == 0 and {*config.flatten(config.Settings())} <= {*names}
+    assert max(map(len, out.splitlines())) <= 80 and not {"`", "]("} & {*out}
+    _, out, _ = in_process("settings", "phase_b.optim.lr")
+    assert out.splitlines()[:2] == ["phase_b.optim.lr = 0.001", "    number above 0"]
+    _, out, _ = in_process("settings", "digits")
+    assert out.startswith("#") and config.yaml.safe_load(out)["model"]["pos_embed_std"] == 0.5
+    code, _, err = in_process("settings", "phase")
+    assert code == 2 and "no setting" in err and "digits" in err and len(err.splitlines()) == 1

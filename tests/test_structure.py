@@ -115,7 +115,7 @@ ROOMS = {
     "gaupipe.system": set(),
     "store": set(),
     "gaupipe.attention": {"gaupipe.maps"},
-    "gaupipe.settings": {"gaupipe.attention"},
+    "gaupipe.settings": {"gaupipe.attention", "store"},
     "gaupipe.vit": {"gaupipe.settings"},
     "gaupipe.data": {"gaupipe.settings"},
     "gaupipe.teachers": {"gaupipe.vit", "gaupipe.data"},

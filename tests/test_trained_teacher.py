@@ -41,7 +41,6 @@ from stages.view.serve import open_viewer
 SETTINGS = [
     "data.train_images=120",
     "data.batch_size=40",
-    "data.eval_batch_size=50",
     "phase_a.teacher=vit",
     "phase_a.max_epochs=2",
     "phase_a.stop_accuracy=1",
@@ -185,7 +184,6 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
         run,
         "augment={flip: true, crop_padding: 1, mixup: 0.2}",
         "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
-        "phase_b.match_grid=true",
         "phase_b.head_map=[0, 1, 1, 0]",
     )
     export_maps.run(run, kind, k=None if kind in ("dense", "gaussian") else 4)
@@ -518,7 +516,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
         "phase_b.alpha=0",
         "export.views=2",
         "export.kind=dense",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
     )
     run = tmp_path / "run"
     run_all(settings, run)
@@ -617,10 +615,10 @@ def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
 
 
 def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(tmp_path):
-    settings = settings_with("export.kind=dense", "phase_b.alpha=0", "baseline.enabled=false")
+    settings = settings_with("export.kind=dense", "phase_b.alpha=0", "baseline.epochs=0")
     run_all(settings, tmp_path / "run")
     assert store.open(tmp_path / "run" / "maps.zarr").schema.kind == "dense"
-    other = settings_with("export.kind=topk", "phase_b.alpha=0", "baseline.enabled=false")
+    other = settings_with("export.kind=topk", "phase_b.alpha=0", "baseline.epochs=0")
     with pytest.raises(UserError, match="with kind dense, asked topk.*--overwrite"):
         run_all(other, tmp_path / "run")
 

@@ -179,7 +179,7 @@ def test_the_summary_does_not_call_distilled_what_only_started_from_the_teacher(
         "phase_b.alpha=0",
         "phase_b.warm_start=prior",
         "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-        "baseline.enabled=false",
+        "baseline.epochs=0",
         "threads=1",
     ]
     models = [

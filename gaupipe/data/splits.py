@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ from gaupipe.data.sources import ArrayImages, Source, open_sources
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+
+
+def utf8(name: str) -> str:
+    """A file's name, in which bytes that are not UTF-8 become ``\\xe9``."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 @dataclass
@@ -85,8 +91,11 @@ class ImageData:
 
     @property
     def data_config(self) -> dict[str, Any]:
-        """How images become what a model trained on these sees, as timm names it."""
+        """How images become what a model trained on these sees, and the names of the classes, as
+        timm names them. Bytes of a name that are not UTF-8 become ``\\xe9``."""
+        names = [utf8(name) for name in self.train.source.class_names]
         return {
+            "label_names": names or None,
             "mean": self.mean,
             "std": self.std,
             "interpolation": "bilinear",

@@ -82,17 +82,13 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
             "phase_b.layer_map leaves no block to compare: set phase_b.gamma=0 for that"
         )
     check_heads(phase.head_map, shape.heads, schema.heads, where)
-    if tuple(schema.grid) != shape.grid and not phase.match_grid:
-        raise UserError(
-            f"{where}: the maps have the grid {tuple(schema.grid)}, the student has {shape.grid}: "
-            "set phase_b.match_grid=true, or give the student as many patches as the teacher has"
-        )
 
 
 def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where: str) -> None:
     """Raises UserError unless each of the student's ``heads`` has a ``stored`` one."""
-    listed = isinstance(head_map, list)
-    if listed and (len(head_map) != heads or max(head_map, default=0) >= stored):
+    if isinstance(head_map, list) and (
+        len(head_map) != heads or max(head_map, default=0) >= stored
+    ):
         raise UserError(
             f"phase_b.head_map: should have {heads} entries, each 0 to {stored - 1}, got {head_map}"
         )

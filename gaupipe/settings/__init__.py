@@ -147,14 +147,13 @@ class DataSettings(Section):
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
     Null keeps the size of images held in memory. Images in files then get 224 pixels."""
     batch_size: Annotated[Positive, Scope.PHASE] = 128
-    """Training images in a step."""
-    eval_batch_size: Annotated[Positive, Scope.MACHINE] = 512
-    """Images in a batch where nothing is trained: validation, export, evaluation."""
-    workers: Workers = "auto"
+    """Training images in a step. Where nothing is trained, a batch has four times as many, up to
+    512."""
+    workers: Annotated[Workers, Scope.MACHINE] = "auto"
     """Processes that decode images, 0 to 1024; with 0 the process that trains decodes. ``auto`` is
     0 for images held in memory or in the cache, and for few images; else it is chosen by the
     processor cores, and is larger with a GPU."""
-    cache: Literal["auto", "none"] = "auto"
+    cache: Annotated[Literal["auto", "none"], Scope.MACHINE] = "auto"
     """``auto`` keeps the decoded images of image files in the user's cache (GAUPIPE_CACHE), also
     for later commands, where they take less than 20 GB and less than half of the free disk.
     ``none`` decodes in every epoch."""
@@ -162,6 +161,11 @@ class DataSettings(Section):
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Images in a batch where nothing is trained: validation, export, evaluation."""
+        return max(self.batch_size, min(4 * self.batch_size, 512))
 
     @property
     def num_buckets(self) -> int:
@@ -250,8 +254,8 @@ class CompressionSettings(Section):
 
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
-    ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``label_smoothing``,
-    ``augment`` and ``optim`` concern a teacher that is a trained ViT."""
+    ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
+    that is a trained ViT."""
 
     teacher: str = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
@@ -261,8 +265,9 @@ class PhaseASettings(Section):
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
     mode: Literal["stochastic", "expected"] = "expected"
-    """``stochastic`` samples one point for each query, as the GauTransformer paper does;
-    ``expected`` uses the exact mean over the query's Gaussian."""
+    """``stochastic`` samples one point for each query, as the GauTransformer paper does; its
+    predictions are then the mean over eight forward passes. ``expected`` uses the exact mean over
+    the query's Gaussian."""
     parametrisation: Literal["loc_scale", "paper"] = "loc_scale"
     """``loc_scale`` learns means and logarithms of the standard deviations of a Gaussian; ``paper``
     learns the eight numbers of *GauTransformer, eq. 5*."""
@@ -282,11 +287,6 @@ class PhaseASettings(Section):
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
     """Phase A stops after the first epoch with a training accuracy of at least this."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Smoothing of the labels while a teacher ``vit`` is trained."""
-    label_passes: Positive = 8
-    """In the mode ``stochastic`` the teacher's predictions are the mean over this many forward
-    passes, each with newly sampled points."""
     augment: bool = False
     """Whether phase A augments the training images too, as the section ``augment`` says."""
     optim: OptimSettings = OptimSettings()
@@ -294,6 +294,8 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
+        if self.per_image != "embedding" and self.compression != CompressionSettings():
+            raise ValueError("compression is for per_image: embedding: set that too")
         if not self.learns_gaussians:
             return self._without_gaussians()
         if self.teacher_args:
@@ -412,9 +414,6 @@ class PhaseBSettings(Section):
     shuffle_maps: Annotated[bool, Scope.TEACHER] = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    match_grid: Annotated[bool, Scope.TEACHER] = False
-    """Allow a student with another token grid than the teacher's: the stored maps are then
-    converted to the student's grid."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
     warm_start: Annotated[Literal["none", "teacher", "prior", "exact"], Scope.TEACHER] = "none"
@@ -454,13 +453,11 @@ def _overrides_of_optim(overrides: dict[str, Any]) -> dict[str, Any]:
 class BaselineSettings(Section):
     """The baseline: the student's ViT, trained on the labels alone."""
 
-    enabled: bool = True
-    """Whether ``gaupipe run`` trains the baseline too."""
     optim: Annotated[Keywords, AfterValidator(_overrides_of_optim)] = {}
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
-    epochs: Positive | None = None
-    """Epochs of the baseline; null takes ``phase_b.epochs``. For a comparison in which phase A
-    counts, give the epochs of both phases together."""
+    epochs: Count | None = None
+    """Epochs of the baseline; null takes ``phase_b.epochs``. With 0 ``gaupipe run`` trains no
+    baseline. For a comparison in which phase A counts, give the epochs of both phases together."""
 
 
 class LogSettings(Section):

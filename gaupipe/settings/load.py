@@ -104,6 +104,11 @@ def shipped(kind: str = "") -> list[str]:
     )
 
 
+def text_of(name: str) -> str:
+    """The text of a configuration that is :func:`shipped`."""
+    return (resources.files("gaupipe.configs") / f"{name}.yaml").read_text("utf-8")
+
+
 def read_yaml(source: str | Path, kind: str = "") -> Any:
     """What a YAML file holds, or the one of this name that is :func:`shipped`. Raises UserError."""
     path: Any = Path(source)

@@ -30,7 +30,7 @@ def mistake_of(error: BaseException) -> str | None:
         return f"{error.filename or 'the disk'}: {error.strerror}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
         return (
-            f"out of memory ({' '.join(str(error).split())[:200]}): lower data.batch_size or "
-            "data.eval_batch_size, or take a smaller model; 'gaupipe plan' says what is needed"
+            f"out of memory ({' '.join(str(error).split())[:200]}): lower data.batch_size "
+            "or take a smaller model; 'gaupipe plan' says what is needed"
         )
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import timm
 from timm.models.vision_transformer import VisionTransformer
@@ -14,13 +14,23 @@ from gaupipe.settings import ModelSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.initialisation import start_weights
 
-if TYPE_CHECKING:
-    from gaupipe.data.splits import ImageData
+
+class DataSize(Protocol):
+    """The sizes of a data set that a model depends on."""
+
+    @property
+    def image_size(self) -> int: ...
+
+    @property
+    def channels(self) -> int: ...
+
+    @property
+    def num_classes(self) -> int: ...
 
 
 def build_vit(
     model: ModelSettings,
-    data: ImageData,
+    data: DataSize,
     attention: str = "standard",
     device: str | None = None,
     changes: tuple[str, dict[str, Any]] = ("model.args", {}),

@@ -43,6 +43,9 @@ from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_resources, make_plan, per_image_in_files
 
+LABEL_PASSES = 8
+"""Forward passes with newly sampled points, over which a stochastic teacher's predictions are
+the mean."""
 UPPER_ACCURACY = 0.98
 """Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
@@ -310,7 +313,7 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         phase.prior,
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
         phase.predicts_gaussians,
-        phase.label_passes if phase.mode == "stochastic" else None,
+        LABEL_PASSES if phase.mode == "stochastic" else None,
     )
 
 

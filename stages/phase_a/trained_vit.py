@@ -43,6 +43,7 @@ class TeacherTraining(Training):
     """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
 
     geometry_every = 0
+    label_smoothing = 0.0  # maps of a teacher with smoothed labels teach less
 
     @property
     def epochs(self) -> int:
@@ -51,10 +52,6 @@ class TeacherTraining(Training):
     @property
     def augment(self) -> AugmentSettings:
         return self.settings.phase_a_augment
-
-    @property
-    def label_smoothing(self) -> float:
-        return self.settings.phase_a.label_smoothing
 
     def label(self, folder: Path) -> str:
         return "phase A"

@@ -4,7 +4,6 @@ upload to the Hugging Face Hub."""
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -78,8 +77,6 @@ def run(
             folder = stack.enter_context(replaced(out))
         for file in STUDENT_FILES:
             shutil.copy(student.folder / "student" / file, folder)
-        if names := getattr(data.train.source, "class_names", ()):
-            with_label_names(folder / "config.json", names)
         # a student's settings differ from its run's, which train the teacher, by --set
         published = student.run.settings() if student.distilled else settings
         (folder / model_card.SETTINGS).write_text(config.dump(without_paths(published)))
@@ -88,13 +85,6 @@ def run(
         if out is None:
             return upload(hub, folder, repo, private)
     return out if repo is None else upload(hub, out, repo, private)
-
-
-def with_label_names(file: Path, names: tuple[str, ...]) -> None:
-    """Notes the names of the classes in a student's config.json, where timm reads them."""
-    described = json.loads(file.read_bytes())
-    described["label_names"] = [model_card.utf8(name) for name in names]
-    file.write_text(json.dumps(described, indent=2))
 
 
 def without_paths(settings: Settings) -> Settings:

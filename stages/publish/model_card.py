@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -16,7 +15,7 @@ import store
 from gaupipe import __version__
 from gaupipe.attention import ATTENTION
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.splits import ImageData
+from gaupipe.data.splits import ImageData, utf8
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.teachers.pretrained import LOCAL
@@ -72,11 +71,6 @@ def write(student: TrainedStudent, data: ImageData, scores: dict[str, dict], tit
         commands=commands(student, tested="test" in scores),
     )
     return card.content + "\n"
-
-
-def utf8(text: str) -> str:
-    """A file's name, in which bytes that are not UTF-8 become ``\\xe9``."""
-    return os.fsencode(text).decode(errors="backslashreplace")
 
 
 def code(text: str) -> str:
