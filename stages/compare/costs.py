@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData, load_data
 from torch.utils.flop_counter import FlopCounterMode
 
 import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in
 from stages import export_maps, phase_b

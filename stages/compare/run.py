@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gaupipe.data.splits import ImageData
 
 import store
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import MapShape, check_baseline, check_student
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
