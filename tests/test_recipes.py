@@ -15,7 +15,7 @@ from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
-from stages import phase_b
+from stages import phase_b, train
 from stages.compare.cells import default_cells, resolve, sweep_cells
 from stages.compare.trainings import as_run, digest
 from stages.plan import random_data
@@ -48,9 +48,9 @@ def test_a_step_of_every_shipped_configuration(name):
     settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
     job = phase_b.build(as_run(settings, 0, baseline=True), data, None)
-    student, losses = job.student, phase_b.StudentLosses(job).train()
+    student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    update = Update(phase_b.training_state(job), 2)
+    update = Update(train.training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
