@@ -49,7 +49,7 @@ def test_a_step_of_every_shipped_configuration(name):
     settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
     job = phase_b.build(as_run(settings, 0, baseline=True), data, None)
-    student, losses = job.student, phase_b.StudentLosses(job).train()
+    student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
     update = Update(train.training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)

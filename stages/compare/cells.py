@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gaupipe.settings import Settings
+from gaupipe.settings import BaselineSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
@@ -47,29 +47,24 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     Further students and controls take what was best for the first student. Without ``tune`` no
     cell has trials.
     """
-    reference = {"phase_b.match_params": False, "phase_b.rezero": False}
-    standard = _student(base, "standard") | reference
+    standard = _student(base, "standard")
+    standard |= {"phase_b.match_params": False, "phase_b.rezero": False}
     starts, gamma = _starts(base), base.phase_b.gamma
-    trials = _grid(starts, base.baseline_optim.lr)
-    weighted = [
-        {**start, "phase_b.gamma": weight}
-        for start in starts[2:]
-        for weight in (gamma, round(3 * gamma, 6))
-    ]
-    first, *further = students
-    distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {first}"
+    weights = [{"phase_b.gamma": gamma}, {"phase_b.gamma": round(3 * gamma, 6)}]
+    weighted = [start | weight for start in starts[2:] for weight in weights]
+    trials = _grid(starts, base.baseline_optim.lr) if tune else ()
     cells = [Cell(name=BASELINE, settings=standard, plain=True, trials=trials)]
     for attention in students:
         if attention != "standard":
             name, settings = f"{BASELINE}, {attention}", _student(base, attention)
             cells.append(Cell(name=name, settings=settings, like=BASELINE, plain=True))
-    trials = _grid(weighted, base.phase_b.optim.lr)
-    cells.append(Cell(name=distilled, settings=_student(base, first), trials=trials))
-    for attention in further:
+    distilled = DISTILLED if list(students) == ["standard"] else f"{DISTILLED} {students[0]}"
+    trials = _grid(weighted, base.phase_b.optim.lr) if tune else ()
+    cells.append(Cell(name=distilled, settings=_student(base, students[0]), trials=trials))
+    for attention in students[1:]:
         name, settings = f"{DISTILLED} {attention}", _student(base, attention)
         cells.append(Cell(name=name, settings=settings, like=distilled))
-    cells += _controls(base, distilled)
-    return cells if tune else [cell.model_copy(update={"trials": ()}) for cell in cells]
+    return cells + _controls(base, distilled)
 
 
 def _student(base: Settings, attention: str) -> dict[str, Any]:
@@ -85,13 +80,13 @@ def _student(base: Settings, attention: str) -> dict[str, Any]:
 def _starts(base: Settings) -> list[dict[str, Any]]:
     """How the weights of a ViT may start: timm's way, timm's with a position embedding from std
     0.5, the configuration's way, mimetic."""
-    normal = {"model.init": "normal", "model.init_std": None, "model.pos_embed_std": None}
-    names = ("init", "init_std", "pos_embed_std")
+    timm = {"model.init": "normal", "model.init_std": None, "model.pos_embed_std": None}
+    configured = {name: getattr(base.model, name.removeprefix("model.")) for name in timm}
     return [
-        normal,
-        {**normal, "model.pos_embed_std": 0.5},
-        {f"model.{name}": getattr(base.model, name) for name in names},
-        {**normal, "model.init": "mimetic"},
+        timm,
+        {**timm, "model.pos_embed_std": 0.5},
+        configured,
+        {**timm, "model.init": "mimetic"},
     ]
 
 
@@ -129,10 +124,7 @@ def sweep_cells(entries: Any, where: str, cells: Sequence[Cell]) -> list[Cell]:
     """
     is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
     if not is_list or not entries:
-        raise UserError(
-            f"{where}: a sweep is a list of settings, such as "
-            "'- {phase_b.gamma: 0.5, phase_b.alpha: 0.1}'"
-        )
+        raise UserError(f"{where}: a sweep is a list of settings, such as '- {{phase_b.gamma: 1}}'")
     by_name = {cell.name: cell for cell in cells}
     distilled = next((cell.name for cell in cells if not cell.plain), BASELINE)
     for entry in entries:
@@ -159,8 +151,8 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
         raise UserError(f"{where}: {fields['name']}: {problem(error, Cell)}") from None
     here = f"{where}: {cell.name}"
     if cell.like is not None and like is None:
-        known = ", ".join(map(repr, by_name))
-        raise UserError(f"{here}: like {cell.like!r}: no such cell before it; there are {known}")
+        names = [*by_name]
+        raise UserError(f"{here}: like {cell.like!r}: no such cell before it; there are {names}")
     if any("seed" in changes for changes in (settings, *cell.trials)):
         raise UserError(f"{here}: seed: every cell is run with each of --seeds")
     if cell.name in by_name:
@@ -170,15 +162,12 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
 
 def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     """The cells of these names, the cells whose settings they start with, and the plain ViT.
-
-    Raises UserError for a name that no cell has.
-    """
+    Raises UserError for a name that no cell has."""
     by_name = {cell.name: cell for cell in cells}
     selected = {BASELINE, *names}
     for name in names:
         if name not in by_name:
-            known = ", ".join(map(repr, by_name))
-            raise UserError(f"--row {name!r}: no such cell; there are {known}")
+            raise UserError(f"--row {name!r}: no such cell; there are {[*by_name]}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 
@@ -198,13 +187,9 @@ def resolve(
     best_trials: dict[str, dict[str, Any]],
     base: Settings,
 ) -> Settings:
-    """The settings of a cell, without its own trials.
-
-    ``best_trials`` holds, by name of cell, the changes of the best trial of the cells that it
-    starts from; ``base`` is the configuration. Of a plain cell optimizer and epochs are the
-    baseline's, as settings of phase B, which the cell can change. Raises UserError for what is not
-    a setting.
-    """
+    """The settings of a cell, without its own trials, but with the ``best_trials`` of the cells
+    that it starts from. Optimizer and epochs of a plain cell are the baseline's, as settings of
+    phase B, which the cell can change. Raises UserError for what is not a setting."""
     settings = of_baseline(base) if cell.plain else base
     for name in reversed(ancestors(cell, by_name)):
         settings = apply(settings, by_name[name].settings | best_trials.get(name, {}), name)
@@ -213,21 +198,14 @@ def resolve(
 
 def of_baseline(base: Settings) -> Settings:
     """Settings whose phase B has the optimizer and the epochs of the baseline."""
-    own = {"optim": base.baseline_optim, "epochs": base.baseline.epochs or base.phase_b.epochs}
-    rest: dict[str, Any] = {"optim": {}, "epochs": None}
-    return base.model_copy(
-        update={
-            "phase_b": base.phase_b.model_copy(update=own),
-            "baseline": base.baseline.model_copy(update=rest),
-        }
-    )
+    epochs = base.baseline.epochs or base.phase_b.epochs
+    phase_b = base.phase_b.model_copy(update={"optim": base.baseline_optim, "epochs": epochs})
+    return base.model_copy(update={"phase_b": phase_b, "baseline": BaselineSettings()})
 
 
 def apply(settings: Settings, changes: dict[str, Any], where: str) -> Settings:
-    """Settings with changes {"a.b": value}.
-
-    Raises UserError, naming ``where``, for what is not a setting.
-    """
+    """Settings with changes {"a.b": value}. Raises UserError, naming ``where``, for an unknown
+    one."""
     tree = settings.model_dump(mode="json")
     for name, value in changes.items():
         config.set_value(tree, name, value, where)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 def draw(comparison: Comparison, results: dict[str, Any], name: str) -> None:
     """Writes ``name``.png and .svg, and key_selection.png and .svg where there are snapshots."""
     save(curves(results), comparison.run_dir / name)
-    figure = key_selection(comparison)
-    if figure:
+    if figure := key_selection(comparison):
         save(figure, comparison.run_dir / "key_selection")
 
 
@@ -34,13 +33,10 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def new_figure(height: float) -> Figure:
-    """An empty figure that needs no display, with sizes in inches."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """An empty figure that needs no display; height in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(10, height), layout="constrained")
 
 
 def curves(results: dict[str, Any]) -> Figure:
@@ -58,13 +54,8 @@ def curves(results: dict[str, Any]) -> Figure:
         (loss, "val_loss", "validation loss"),
         (accuracy, "val_acc", "validation accuracy"),
         (training, "loss_hard", "training loss (labels)"),
-        (costs, "val_acc", "final validation accuracy"),
     ):
         panel.set_ylabel(label)
-        panel.grid(alpha=0.3)
-        if panel is costs:
-            draw_costs(panel, cells, results["reference"])
-            continue
         draw_curves(panel, cells, name, results["reference"])
         values = np.concatenate([run[name] for cell in cells for run in cell["runs"]])
         values = values[np.isfinite(values)]  # the loss of a training that diverged is not
@@ -72,7 +63,7 @@ def curves(results: dict[str, Any]) -> Figure:
             low, high = np.quantile(values, [0.03, 1.0] if name == "val_acc" else [0.0, 0.97])
             if high > low:
                 panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-
+    draw_costs(costs, cells, results["reference"])
     handles, labels = loss.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
     seeds = len(results["seeds"])
@@ -91,6 +82,7 @@ def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, reference: 
         panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["cell"])
         panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12)
     panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
+    panel.grid(alpha=0.3)
 
 
 def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None:
@@ -101,6 +93,8 @@ def draw_costs(panel: Axes, cells: list[dict[str, Any]], reference: str) -> None
         spread = [[mean - min(final)], [max(final) - mean]]
         panel.errorbar([cost], [mean], spread, fmt="o" if cell["plain"] else "D", color=colour)
     panel.set_xscale("log")
+    panel.set_ylabel("final validation accuracy")
+    panel.grid(alpha=0.3)
     panel.set_xlabel("multiply-adds of the training, all counted")
 
 
@@ -122,56 +116,35 @@ def key_selection(comparison: Comparison) -> Figure | None:
     plain ViT, in phase A and in the first distilled student, with the first seed. None where one
     of them has no snapshots, or has them of other images.
     """
-    snapshots = key_snapshots(comparison)
-    shapes = {attention.shape[1:] for attention in snapshots.values()}
+    from matplotlib.ticker import MaxNLocator
+
+    distilled = next((cell.name for cell in comparison.cells if not cell.plain), None)
+    if distilled is None:
+        return None
+    student = comparison.trainings[distilled][0]
+    folders = {
+        BASELINE: comparison.trainings[BASELINE][0].folder,
+        "phase A": student.teacher.phase_a,
+        distilled: student.folder,
+    }
+    snapshots = {title: key_attention.read(folder) for title, folder in folders.items()}
+    shapes = {attention.shape[1:] for attention in snapshots.values()}  # [images, L, T]
     if len(shapes) != 1 or not all(attention.size for attention in snapshots.values()):
         return None
-    images = len(snapshots[BASELINE][0])
+    ((images, _, tokens),) = shapes
     figure = new_figure(0.9 + 2.1 * images)
     panels = figure.subplots(images, len(snapshots), squeeze=False)
-    for column, (title, attention) in enumerate(snapshots.items()):
-        panels[0, column].set_title(title, fontsize=10)
-        panels[-1, column].set_xlabel("epoch")
-        highest = attention[:, :, 0].max()
-        drawn = [
-            draw_keys(panel, attention[:, image, 0].T, highest)
-            for image, panel in enumerate(panels[:, column])
-        ]
-        figure.colorbar(drawn[-1], ax=panels[:, column], location="bottom", label="attention")
+    for column, (title, attention) in zip(panels.T, snapshots.items(), strict=True):
+        column[0].set_title(title, fontsize=10)
+        column[-1].set_xlabel("epoch")
+        first_block = attention[:, :, 0]  # [epochs, images, T]
+        extent = (0.5, len(attention) + 0.5, -0.5, tokens - 0.5)
+        scale = dict(vmin=0, vmax=first_block.max(), extent=extent, interpolation="nearest")
+        for image, panel in enumerate(column):
+            keys = panel.imshow(first_block[:, image].T, aspect="auto", origin="lower", **scale)
+            for axis in (panel.xaxis, panel.yaxis):
+                axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+        figure.colorbar(keys, ax=column, location="bottom", label="attention")
     for image, panel in enumerate(panels[:, 0], 1):
         panel.set_ylabel(f"image {image}: key")
     return figure
-
-
-def key_snapshots(comparison: Comparison) -> dict[str, np.ndarray]:
-    """{title: attention [epochs, images, L, T]} of the models that are drawn; may be empty."""
-    distilled = next((cell.name for cell in comparison.cells if not cell.plain), None)
-    if distilled is None:
-        return {}
-    baseline = comparison.trainings[BASELINE][0]
-    student = comparison.trainings[distilled][0]
-    return {
-        BASELINE: key_attention.read(baseline.folder),
-        "phase A": key_attention.read(student.teacher.phase_a),
-        distilled: key_attention.read(student.folder),
-    }
-
-
-def draw_keys(panel: Axes, attention: np.ndarray, highest: float) -> Any:
-    """Attention [T, epochs] of each key. Returns the drawn image, for a scale of colours."""
-    from matplotlib.ticker import MaxNLocator
-
-    tokens, epochs = attention.shape
-    mesh = panel.imshow(
-        attention,
-        aspect="auto",
-        origin="lower",
-        cmap="viridis",
-        interpolation="nearest",
-        extent=(0.5, epochs + 0.5, -0.5, tokens - 0.5),
-        vmin=0,
-        vmax=highest,
-    )
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
-    return mesh

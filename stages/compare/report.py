@@ -85,6 +85,10 @@ def _as_json(difference: Difference | None) -> dict[str, Any] | None:
     return {**asdict(difference), "verdict": difference.verdict} if difference else None
 
 
+def _in_json(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: asdict(it) if isinstance(it, Spread) else it for name, it in values.items()}
+
+
 def _cell_results(
     comparison: Comparison, cell: Cell, goals: Sequence[dict[str, float]]
 ) -> dict[str, Any]:
@@ -95,7 +99,7 @@ def _cell_results(
         {"settings": changes, "val_acc": score, "taken": changes is best}
         for changes, score in comparison.trials.get(cell.name, [])
     ]
-    reference = comparison.runs[BASELINE]
+    compared = [(goal, compare_at(runs, comparison.runs[BASELINE], **goal)) for goal in goals]
     return {
         "cell": cell.name,
         "plain": cell.plain,
@@ -103,8 +107,8 @@ def _cell_results(
         "settings": cell.settings,
         "failed": failures,
         "trials": trials,
-        "final": {name: asdict(spread) for name, spread in final_values(runs).items()},
-        "at": [] if failures else [_at_results(runs, reference, goal) for goal in goals],
+        "final": _in_json(final_values(runs)),
+        "at": [] if failures else [goal | _in_json(passages) for goal, passages in compared],
         "runs": [] if failures else [*map(_run_results, runs, trainings)],
     }
 
@@ -122,13 +126,6 @@ def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
         **{name: [run.cost(name) for run in runs] for name in COSTS},
     }
     return {name: Spread.of(numbers) for name, numbers in values.items()}
-
-
-def _at_results(
-    runs: Sequence[Run], reference: Sequence[Run], goal: dict[str, float]
-) -> dict[str, Any]:
-    reached, *spreads = compare_at(runs, reference, **goal).items()
-    return dict([*goal.items(), reached, *((name, asdict(spread)) for name, spread in spreads)])
 
 
 def _run_results(run: Run, training: Training) -> dict[str, Any]:

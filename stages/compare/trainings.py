@@ -35,24 +35,20 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     """The settings of one run. Settings that mean nothing to it go back to their defaults."""
     if baseline:
         settings = of_baseline(settings)
-    phase_b = settings.phase_b.model_copy(update={"keep": "last"})  # the epoch of the tables
-    phase_a = settings.phase_a
+    phase_a, changes = settings.phase_a, {"keep": "last"}  # the epoch of the tables
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
-        phase_b = phase_b.model_copy(update={"shuffle_maps": False})
+        changes["shuffle_maps"] = False
     if baseline:
-        defaults = dict(PhaseBSettings())
-        unused = [name for name in defaults if scope(f"phase_b.{name}") & Scope.TEACHER]
-        phase_b = phase_b.model_copy(update={name: defaults[name] for name in unused})
-        phase_a = PhaseASettings()
-    return settings.model_copy(
-        update={
-            "seed": seed,
-            "export": ExportSettings() if baseline else export_maps.chosen(settings),
-            "phase_a": phase_a,
-            "phase_b": phase_b,
-            "baseline": BaselineSettings(),
-        }
-    )
+        defaults = PhaseBSettings()
+        unused = (name for name, _ in defaults if scope(f"phase_b.{name}") & Scope.TEACHER)
+        changes |= {name: getattr(defaults, name) for name in unused}
+    sections = {
+        "export": ExportSettings() if baseline else export_maps.chosen(settings),
+        "phase_a": PhaseASettings() if baseline else phase_a,
+        "phase_b": settings.phase_b.model_copy(update=changes),
+        "baseline": BaselineSettings(),
+    }
+    return settings.model_copy(update={"seed": seed, **sections})
 
 
 def as_teacher(settings: Settings) -> Settings:
@@ -68,10 +64,7 @@ def as_teacher(settings: Settings) -> Settings:
 
 def digest(settings: Settings, *more: Any) -> str:
     """A run's name, made of all settings that change its result, also of those that have their
-    default: another default in a later version makes another run.
-
-    ``more`` is what counts besides: the sha256 of the data set first of all.
-    """
+    default, and of what counts besides: the sha256 of the data set first of all."""
     described = config.flatten(settings, without=Scope.ANYTIME)
     text = json.dumps([described, *more], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -79,11 +72,8 @@ def digest(settings: Settings, *more: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One training of a cell: all that a worker process needs to know.
-
-    The names of its folders are made of its settings, so that the same training is found again,
-    whichever comparison in the folder ``root`` asks for it.
-    """
+    """One training of a cell. The names of its folders in ``root`` are made of its settings, so
+    that the same training is found again, whichever comparison asks for it."""
 
     label: str
     settings: Settings

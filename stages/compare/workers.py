@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,7 @@ from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
 from stages.phase_a import gaussian as phase_a
 
 Job = Callable[[list[Training]], tuple[str, str]]
-"""What a worker does for trainings that need it: (a line that says what came out, why it failed),
-each empty where there is nothing to say."""
+"""Work for some trainings: returns (a line on the result, why it failed), either may be empty."""
 
 
 class Workers:
@@ -64,25 +63,22 @@ class Workers:
     def train(self, trainings: Iterable[Training], failures: dict[Path, str]) -> dict[Path, Run]:
         """The finished runs by folder. Finished trainings are read, not trained again. A training
         that failed is missing; the reason goes into ``failures``."""
-        by_folder: dict[Path, Training] = {}
-        for training in trainings:
-            by_folder.setdefault(training.folder, training)
-        runs = {
-            folder: training.read() for folder, training in by_folder.items() if training.finished
-        }
+        by_folder = {training.folder: training for training in trainings}
+        runs = {folder: one.read() for folder, one in by_folder.items() if one.finished}
         unfinished = [one for folder, one in by_folder.items() if folder not in runs]
-        with self._progress() as bar:
+        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
+        progress = Progress(
+            *columns,
+            TimeElapsedColumn(),
+            console=self.console,
+            transient=True,
+            disable=not self.console.is_terminal,
+        )
+        with progress as bar:
             self._work(bar, "teachers", _teach, _by_teacher(unfinished), failures)
             students = [[training] for training in unfinished if training.folder not in failures]
             self._work(bar, "students", _train, students, failures)
         return runs | {one.folder: one.read() for one in unfinished if one.finished}
-
-    def _progress(self) -> Progress:
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-        hidden = not self.console.is_terminal
-        return Progress(
-            *columns, TimeElapsedColumn(), console=self.console, transient=True, disable=hidden
-        )
 
     def _work(
         self,
@@ -107,12 +103,9 @@ class Workers:
     ) -> Iterator[tuple[list[Training], tuple[str, str]]]:
         """Each group with what its job returned, as the jobs end."""
         if self.pool is None:
-            for group in groups:
-                yield group, job(group)
+            yield from ((group, job(group)) for group in groups)
             return
-        futures: dict[Future, list[Training]] = {
-            self.pool.submit(job, group): group for group in groups
-        }
+        futures = {self.pool.submit(job, group): group for group in groups}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
@@ -127,11 +120,8 @@ def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
 
 
 def _start_worker(jobs: int, threads: int, end: Connection) -> None:
-    """What a worker process does first.
-
-    It ends at once when the first process is gone or has closed its side of the pipe. A terminal
-    sends Ctrl-C to all processes; the first one answers it.
-    """
+    """Prepares a worker process, which ends when the first process is gone or has closed its side
+    of the pipe. A terminal sends Ctrl-C to all processes; the first one answers it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
     machine.jobs = jobs
@@ -146,30 +136,27 @@ def _start_worker(jobs: int, threads: int, end: Connection) -> None:
 
 def _teach(group: list[Training]) -> tuple[str, str]:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
-    settings, teacher, line = as_teacher(group[0].settings), group[0].teacher, ""
     stores = {training.maps: training for training in group if not training.exported}
-    with _quietly(teacher.path.with_suffix(".log")) as failures:
-        if stores:
-            resume = teacher.phase_a.exists()
-            metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
-            for training in stores.values():
-                _export(training, metrics)
-            line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
-            if (accuracy := metrics[-1]["train_acc"]) is not None:  # it predicts classes
-                line += f", training accuracy {accuracy:.4f}"
-    return line, "".join(failures)
+    settings, teacher = as_teacher(group[0].settings), group[0].teacher
+
+    def work() -> str:
+        resume = teacher.phase_a.exists()
+        metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
+        for training in stores.values():
+            _export(training, metrics)
+        line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
+        accuracy = metrics[-1]["train_acc"]  # None of a teacher without a head
+        return line if accuracy is None else f"{line}, training accuracy {accuracy:.4f}"
+
+    return _logged(teacher.path.with_suffix(".log"), work) if stores else ("", "")
 
 
 def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
-    settings = training.settings
-    export_maps.ensure(
-        training.teacher.path,
-        out=str(training.maps),
-        export=settings.export,
-        augment=settings.augment,
-    )
+    export, augment = training.settings.export, training.settings.augment
+    out = str(training.maps)
+    export_maps.ensure(training.teacher.path, out=out, export=export, augment=augment)
     spent = costs.of_phase_a(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
@@ -177,11 +164,11 @@ def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
 def _train(group: list[Training]) -> tuple[str, str]:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
-    folder, settings, line = training.folder, training.settings, ""
-    with _quietly(folder / "log.txt") as failures:
+    folder, settings = training.folder, training.settings
+
+    def work() -> str:
         write_whole(folder / "config.yaml", config.dump(settings))
-        teacher = maps = None
-        phase_a_costs = {}
+        teacher, maps, phase_a_costs = None, None, {}
         if not training.baseline:
             teacher, maps = training.teacher, str(training.maps)
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
@@ -192,31 +179,26 @@ def _train(group: list[Training]) -> tuple[str, str]:
             write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
         spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
-        line = (
-            f"validation accuracy {metrics[-1]['val_acc']:.4f} after {len(metrics)} epochs, "
-            f"{total_seconds(metrics):.0f} s"
-        )
-    return line, "".join(failures)
+        epochs, seconds = len(metrics), total_seconds(metrics)
+        accuracy = metrics[-1]["val_acc"]
+        return f"validation accuracy {accuracy:.4f} after {epochs} epochs, {seconds:.0f} s"
+
+    return _logged(folder / "log.txt", work)
 
 
-@contextlib.contextmanager
-def _quietly(log: Path) -> Iterator[list[str]]:
-    """Sends the progress of a job to the file ``log``; puts a mistake's message into the list."""
+def _logged(log: Path, work: Callable[[], str]) -> tuple[str, str]:
+    """Work with its progress sent to a file: (the line it returns, the user's mistake)."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    failures: list[str] = []
     with log.open("a", buffering=1) as file, contextlib.redirect_stderr(file):
         try:
-            yield failures
+            return work(), ""
         except (UserError, store.StoreError) as error:
-            failures.append(" ".join(str(error).split()))
+            return "", " ".join(str(error).split())
 
 
 def score_test_split(training: Training) -> dict[str, float]:
-    """How good a finished student is on the test split."""
-    settings = training.settings
-    data = load_data(settings.data)
-    folder = training.folder / "student"
-    student = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    """The metrics of a finished student on the test split."""
+    data = load_data(training.settings.data)
+    student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains
-    logits, labels = evaluate.predictions(student, data.test, data, settings)
-    return evaluate.metrics(logits, labels)
+    return evaluate.metrics(*evaluate.predictions(student, data.test, data, training.settings))
