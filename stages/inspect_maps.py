@@ -30,6 +30,7 @@ from stages.evaluate import load_student
 from stages.runs.directory import RunDirectory
 from stages.student_maps import StudentMaps
 
+TINY = torch.finfo(torch.float32).tiny
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
 """From no attention to the most of the map."""
 
@@ -45,6 +46,7 @@ def summary(
     url = _store(url, run_dir)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
+    views = {} if schema.views == 1 else {"views_per_image": schema.views}
     return {
         "store": url,
         "kind": schema.kind,
@@ -53,7 +55,7 @@ def summary(
         "encoding": schema.encoding,
         **({} if schema.k is None else {"k": schema.k}),
         "images": schema.images,
-        **({} if schema.views == 1 else {"views_per_image": schema.views}),
+        **views,
         "layers": schema.layers,
         "heads": schema.heads,
         "grid": list(schema.grid),
@@ -71,21 +73,19 @@ def summary(
 
 
 def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
-    """A student's model, in what its settings differ from the run's, and the metrics of its last
-    epoch."""
+    """A student's model, the settings in which it differs from the run, and the metrics of its
+    last epoch."""
     student = load_student(run.path, name)
-    model = student.model
-    block: Any = model.blocks[0]
-    metrics = read_metrics(student.folder / "metrics.jsonl")
+    model: Any = student.model
     return {
         "student": student.name,
         "attention": student.settings.phase_b.student,
         "layers": len(model.blocks),
-        "heads": block.attn.num_heads,
+        "heads": model.blocks[0].attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "overrides": run.overrides(student.name, student.distilled),
-        **metrics[-1],
+        **read_metrics(student.folder / "metrics.jsonl")[-1],
     }
 
 
@@ -114,14 +114,17 @@ def attention(
     only for a student without a teacher's map, and says why.
     """
     if png is not None:
-        check_png(png)
+        check_output("--png", Path(png), ".png")
     if student is not None:
         maps = student_maps(_run(run_dir), student, image, layer, view)
     else:
         maps = stored_maps(_store(url, run_dir), image, layer, view)
     heads = _choice("--head", head, maps.maps.shape[0])
     queries = _choice("--query", query, maps.maps.shape[1])
-    weights = maps.maps[heads][:, queries].mean((0, 1)).reshape(maps.grid)
+
+    def mean(of_all: Tensor) -> list[list[float]]:
+        return of_all[heads][:, queries].mean((0, 1)).reshape(maps.grid).tolist()
+
     gaussian = None
     if maps.gaussians is not None and "mean" not in (head, query):
         gaussian = maps.gaussians[heads[0], queries[0]].tolist()
@@ -136,25 +139,19 @@ def attention(
         "query": query,
         "grid": list(maps.grid),
         "gaussian": gaussian,
-        "map": weights.tolist(),
-        **compared(maps, heads, queries),
+        "map": mean(maps.maps),
+        "teacher": None,
+        "kl": None,
     }
+    if maps.teacher is not None:
+        teacher = maps.teacher.expand_as(maps.maps)  # [H, T, T]
+        kl = torch.xlogy(teacher, teacher / maps.maps.clamp_min(TINY)).sum(-1, keepdim=True)
+        seen |= {"teacher": mean(teacher), "kl": kl[heads][:, queries].mean().item()}
+    elif maps.no_teacher is not None:
+        seen["no_teacher"] = maps.no_teacher
     if png is not None:
         draw(maps.pixels(), seen, Path(png))
     return seen
-
-
-def compared(maps: ImageMaps, heads: list[int], queries: list[int]) -> dict[str, Any]:
-    """``teacher``, ``kl`` and ``no_teacher`` of :func:`attention`."""
-    if maps.teacher is None:
-        why = {} if maps.no_teacher is None else {"no_teacher": maps.no_teacher}
-        return {"teacher": None, "kl": None, **why}
-    teacher = maps.teacher.expand_as(maps.maps)  # [H, T, T]
-    tiny = torch.finfo(torch.float32).tiny
-    ratio = teacher.clamp_min(tiny).log() - maps.maps.clamp_min(tiny).log()
-    kl = (teacher * ratio).sum(-1)[heads][:, queries].mean().item()
-    weights = teacher[heads][:, queries].mean((0, 1)).reshape(maps.grid)
-    return {"teacher": weights.tolist(), "kl": kl}
 
 
 @dataclass
@@ -189,15 +186,11 @@ def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
     entry = image * schema.views + view
     stored = maps.read(entry, entry + 1)
     attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
-    attention_maps = attention.map(layer)[0]  # [H, T, T]
-    gaussians = None  # [H, T, 4]
-    if isinstance(attention, StoredGaussians):
-        gaussians = attention.gaussians[0, layer].float()
-
+    gaussians = attention.gaussians if isinstance(attention, StoredGaussians) else None
     return ImageMaps(
         schema.grid,
-        attention_maps,
-        gaussians,
+        attention.map(layer)[0],  # [H, T, T]
+        None if gaussians is None else gaussians[0, layer].float(),  # [H, T, 4]
         int(stored["labels"][0]),
         torch.from_numpy(stored["logits"][0]).float().softmax(-1),
         lambda: image_pixels(images_of(maps), image, schema.extra.get("views"), view),
@@ -236,11 +229,11 @@ def student_maps(run: RunDirectory, name: str, image: int, layer: int, view: int
     """The maps of a training image as a student makes them, from patches to patches; of a view of
     the image where the store that the student learned from holds views."""
     student = StudentMaps(run, name)
-    views = student.store.schema.extra.get("views") if student.store else None
+    schema = student.store.schema if student.store else None
+    views = schema.extra.get("views") if schema else None
     _check("--image", image, len(student.data.train), "the training split")
     _check("--layer", layer, student.layers, "the student")
-    count = student.store.schema.views if student.store and views else 1
-    _check("--view", view, count, "the student's store")
+    _check("--view", view, schema.views if schema else 1, "the student's store")
     seen = student.see(image, views, view)
     return ImageMaps(
         student.grid,
@@ -254,53 +247,48 @@ def student_maps(run: RunDirectory, name: str, image: int, layer: int, view: int
     )
 
 
-def check_png(png: str) -> None:
-    """Raises UserError for a file that no picture can be written to."""
-    path = Path(png)
-    if path.suffix.lower() != ".png":
-        raise UserError(f"--png {png!r}: should be a file whose name ends in .png")
+def check_output(option: str, path: Path, *suffixes: str) -> None:
+    """Raises UserError for a file that cannot be written to."""
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"{option} {path}: should be a file whose name ends in {suffixes[0]}")
     if not path.parent.is_dir():
-        raise UserError(f"--png {png}: there is no folder {path.parent}")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
     if path.exists() and not path.is_file():
-        raise UserError(f"--png {png}: is there and is not a file")
+        raise UserError(f"{option} {path}: is there and is not a file")
 
 
 def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right. ``blocks`` shades with block
     characters, which not every terminal has."""
-    shades = BLOCKS if blocks else LETTERS
-    weights = np.array(seen["map"])
-    top = most_of(seen)
-    title = Text(
-        f"image {seen['image']} (label {seen['label']}, {seen['by']} says {seen['predicted']} with "
+    shades, by, of_teacher = BLOCKS if blocks else LETTERS, seen["by"], seen["teacher"]
+    weights, top = np.array(seen["map"]), most_of(seen)
+    title = (
+        f"image {seen['image']} (label {seen['label']}, {by} says {seen['predicted']} with "
         f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query "
         f"{seen['query']}"
     )
-    own = shaded(weights, seen, shades, top)
+    rows = shaded(weights, seen, shades, top)
     largest = "the largest weight"
-    lines: list[Text | Table] = [title, *own]
-    if seen["teacher"] is not None:
+    lines: list[Text | Table] = [Text(title), *rows]
+    if of_teacher is not None:
         beside = Table(box=None, pad_edge=False, padding=(0, 2))
-        beside.add_column(seen["by"])
+        beside.add_column(by)
         beside.add_column("teacher")
-        for line in zip(own, shaded(np.array(seen["teacher"]), seen, shades, top), strict=True):
-            beside.add_row(*line)
-        lines = [title, beside, Text(f"  KL of {seen['by']} from the teacher: {seen['kl']:.4f}")]
-        largest += f" of both maps; {seen['by']} has {weights.max():.4f}"
+        for pair in zip(rows, shaded(np.array(of_teacher), seen, shades, top), strict=True):
+            beside.add_row(*pair)
+        lines = [Text(title), beside, Text(f"  KL of {by} from the teacher: {seen['kl']:.4f}")]
+        largest += f" of both maps; {by} has {weights.max():.4f}"
     elif "no_teacher" in seen:
         lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
-    y, x = np.unravel_index(weights.argmax(), weights.shape)
-    place = f"at token {y * weights.shape[1] + x} (row {y}, column {x})"
-    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {place}"))
+    token = weights.argmax()
+    y, x = divmod(int(token), weights.shape[1])
+    at = f"at token {token} (row {y}, column {x})"
+    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {at}"))
     if seen["gaussian"]:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
-        lines.append(
-            Text(
-                f"  Gaussian: mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f}) in "
-                "(x, y), -1 and +1 the first and last token"
-            )
-        )
+        gaussian = f"mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f})"
+        lines.append(Text(f"  Gaussian: {gaussian} in (x, y), -1 and +1 the first and last token"))
     return Group(*lines)
 
 
@@ -345,7 +333,7 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
         axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)
         if weights is not None:
-            shown = axes.imshow(
+            drawn = axes.imshow(
                 np.array(weights),
                 extent=(0, width, height, 0),
                 cmap="viridis",
@@ -354,20 +342,12 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
                 alpha=0.65,
                 interpolation="nearest",
             )
-            figure.colorbar(shown, ax=axes, fraction=0.046, label="attention")
+            figure.colorbar(drawn, ax=axes, fraction=0.046, label="attention")
             axes.set_title(name, fontsize=9)
         if seen["query"] != "mean":
             y, x = divmod(int(seen["query"]), w)
-            axes.add_patch(
-                Rectangle(
-                    (x * width / w, y * height / h),
-                    width / w,
-                    height / h,
-                    fill=False,
-                    edgecolor="red",
-                    linewidth=2,
-                )
-            )
+            corner, size = (x * width / w, y * height / h), (width / w, height / h)
+            axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor="red", linewidth=2))
         axes.set_axis_off()
     query = "mean over queries" if seen["query"] == "mean" else f"query {seen['query']} (red)"
     figure.suptitle(
@@ -396,11 +376,10 @@ def _choice(option: str, value: str, size: int) -> list[int]:
         return list(range(size))
     # int would also take '1_0' and digits of other scripts, and not take thousands of digits
     if not re.fullmatch("-?[0-9]{1,9}", value):
-        shown = value if len(value) < 30 else f"{value[:30]}..."
-        raise UserError(f"{option} {shown!r}: should be a number from 0 to {size - 1}, or mean")
-    index = int(value)
-    _check(option, index, size, "the map")
-    return [index]
+        right = f"a number from 0 to {size - 1}, or mean"
+        raise UserError(f"{option} {value[:30]!r}: should be {right}")
+    _check(option, int(value), size, "the map")
+    return [int(value)]
 
 
 def _check(option: str, value: int, size: int, where: str) -> None:

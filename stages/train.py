@@ -36,7 +36,7 @@ from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import accuracy, label_targets, score_model
 from gaupipe.training.state import TrainingState
-from stages.figures import attention_images, geometry
+from stages.figures import geometry
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import (
@@ -174,10 +174,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
             )
             state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
             save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
-            if state.finished:
-                grid = state.kept.patch_embed.grid_size
-                buckets = settings.data.num_buckets
-                attention_images.show(running.steps, job.data, buckets, attention, grid)
             running.line(
                 epoch,
                 f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "

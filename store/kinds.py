@@ -7,7 +7,8 @@ the arrays, and what phase B reads from them, is in ``gaupipe.distillation.kinds
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,23 +27,21 @@ class ArraySpec(NamedTuple):
     numbers: Numbers
 
 
-class Sizes(Protocol):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
     """The part of a schema that a kind's arrays depend on."""
 
+    num_images: int
+    grid: tuple[int, int]
+    layers: int
+    heads: int
+    embedding_dim: int | None = None
+    encoding: str = "float16"
+    k: int | None = None
+
     @property
-    def num_images(self) -> int: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def embedding_dim(self) -> int | None: ...
-    @property
-    def k(self) -> int | None: ...
-    @property
-    def encoding(self) -> str: ...
+    def tokens(self) -> int:
+        return self.grid[0] * self.grid[1]
 
 
 class Kind:

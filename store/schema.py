@@ -16,7 +16,7 @@ import numpy as np
 
 from store.encoding import Labels, Numbers
 from store.errors import StoreError
-from store.kinds import KINDS, ArraySpec, Kind
+from store.kinds import KINDS, ArraySpec, Kind, Sizes
 
 ENCODINGS = ("float16", "uint8")
 LARGEST = 2**31 - 1
@@ -28,7 +28,7 @@ SIZES = ("num_images", "layers", "heads", "num_classes", "views")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schema:
+class Schema(Sizes):
     """Everything that must be equal for two exports to be the same store.
 
     `dataset_sha256` and `teacher_sha256` identify the data set and the teacher; `open` compares
@@ -43,18 +43,11 @@ class Schema:
     """
 
     kind: str
-    num_images: int
-    grid: tuple[int, int]
-    layers: int
-    heads: int
     num_classes: int
     dataset: str
     dataset_sha256: str
     teacher_sha256: str
     parametrisation: str = "loc_scale"
-    embedding_dim: int | None = None
-    encoding: str = "float16"
-    k: int | None = None
     views: int = 1
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -72,15 +65,13 @@ class Schema:
         try:
             as_json = json.loads(json.dumps(self.extra, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise StoreError(
-                f"the extra attributes of a store must be plain JSON: {error}"
-            ) from None
+            raise StoreError(f"a store's extra attributes must be plain JSON: {error}") from None
         object.__setattr__(self, "extra", as_json)
 
-    def _check(self, name: str, sound: bool, right: str) -> None:
+    def _check(self, name: str, sound: bool, right: str, *value: Any) -> None:
         if not sound:
-            value = _short(getattr(self, name))
-            raise StoreError(f"{name} is {value} in the store's schema; {right}")
+            shown = _short(*value or [getattr(self, name)])
+            raise StoreError(f"{name} is {shown} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -88,11 +79,8 @@ class Schema:
         if self.embedding_dim is not None:
             sizes["embedding_dim"] = self.embedding_dim
         for name, size in sizes.items():
-            if type(size) is not int or not 1 <= size <= LARGEST:
-                raise StoreError(
-                    f"{name} is {_short(size)} in the store's schema; "
-                    f"it must be a whole number from 1 to {LARGEST}"
-                )
+            sound = type(size) is int and 1 <= size <= LARGEST
+            self._check(name, sound, f"it must be a whole number from 1 to {LARGEST}", size)
         fits = (self.kind == "embedding") == (self.embedding_dim is not None)
         self._check("embedding_dim", fits, "it is for the kind 'embedding', which needs it")
         refused_k = self.kind_class.refused_k(self)
@@ -110,10 +98,6 @@ class Schema:
     @property
     def kind_class(self) -> Kind:
         return KINDS[self.kind]
-
-    @property
-    def tokens(self) -> int:
-        return self.grid[0] * self.grid[1]
 
     @property
     def images(self) -> int:
@@ -187,11 +171,11 @@ class Schema:
 
     def difference(self, other: Schema) -> str:
         """Where `other` differs, as one line; empty when they are equal."""
-        mine, theirs = self.to_attributes(), other.to_attributes()
+        theirs = other.to_attributes()
         return ", ".join(
-            f"{name} {mine[name]!r} against {theirs[name]!r}"
-            for name in mine
-            if mine[name] != theirs[name]
+            f"{name} {value!r} against {theirs[name]!r}"
+            for name, value in self.to_attributes().items()
+            if value != theirs[name]
         )
 
 

@@ -18,7 +18,6 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.step_log import remove_later
 from gaupipe.training.update import Update
 from stages import export_maps, phase_b
-from stages.figures import attention_images
 from stages.phase_a import gaussian as phase_a
 from test_data import UNCHANGED, NumberedMaps
 
@@ -85,7 +84,7 @@ def service(monkeypatch):
 
     for name in ("wandb", "trackio"):
         module = types.ModuleType(name)
-        module.init, module.Image = init, lambda image: ("image", image.shape)
+        module.init = init
         monkeypatch.setitem(sys.modules, name, module)
     return told
 
@@ -141,9 +140,7 @@ def test_what_goes_on_is_not_told_twice(tmp_path, service, interrupt, logger):
     losses, expected = (
         [values.get("step/loss") for _, values in logged] for logged in (service.logged, unbroken)
     )
-    assert losses == expected and len(losses) == 10 + 2 + 1
-    images = [values["attention"] for _, values in service.logged if "attention" in values]
-    assert images == [("image", (4 * 96, 3 * 96, 3))]
+    assert losses == expected and len(losses) == 10 + 2
     epochs = [values for _, values in service.logged if "epoch/train_acc" in values]
     assert len(epochs) == 2 and "epoch/epoch" not in epochs[0]
     assert without_times(lines(tmp_path / "run/phase_a")) == without_times(
@@ -191,8 +188,6 @@ def test_tensorboard_reads_what_was_written(tmp_path, interrupt):
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     accuracies = [event.value for event in events.Scalars("epoch/val_acc")]
     assert accuracies == pytest.approx([entry["val_acc"] for entry in metrics])
-    [image] = events.Images("attention")
-    assert (image.step, image.width, image.height) == (10, 3 * 96, 4 * 96)
 
 
 @pytest.mark.parametrize("command", ["phase-a", "run", "compare"])
@@ -226,13 +221,3 @@ def test_lines_after_a_checkpoint_and_half_a_line_are_removed(tmp_path):
     path.write_text('{"step": 2}\n{"step": 4}\n{"step": 6}\n{"st')
     remove_later(path, 4)
     assert path.read_text() == '{"step": 2}\n{"step": 4}\n'
-
-
-def test_attention_is_red_over_its_image():
-    image = np.full((4, 4, 1), 100, dtype=np.uint8)
-    maps = np.array([[[0.0, 0.5], [0.0, 0.0]]])  # all attention at the top right
-    shown = attention_images.line(image, maps)
-    assert shown.shape == (96, 192, 3) and (shown[:, :96] == 100).all()
-    over = shown[:, 96:]
-    assert (over[:48, 48:] == [208, 30, 30]).all()
-    assert (over[48:] == 100).all() and (over[:48, :48] == 100).all()

@@ -1,7 +1,7 @@
 """Where a training can be watched, beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights &
 Biases and trackio, each an extra of the package of the same name.
 
-A logger gets numbers and images by name and step, and never the same step twice: what a training
+A logger gets numbers by name and step, and never the same step twice: what a training
 that goes on from a checkpoint does again, its loggers have seen (:mod:`gaupipe.training.step_log`).
 """
 
@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from gaupipe.system.errors import UserError
 
 
@@ -24,9 +22,6 @@ class Logger(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers by name, after ``step`` batches of the training. Steps do not decrease."""
-
-    def image(self, step: int, name: str, image: np.ndarray) -> None:
-        """An image uint8 [height, width, 3]."""
 
     def close(self) -> None:
         """Nothing comes any more."""
@@ -44,10 +39,6 @@ class TensorBoard:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
             self.writer.add_scalar(key, value, step)
-        self.writer.flush()
-
-    def image(self, step: int, name: str, image: np.ndarray) -> None:
-        self.writer.add_image(name, image, step, dataformats="HWC")
         self.writer.flush()
 
     def close(self) -> None:
@@ -71,9 +62,6 @@ class WandB:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
-
-    def image(self, step: int, name: str, image: np.ndarray) -> None:
-        self.run.log({name: self.module.Image(image)}, step=step)
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):

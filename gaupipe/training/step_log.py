@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
@@ -116,17 +115,6 @@ class StepLog:
         }
         self._tell("epochs", metrics["epoch"], numbers)
 
-    @property
-    def wants_images(self) -> bool:
-        """Whether an image would go anywhere."""
-        return bool(self._loggers)
-
-    def image(self, name: str, image: np.ndarray) -> None:
-        """Shows an image uint8 [height, width, 3]."""
-        if self._loggers and self._is_new("images", self.update.batch):
-            for logger in self._loggers:
-                logger.image(self.update.batch, name, image)
-
     def _write(self, epoch: int) -> None:
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
@@ -163,10 +151,9 @@ class StepLog:
 
 
 def read_told(path: Path) -> dict[str, Any]:
-    """{"run": the id under which loggers know a training, and what they were told: the last of its
-    "steps" and "epochs", and the step of the last of its "images"}; a new one where there is no
-    such file, or a damaged one."""
-    fresh: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0, "images": 0}
+    """{"run": the id under which loggers know a training, and the last of its "steps" and "epochs"
+    that they were told}; a new one where there is no such file, or a damaged one."""
+    fresh: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         written = json.loads(path.read_bytes())
         return {name: type(value)(written[name]) for name, value in fresh.items()}

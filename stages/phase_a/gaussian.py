@@ -36,7 +36,6 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
-from stages.figures import attention_images
 from stages.figures.key_attention import save_snapshot
 from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
@@ -180,9 +179,6 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
             save_snapshot(folder, epoch.number + 1, settings, data, maps)
-            if state.finished:
-                buckets = settings.data.num_buckets
-                attention_images.show(running.steps, data, buckets, maps, job.teacher.grid)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:

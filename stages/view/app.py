@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -33,73 +34,52 @@ HEADERS = {
 BINARY = "application/octet-stream"
 
 
-class Answers:
+async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
     """Adds :data:`HEADERS` to every answer."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] += [
-                    (name.lower().encode(), value.encode()) for name, value in HEADERS.items()
-                ]
-                if not any(name == b"cache-control" for name, _ in message["headers"]):
-                    message["headers"].append((b"cache-control", b"no-store"))
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
+    response = await answer(request)
+    response.headers.update(HEADERS)
+    response.headers.setdefault("Cache-Control", "no-store")
+    return response
 
 
 def make_app(viewer: Viewer) -> Starlette:
     """The pages over one store. Answers are computed on threads, as they read files."""
 
-    def about(request: Request) -> Response:
-        return JSONResponse({**viewer.about(), "colours": colours()})
-
-    def status(request: Request) -> Response:
-        return JSONResponse(viewer.status())
-
     def gallery(request: Request) -> Response:
-        asked = request.query_params
-        label = asked.get("class", "")
+        query = request.query_params
+        label = query.get("class", "")
         page = viewer.gallery.page(
-            asked.get("order", "id"),
+            query.get("order", "id"),
             None if label == "" else number("class", label),
-            number("page", asked.get("page", "0")),
+            number("page", query.get("page", "0")),
         )
         return JSONResponse(page)
 
-    def image(request: Request) -> Response:
-        return Response(viewer.image(*place(request)), 200, None, BINARY)
-
     def pixels(request: Request) -> Response:
         keep = {"Cache-Control": "private, max-age=3600"}  # the address names the store
-        return Response(viewer.pixels(*place(request)), 200, keep, "image/png")
+        return Response(viewer.pixels(*image_and_view(request)), 200, keep, "image/png")
 
-    def student(request: Request) -> Response:
-        message = viewer.student(request.path_params["name"], *place(request))
-        return Response(message, 200, None, BINARY)
+    def binary(content: Callable[..., bytes], of_whom: bool = False) -> Any:
+        def answer(request: Request) -> Response:
+            who = [request.path_params["name"]] if of_whom else []
+            return Response(content(*who, *image_and_view(request)), media_type=BINARY)
 
-    def epochs(request: Request) -> Response:
-        message = viewer.epochs(request.path_params["name"], place(request)[0])
-        return Response(message, 200, None, BINARY)
+        return answer
 
     answers: dict[str, Callable[[Request], Response]] = {
-        "/api/about": about,
-        "/api/status": status,
+        "/api/about": lambda _: JSONResponse({**viewer.about(), "colours": colours()}),
+        "/api/status": lambda _: JSONResponse(viewer.status()),
         "/api/gallery": gallery,
-        "/api/image/{image}": image,
+        "/api/image/{image}": binary(viewer.image),
         "/api/pixels/{store}/{image}.png": pixels,
-        "/api/student/{name}/{image}": student,
-        "/api/epochs/{name}/{image}": epochs,
+        "/api/student/{name}/{image}": binary(viewer.student, of_whom=True),
+        "/api/epochs/{name}/{image}": binary(viewer.epochs, of_whom=True),
     }
     routes = [Route(path, answer) for path, answer in answers.items()]
     return Starlette(
         routes=[*routes, Mount("/", StaticFiles(directory=Path(STATIC), html=True))],
         middleware=[
-            Middleware(Answers),
+            Middleware(BaseHTTPMiddleware, dispatch=with_headers),
             Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS, www_redirect=False),
         ],
         exception_handlers={
@@ -119,7 +99,7 @@ def refused(code: int) -> Any:
     return answer
 
 
-def place(request: Request) -> tuple[int, int]:
+def image_and_view(request: Request) -> tuple[int, int]:
     """The image and the view that an address names."""
     view = request.query_params.get("view", "0")
     return number("image", request.path_params["image"]), number("view", view)

@@ -8,7 +8,6 @@ import hashlib
 import json
 import threading
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -58,13 +57,12 @@ class Gallery:
 
     def read_all(self) -> None:
         """Reads labels and predictions of all images, from the cache where it has them."""
-        found = self._cached()
         try:
-            found = found or self._read_shards()
+            self.all = self._cached() or self._read_shards()
         except (store.StoreError, OSError) as error:
             self.error = str(error)
             return
-        self.all, self.done = found, self.maps.schema.images
+        self.done = self.maps.schema.images
 
     def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
         """One page of images: ``items`` with id, label, predicted and probability, and the
@@ -75,24 +73,24 @@ class Gallery:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
         if label is not None and not 0 <= label < schema.num_classes:
             raise UserError(f"class {label}: the store has 0 to {schema.num_classes - 1}")
-        first = number * PAGE
+        first, page = number * PAGE, {"page": number, "size": PAGE}
         if self.all is not None:
             ids = self._ids(order, label)
-            shown, total = ids[first : first + PAGE], len(ids)
-            labels, predicted, probability = (of_all[shown] for of_all in self.all)
+            total, ids = len(ids), ids[first : first + PAGE]
+            columns = Predictions(*(column[ids] for column in self.all))
         elif order == "id" and label is None:
-            shown, total = np.arange(first, min(first + PAGE, schema.images)), schema.images
-            if not len(shown):
-                return {"items": [], "total": total, "page": number, "size": PAGE}
-            last = int(shown[-1]) + 1
-            labels, predicted, probability = self._read(first * schema.views, last * schema.views)
+            total, last = schema.images, min(first + PAGE, schema.images)
+            ids = np.arange(first, last)
+            if not len(ids):
+                return {"items": [], "total": total, **page}
+            columns = self._read(first * schema.views, last * schema.views)
         else:
-            return {"items": None, "total": 0, "page": number, "size": PAGE}
+            return {"items": None, "total": 0, **page}
         items = [
             {"id": int(i), "label": int(a), "predicted": int(b), "probability": round(float(p), 6)}
-            for i, a, b, p in zip(shown, labels, predicted, probability, strict=True)
+            for i, a, b, p in zip(ids, *columns, strict=True)
         ]
-        return {"items": items, "total": total, "page": number, "size": PAGE}
+        return {"items": items, "total": total, **page}
 
     def _ordered(self, order: str, label: int | None) -> np.ndarray:
         """Image ids of a class, or of all, in an order."""
@@ -121,38 +119,31 @@ class Gallery:
         return Predictions(labels.astype(np.int32), predicted.astype(np.int32), probability)
 
     def _read_shards(self) -> Predictions:
+        parts = []
         with ThreadPoolExecutor(READERS, "gaupipe-view") as pool:
-            parts = list(self._counted(pool))
-        found = Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        self._keep(found)
-        return found
-
-    def _counted(self, pool: ThreadPoolExecutor) -> Iterator[Predictions]:
-        for part in pool.map(lambda shard: self._read(shard.start, shard.stop), self.maps.shards):
-            self.done += len(part.labels)
-            yield part
+            for part in pool.map(lambda shard: self._read(*shard[1:]), self.maps.shards):
+                self.done += len(part.labels)
+                parts.append(part)
+        whole = Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        if self.cache is not None:
+            with contextlib.suppress(OSError):  # a run that may only be read
+                self.cache.parent.mkdir(parents=True, exist_ok=True)
+                with whole_file(self.cache) as partial:
+                    np.savez(partial, of=digest(self.maps), **whole._asdict())
+        return whole
 
     def _cached(self) -> Predictions | None:
-        """What an earlier look at the same store has kept; None where there is nothing, or nothing
-        that can be read."""
+        """Those of an earlier look at the same store; None where they cannot be read."""
         if self.cache is None or not self.cache.is_file():
             return None
         try:
-            with np.load(self.cache) as kept:
-                if str(kept["of"]) != digest(self.maps):
-                    return None
-                found = Predictions(*(kept[name] for name in Predictions._fields))
+            with np.load(self.cache) as file:
+                columns = Predictions(*(file[name] for name in Predictions._fields))
+                same = str(file["of"]) == digest(self.maps)
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return None
-        return found if {len(column) for column in found} == {self.maps.schema.images} else None
-
-    def _keep(self, found: Predictions) -> None:
-        if self.cache is None:
-            return
-        with contextlib.suppress(OSError):  # a run that may only be read
-            self.cache.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(self.cache) as partial:
-                np.savez(partial, of=digest(self.maps), **found._asdict())
+        whole = {len(column) for column in columns} == {self.maps.schema.images}
+        return columns if same and whole else None
 
 
 def digest(maps: store.Store) -> str:

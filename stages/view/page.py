@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from stages.view.viewer import Viewer
 
@@ -29,16 +28,6 @@ def colours() -> str:
     from matplotlib import colormaps
 
     return (colormaps["viridis"](range(256), bytes=True)[:, :3]).tobytes().hex()
-
-
-def check_html(path: Path) -> None:
-    """Raises UserError for a file that no page can be written to."""
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--html {path}: should be a file whose name ends in .html")
-    if not path.parent.is_dir():
-        raise UserError(f"--html {path}: there is no folder {path.parent}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"--html {path}: is there and is not a file")
 
 
 def write_page(viewer: Viewer, path: Path, images: list[int], student: str | None) -> None:
@@ -79,7 +68,7 @@ def bundle() -> str:
 def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
     """Everything that the page shows of an image, binary messages as base64."""
     views = range(viewer.maps.schema.views)
-    snapshots = [who for who, kept in viewer.snapshots.items() if image in kept.images]
+    snapshots = [who for who, (_, images, _) in viewer.snapshots.items() if image in images]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views],
         "pixels": [

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import store
 from gaupipe.system.errors import UserError
+from stages.inspect_maps import check_output
 from stages.runs.directory import RunDirectory
-from stages.view.page import check_html, write_page
+from stages.view.page import write_page
 from stages.view.viewer import Viewer
 
 HOST = "127.0.0.1"
@@ -40,7 +41,7 @@ def run(
     if html is not None:
         if not images:
             raise UserError(f"--html {html}: name its images with --image ID")
-        check_html(html)
+        check_output("--html", html, ".html", ".htm")
     viewer = open_viewer(url, run_dir, students, all_students=html is None)
     for image in images:
         viewer.check(image)

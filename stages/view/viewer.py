@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import io
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,8 +32,7 @@ MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
 
 
-@dataclass
-class Snapshots:
+class Snapshots(NamedTuple):
     """The average attention of each key after each of ``epochs``, for ``images``."""
 
     folder: Path
@@ -51,6 +49,7 @@ class Viewer:
 
     def __init__(self, maps: store.Store, run: RunDirectory | None, students: list[str]) -> None:
         self.maps, self.run, self.students = maps, run, students
+        self.views = maps.schema.extra.get("views")
         self.token = digest(maps)[:12]
         folder = cache_folder() if run is None else run.path
         self.gallery = Gallery(maps, folder / "view" / f"{self.token}.npz")
@@ -93,15 +92,10 @@ class Viewer:
             "classes": schema.num_classes,
             "students": self.students,
             "snapshots": {
-                who: {"images": kept.images, "epochs": kept.epochs}
-                for who, kept in self.snapshots.items()
+                who: {"images": images, "epochs": epochs}
+                for who, (_, images, epochs) in self.snapshots.items()
             },
         }
-
-    @property
-    def views(self) -> dict[str, Any] | None:
-        """How the views that the store's maps are of were drawn; None where they are of images."""
-        return self.maps.schema.extra.get("views")
 
     def status(self) -> dict[str, Any]:
         """How far labels, predictions and the data set have been read."""
@@ -166,10 +160,18 @@ class Viewer:
             raise UserError(f"student {name!r}: not one of {', '.join(self.students) or 'none'}")
         self.check(image, view)
         with self._one_at_a_time:
-            student = self._load(name)
+            if name not in self._loaded:
+                assert self.run is not None  # who else has students
+                student = StudentMaps(self.run, name)
+                if student.data.sha256 != self.maps.schema.dataset_sha256:
+                    raise UserError(
+                        f"student {name!r}: its images are not those that the store's maps are of"
+                    )
+                self._loaded[name] = student
+            student = self._loaded[name]
             seen = student.see(image, self.views, view)
         teacher = [block for block in seen.teacher if block is not None]
-        places = iter(range(len(teacher)))
+        compared = iter(range(len(teacher)))
         header = {
             "image": image,
             "view": view,
@@ -180,7 +182,7 @@ class Viewer:
             "heads": seen.maps.shape[1],
             "grid": list(student.grid),
             "label": seen.label,
-            "compared": [None if block is None else next(places) for block in seen.teacher],
+            "compared": [None if block is None else next(compared) for block in seen.teacher],
             "no_teacher": seen.no_teacher,
             **prediction(seen.logits),
         }
@@ -189,26 +191,14 @@ class Viewer:
             arrays["teacher"] = torch.stack(teacher).float().numpy()
         return pack(header, arrays)
 
-    def _load(self, name: str) -> StudentMaps:
-        """Raises UserError for a student that knows other images than the store's."""
-        if name not in self._loaded:
-            assert self.run is not None  # who else has students
-            student = StudentMaps(self.run, name)
-            if student.data.sha256 != self.maps.schema.dataset_sha256:
-                raise UserError(
-                    f"student {name!r}: its images are not those that the store's maps are of"
-                )
-            self._loaded[name] = student
-        return self._loaded[name]
-
-    def epochs(self, who: str, image: int) -> bytes:
+    def epochs(self, who: str, image: int, view: int = 0) -> bytes:
         """The snapshots of an image: ``attention`` [epochs, L, T] float32, what each key gets on
         average over heads and queries."""
-        kept = self.snapshots.get(who)
-        if kept is None or image not in kept.images:
+        if who not in self.snapshots or image not in self.snapshots[who].images:
             raise UserError(f"no snapshots of image {image} were kept for {who}")
-        snapshots = read(kept.folder)[:, kept.images.index(image)]
-        return pack({"epochs": kept.epochs, "images": kept.images}, {"attention": snapshots})
+        folder, images, epochs = self.snapshots[who]
+        snapshots = read(folder)[:, images.index(image)]
+        return pack({"epochs": epochs, "images": images}, {"attention": snapshots})
 
     def check(self, image: int, view: int = 0) -> None:
         """Raises UserError for an image or a view that there is not."""
@@ -222,18 +212,16 @@ class Viewer:
         """The kept snapshots of the teacher and of the students."""
         if self.run is None:
             return {}
-        folders = {TEACHER: self.run.phase_a}
-        folders |= {
-            name: self.run.student(name, self.run.is_distilled(name)) for name in self.students
-        }
-        kept = {}
+        folders, with_snapshots = {TEACHER: self.run.phase_a}, {}
+        for name in self.students:
+            folders[name] = self.run.student(name, self.run.is_distilled(name))
         for who, folder in folders.items():
             snapshots = read(folder)  # [epochs, images, L, T]
             if len(snapshots):
                 last = self.maps.schema.images - 1
                 images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
-                kept[who] = Snapshots(folder, images, epochs_in(folder))
-        return kept
+                with_snapshots[who] = Snapshots(folder, images, epochs_in(folder))
+        return with_snapshots
 
 
 def prediction(logits: Tensor) -> dict[str, Any]:
@@ -244,7 +232,6 @@ def prediction(logits: Tensor) -> dict[str, Any]:
         "predicted": int(probabilities.argmax()),
         "probability": round(probabilities.max().item(), 6),
         "likely": [
-            [int(name), round(value, 6)]
-            for name, value in zip(classes.tolist(), values.tolist(), strict=True)
+            [int(name), round(float(value), 6)] for name, value in zip(classes, values, strict=True)
         ],
     }
