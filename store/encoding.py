@@ -60,8 +60,7 @@ class Numbers:
 
 
 class Embeddings(Numbers):
-    """Numbers of a learned embedding. zstd would take a twentieth off them, and most of the time of
-    reading them."""
+    """Numbers of a learned embedding, of which zstd would take off a twentieth."""
 
     compressed = False
 
