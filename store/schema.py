@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from store.encoding import Labels, Numbers
+from store.encoding import BadNumbers, Labels, Numbers
 from store.errors import StoreError
 from store.kinds import KINDS, ArraySpec, Kind, Sizes
 
@@ -133,8 +133,11 @@ class Schema(Sizes):
     def encode(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
         """What is stored for `values` [n, ...] of the images from `first_image` on. Raises
         StoreError, with the image id, for numbers that make no sense in this array."""
-        numbers = self.arrays()[name].numbers
-        return numbers.encode(name, values, first_image, self.has_codes(name))
+        try:
+            return self.arrays()[name].numbers.encode(values, self.has_codes(name))
+        except BadNumbers as bad:
+            image, what = bad.args
+            raise StoreError(f"image {first_image + image}: {name} {what}") from None
 
     def decode(self, name: str, stored: np.ndarray) -> np.ndarray:
         """The numbers a reader gets."""
