@@ -80,7 +80,7 @@ def run(
     """
     run = RunDirectory(run_dir)
     url = str(run.maps) if out is None else out
-    given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+    options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
 
     def read_settings() -> Settings:
         if overwrite and repair:
@@ -109,7 +109,7 @@ def run(
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         tokens = job.shape.grid[0] * job.shape.grid[1]
-        return job, chosen(job.settings, None if overwrite else stored_export(url), given, tokens)
+        return job, chosen(job.settings, None if overwrite else stored_export(url), options, tokens)
 
     def create(schema: store.Schema) -> store.Writer:
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
@@ -211,7 +211,7 @@ def other_teacher(
 
 
 def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
-    """Whether a complete store (of this teacher) is there. Damaged metadata counts as none."""
+    """True for a complete store (of this teacher); one with damaged metadata counts as none."""
     try:
         store.open(url, teacher_sha256=teacher_sha256)
     except store.StoreError:
@@ -220,8 +220,7 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
 
 
 def stored_export(url: str) -> ExportSettings | None:
-    """What the store that is there, finished or not, holds; None where there is none whose
-    metadata can be read."""
+    """Options of the store at ``url``, finished or not; None without readable metadata."""
     try:
         schema = store.open(url, allow_incomplete=True).schema
     except store.StoreError:
@@ -237,8 +236,8 @@ def make_schema(
     sha256: str | None = None,
     more: dict[str, Any] | None = None,
 ) -> store.Schema:
-    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
-    known, and ``more`` are further notes. Raises UserError for a kind that this teacher does not
+    """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known, and
+    ``more`` are further notes. Raises UserError for a kind that this teacher does not
     have, StoreError for an encoding that the kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
@@ -268,7 +267,7 @@ def make_schema(
 
 
 def drawing(settings: Settings) -> dict[str, Any]:
-    """What the views of a store are drawn from, as JSON: phase B must draw the same."""
+    """The source of the views of a store, as JSON: phase B must draw the same."""
     augment = settings.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
         augment.pop(name, None)
@@ -286,7 +285,7 @@ def check_fits(
 
 
 def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
-    """What a store of this kind holds once for all images; None where that is nothing."""
+    """The arrays that a store of this kind holds once for all images; None for no arrays."""
     shared = KINDS[kind].decoder(job.teacher)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 

@@ -121,8 +121,8 @@ def differing_images(
     if job.settings.phase_a.learns_gaussians:
         names = [name for name in stored if name != "logits"]
     else:  # a fit, or the choice of keys, may turn out otherwise on another machine
-        read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
-        distances = map_distances(read(stored), read(teachers), schema.layers)
+        decode = KINDS[schema.kind].reader(maps, torch.device("cpu"))
+        distances = map_distances(decode(stored), decode(teachers), schema.layers)
         yield from _in_words("its maps are", ids, distances > FURTHEST)
     for name in names:
         close = are_close(stored[name], teachers[name], name == "gaussians" and schema.encoding)
@@ -138,8 +138,8 @@ def _in_words(what: str, ids: np.ndarray, wrong: Any) -> Iterator[str]:
 
 
 def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | bool) -> np.ndarray:
-    """Which numbers differ by no more than their encoding and another device's arithmetic explain.
-    Of Gaussians in 8 bits that is one code."""
+    """True for numbers that differ by no more than their encoding and another device's arithmetic
+    explain. Of Gaussians in 8 bits that is one code."""
     stored, teachers = stored.astype(np.float32), teachers.astype(np.float32)
     if encoding != "uint8":
         return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)

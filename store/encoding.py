@@ -220,7 +220,7 @@ def _weight_table() -> np.ndarray:
 
 
 def _of_pairs(table: np.ndarray) -> np.ndarray:
-    """What a table [256] says of every pair of codes: [65536] uint32, two float16 in each."""
+    """A table [256] for pairs of codes: [65536] uint32, two float16 in each."""
     codes = np.arange(256)
     x, y = codes[None, :], codes[:, None]
     both = np.stack(np.broadcast_arrays(table[x], table[y]), axis=-1)

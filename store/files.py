@@ -82,7 +82,7 @@ class Files:
         )
 
     def has_files(self) -> bool:
-        """Whether there are any files. In a folder, the first one answers. A write that was killed
+        """True where there is a file; in a folder, the first one answers. A write that was killed
         leaves NAME.__lock, which `list` does not show either."""
         if self.folder is None:
             return bool(self.list())
@@ -197,7 +197,7 @@ def explain(error: Exception, url: str) -> str:
 
 
 def damage(error: Exception) -> str | None:
-    """What a failed read says about the bytes stored, in words; None when the storage could not
+    """The damage that a failed read tells of, in words; None when the storage could not
     be reached at all."""
     text = _one_line(error)
     if text.split(":")[0] in _NO_ACCESS:

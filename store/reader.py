@@ -43,14 +43,14 @@ def open(
         raise UnfinishedStore(
             f"{files.url}: the store is incomplete; continue with gaupipe export-maps"
         )
-    for what, stored, asked in (
+    for what, stored, expected in (
         ("data set", layout.schema.dataset_sha256, dataset_sha256),
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
     ):
-        if asked is not None and stored != asked:
+        if expected is not None and stored != expected:
             raise StoreError(
                 f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for "
-                f"({asked[:12]}); export the maps of this run"
+                f"({expected[:12]}); export the maps of this run"
             )
     return Store(files, layout, preload_bytes)
 
@@ -134,8 +134,8 @@ class Store:
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         checksums = self._read_checksums(start, stop)
         rows = {}
-        for name, read in reads.items():
-            stored = self._wait(name, ids, read)
+        for name, future in reads.items():
+            stored = self._wait(name, ids, future)
             self._refuse_missing(name, ids, stored)
             self._check(name, ids, stored, checksums)
             rows[name] = self.schema.decode(name, stored)
@@ -204,16 +204,16 @@ class Store:
                 whole = self._arrays[name].read()
                 self._in_memory[name] = self._wait(name, np.arange(len(self)), whole)
 
-    def _wait(self, name: str, ids: np.ndarray, read: Any) -> np.ndarray:
+    def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
         """The result of reading these images of an array."""
         try:
-            return read.result()
+            return future.result()
         except ValueError as error:
             raise self._find_damage(name, ids, error) from None
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:
-        """Whether each image's shard is finished: [N] bool."""
+        """True for images of finished shards: [N] bool."""
         finished = np.zeros(self._layout.num_shards, bool)
         finished[self._layout.finished(self._files)] = True
         return finished.repeat(self._layout.images_per_shard)[: len(self)]
@@ -245,7 +245,7 @@ class Store:
             raise self._corrupt(name, int(ids[wrong.argmax()]), what)
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
-        """Which image made a batched read fail."""
+        """The error of a batched read, with the image that made it fail."""
         ids = np.unique(ids)
         if name == CHECKSUMS or self._layout.is_column(name):
             # a shard's images are one chunk: the first of them tells

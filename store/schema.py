@@ -1,4 +1,4 @@
-"""What a store holds: its kind, its sizes, and whose maps they are.
+"""The contents of a store: its kind, its sizes, and whose maps they are.
 
 Axis letters: N images, L layers, H heads, T tokens on a grid of h x w, C classes, E embedding
 width, k kept keys of a query.
@@ -70,8 +70,8 @@ class Schema(Sizes):
 
     def _check(self, name: str, sound: bool, right: str, *value: Any) -> None:
         if not sound:
-            shown = _short(*value or [getattr(self, name)])
-            raise StoreError(f"{name} is {shown} in the store's schema; {right}")
+            text = _short(*value or [getattr(self, name)])
+            raise StoreError(f"{name} is {text} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -119,7 +119,7 @@ class Schema(Sizes):
         }
 
     def has_codes(self, name: str) -> bool:
-        """Whether array `name` is stored as 8-bit codes of its numbers."""
+        """True for an array that is stored as 8-bit codes of its numbers."""
         return self.encoding == "uint8" and bool(self.arrays()[name].numbers.codes)
 
     def stored_dtype(self, name: str) -> np.dtype:
@@ -127,11 +127,11 @@ class Schema(Sizes):
         return np.dtype("uint8") if self.has_codes(name) else self.arrays()[name].dtype
 
     def fill_value(self, name: str) -> float:
-        """What array `name` holds on disk where nothing was written."""
+        """The number on disk where nothing was written to array `name`."""
         return 0 if self.has_codes(name) else self.arrays()[name].numbers.fill
 
     def encode(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
-        """What is stored for `values` [n, ...] of the images from `first_image` on. Raises
+        """The stored form of `values` [n, ...] of the images from `first_image` on. Raises
         StoreError, with the image id, for numbers that make no sense in this array."""
         try:
             return self.arrays()[name].numbers.encode(values, self.has_codes(name))
@@ -173,7 +173,7 @@ class Schema(Sizes):
         return cls(**{name: attributes[name] for name in names})
 
     def difference(self, other: Schema) -> str:
-        """Where `other` differs, as one line; empty when they are equal."""
+        """The fields in which `other` differs, as one line; empty when they are equal."""
         theirs = other.to_attributes()
         return ", ".join(
             f"{name} {value!r} against {theirs[name]!r}"
