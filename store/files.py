@@ -182,9 +182,10 @@ _NO_ACCESS = {
     "NOT_FOUND": "it does not exist; check the bucket and the path",
     "PERMISSION_DENIED": "access refused; check the credentials and the permissions",
     "UNAUTHENTICATED": "access refused; check the credentials in the environment",
-    "UNAVAILABLE": "the storage does not answer; check the address and the connection",
-    "DEADLINE_EXCEEDED": "the storage does not answer; check the address and the connection",
-    "ABORTED": "the storage does not answer; check the address and the connection",
+    **dict.fromkeys(
+        ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"),
+        "the storage does not answer; check the address and the connection",
+    ),
     "RESOURCE_EXHAUSTED": "the disk is full",
 }
 

@@ -83,9 +83,9 @@ class Store:
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
             for name, stored in self._in_memory.items():
-                present = np.flatnonzero(~_is_missing(stored, self.schema.fill_value(name)))
-                images = stored if len(present) == len(stored) else stored[present]
-                self._check(name, present, images, self._checksums[present])
+                ids = np.flatnonzero(~self._is_missing(name, stored))
+                whole = len(ids) == len(self)  # then nothing is copied
+                self._check(name, ids, stored if whole else stored[ids], self._checksums[ids])
             self._checked[:] = True
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Store:
                 stored = self._wait(name, ids, reads[name])
             else:
                 stored = self._in_memory[name][ids]
-            self._refuse_missing(name, ids, stored)
+            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
             if len(new):
                 self._check(name, ids[new], stored[unchecked], self._checksums[ids[new]])
             rows[name] = self.schema.decode(name, stored)
@@ -136,7 +136,7 @@ class Store:
         rows = {}
         for name, future in reads.items():
             stored = self._wait(name, ids, future)
-            self._refuse_missing(name, ids, stored)
+            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
             self._check(name, ids, stored, checksums)
             rows[name] = self.schema.decode(name, stored)
         return rows
@@ -236,9 +236,11 @@ class Store:
         wrong = image_crc32c(stored) != checksums[:, self._layout.names.index(name)]
         self._refuse(name, ids, wrong, "it is not what was written for this image")
 
-    def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
-        missing = _is_missing(stored, self.schema.fill_value(name))
-        self._refuse(name, ids, missing, "it is not there")
+    def _is_missing(self, name: str, stored: np.ndarray) -> np.ndarray:
+        """True for images without a chunk, of which all numbers are the fill value: [n] bool."""
+        fill = self.schema.fill_value(name)
+        first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
+        return np.isnan(first) if np.isnan(fill) else first == fill
 
     def _refuse(self, name: str, ids: np.ndarray, wrong: np.ndarray, what: str) -> None:
         if wrong.any():
@@ -267,10 +269,3 @@ class Store:
             image_id,
             name,
         )
-
-
-def _is_missing(stored: np.ndarray, fill: float) -> np.ndarray:
-    """Per image [n], whether its chunk was not there: then all its numbers are the fill value,
-    so the first one is."""
-    first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-    return np.isnan(first) if np.isnan(fill) else first == fill

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Schema(Sizes):
 
     def _check(self, name: str, sound: bool, right: str, *value: Any) -> None:
         if not sound:
-            text = _short(*value or [getattr(self, name)])
+            text = reprlib.repr(*value or [getattr(self, name)])
             raise StoreError(f"{name} is {text} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
@@ -180,12 +181,3 @@ class Schema(Sizes):
             for name, value in self.to_attributes().items()
             if value != theirs[name]
         )
-
-
-def _short(value: Any) -> str:
-    """A value for a message, whatever it is and however long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}..."

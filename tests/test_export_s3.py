@@ -30,6 +30,9 @@ SETTINGS = [
     "threads=1",
 ]
 
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+CREDENTIALS["AWS_REGION"] = "us-east-1"
+
 # the environment's own scripts need not be on the PATH
 WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
 pytestmark = pytest.mark.skipif(
@@ -149,12 +152,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def gaupipe(server, in_process, monkeypatch):
     """Runs a command in this process with the server's credentials: (exit code, stdout, stderr)."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": server}.items():
         monkeypatch.setenv(name, value)
     return in_process
 
