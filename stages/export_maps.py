@@ -80,7 +80,7 @@ def run(
     """
     run = RunDirectory(run_dir)
     url = str(run.maps) if out is None else out
-    given = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+    options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
 
     def read_settings() -> Settings:
         if overwrite and repair:
@@ -109,12 +109,16 @@ def run(
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         tokens = job.shape.grid[0] * job.shape.grid[1]
-        return job, chosen(job.settings, None if overwrite else stored_export(url), given, tokens)
+        return job, chosen(job.settings, None if overwrite else stored_export(url), options, tokens)
 
     def create(schema: store.Schema) -> store.Writer:
         shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
         if not force and folder is not None:
-            check_fits(job, schema, shared, folder)
+            needed = schema.total_bytes + sum(array.nbytes for array in (shared or {}).values())
+            check_disk("export", needed, folder, "choose another --out or --kind")
+            world_size = distributed.world_size()
+            plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
+            check_memory("export", plan.memory_bytes)
         if repair:
             return store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
         if not overwrite and is_complete(url):
@@ -140,9 +144,7 @@ def run(
         job, export = distributed.main_first(load)
         ranks.check_same(settings, job.data)
         sha256 = job.common_sha256()
-        arguments = job.settings.phase_a.teacher_args if teacher else {}
-        notes = {"teacher_args": arguments} if arguments else {}
-        schema = distributed.main_first(lambda: make_schema(job, export, sha256, notes))
+        schema = distributed.main_first(lambda: make_schema(job, export, sha256))
         created = distributed.on_main(lambda: create(schema))
         write(job, created if distributed.is_main() else store.join(url))
     return url
@@ -211,7 +213,7 @@ def other_teacher(
 
 
 def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
-    """Whether a complete store (of this teacher) is there. Damaged metadata counts as none."""
+    """True for a complete store (of this teacher); one with damaged metadata counts as none."""
     try:
         store.open(url, teacher_sha256=teacher_sha256)
     except store.StoreError:
@@ -220,8 +222,7 @@ def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
 
 
 def stored_export(url: str) -> ExportSettings | None:
-    """What the store that is there, finished or not, holds; None where there is none whose
-    metadata can be read."""
+    """Options of the store at ``url``, finished or not; None without readable metadata."""
     try:
         schema = store.open(url, allow_incomplete=True).schema
     except store.StoreError:
@@ -231,21 +232,18 @@ def stored_export(url: str) -> ExportSettings | None:
     return ExportSettings.model_validate(held)
 
 
-def make_schema(
-    job: TeacherJob,
-    export: ExportSettings,
-    sha256: str | None = None,
-    more: dict[str, Any] | None = None,
-) -> store.Schema:
-    """What the store of this teacher says about itself; ``sha256`` is the teacher's where it is
-    known, and ``more`` are further notes. Raises UserError for a kind that this teacher does not
-    have, StoreError for an encoding that the kind does not have."""
+def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
+    """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
+    Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
+    kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
     augment = job.settings.augment
     check_export(export, augment, job.teacher, shape.grid, job.has_parameters_of_images)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
-    notes = job.notes() | (more or {})
+    notes = job.notes()
+    if arguments := job.settings.phase_a.teacher_args:
+        notes["teacher_args"] = arguments
     if export.views is not None:
         notes["views"] = drawing(job.settings)
     return store.Schema(
@@ -268,25 +266,15 @@ def make_schema(
 
 
 def drawing(settings: Settings) -> dict[str, Any]:
-    """What the views of a store are drawn from, as JSON: phase B must draw the same."""
+    """The source of the views of a store, as JSON: phase B must draw the same."""
     augment = settings.augment.model_dump(mode="json")
     for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
         augment.pop(name, None)
     return {"seed": settings.seed, "augment": augment}
 
 
-def check_fits(
-    job: TeacherJob, schema: store.Schema, decoder: dict[str, np.ndarray] | None, path: Path
-) -> None:
-    """Raises UserError if the disk or the memory cannot hold the export."""
-    needed = schema.total_bytes + sum(array.nbytes for array in (decoder or {}).values())
-    check_disk("export", needed, path, "choose another --out or --kind")
-    plan = make_plan(job.settings, job.teacher, job.data, world_size=distributed.world_size())
-    check_memory("export", plan.memory_bytes)
-
-
 def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
-    """What a store of this kind holds once for all images; None where that is nothing."""
+    """The arrays that a store of this kind holds once for all images; None for no arrays."""
     shared = KINDS[kind].decoder(job.teacher)
     return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 

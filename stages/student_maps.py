@@ -1,4 +1,4 @@
-"""Where a trained student looks in training images, beside the stored maps it is compared with.
+"""Attention of a trained student to training images, beside the stored maps it is compared with.
 
 Axis letters: L blocks, H heads, T tokens on the student's grid, C classes.
 """
@@ -27,7 +27,7 @@ from stages.runs.directory import RunDirectory
 
 @dataclass
 class Seen:
-    """What a student makes of one image.
+    """Predictions and maps of a student for one image.
 
     maps        [L, H, T, T] float32, probabilities over keys, from patches to patches
     logits      [C]
@@ -61,7 +61,7 @@ class StudentMaps:
 
     @torch.inference_mode()
     def see(self, image: int, views: dict[str, Any] | None = None, view: int = 0) -> Seen:
-        """Where the student looks in a training image or, with ``views``, in that ``view`` of it.
+        """The student's attention to a training image or, with ``views``, in that ``view`` of it.
 
         ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
         """
@@ -82,8 +82,8 @@ class StudentMaps:
         stored = self.store.schema.extra.get("views")
         if stored == views:
             return None
-        kinds = {True: "the images themselves", False: "other views"}
-        return f"{self.store.url} holds maps of {kinds[stored is None]}, which are not shown here"
+        others = "the images themselves" if stored is None else "other views"
+        return f"{self.store.url} holds maps of {others}, which are not shown here"
 
     def _batch(self, image: int, views: dict[str, Any] | None, view: int) -> Iterator[Batch]:
         if views is None:
@@ -96,11 +96,10 @@ class StudentMaps:
         batch.stored = self._job.teacher_store.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
-        for layer, shown in enumerate(maps):
-            if stored.layers[layer] is None:
-                compared.append(None)
-                continue
-            teacher = stored.map(layer)[0].expand_as(shown)  # [H, T, T]
-            hidden = shown == 0
-            compared.append(without_keys(teacher, hidden) if hidden.any() else teacher)
+        for layer, block in enumerate(maps):
+            teacher, hidden = None, block == 0
+            if stored.layers[layer] is not None:
+                teacher = stored.map(layer)[0].expand_as(block)  # [H, T, T]
+                teacher = without_keys(teacher, hidden) if hidden.any() else teacher
+            compared.append(teacher)
         return compared

@@ -32,13 +32,9 @@ def run(url: str) -> list[store.Problem]:
     except store.StoreError:
         images = 1  # what is wrong with it comes next
     with EpochProgress("verify", images, 1) as progress:
-        done = 0
 
-        def advance(shards: int, total: int) -> None:
-            nonlocal done
-            now = images * shards // total
-            progress.advance(now - done)
-            done = now
+        def advance(done: int, total: int) -> None:
+            progress.advance(images * done // total - images * (done - 1) // total)
 
         return store.verify(url, progress=advance)
 
@@ -75,10 +71,11 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
             differences += differing_images(maps, job, ids, stored, teachers)
             further = total_variation(stored["logits"], teachers["logits"])
             distances = np.concatenate([distances, further])
-    distance, allowed = float(distances.mean()), FURTHEST
-    if not distance <= allowed:
-        allowed += noise(job, maps.schema, batches, spans[index])
-    if not distance <= allowed:
+    distance = float(distances.mean())
+    if not (
+        distance <= FURTHEST
+        or distance <= FURTHEST + noise(job, maps.schema, batches, spans[index])
+    ):
         differences.append(
             f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
             "classes"
@@ -124,8 +121,8 @@ def differing_images(
     if job.settings.phase_a.learns_gaussians:
         names = [name for name in stored if name != "logits"]
     else:  # a fit, or the choice of keys, may turn out otherwise on another machine
-        read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
-        distances = map_distances(read(stored), read(teachers), schema.layers)
+        decode = KINDS[schema.kind].reader(maps, torch.device("cpu"))
+        distances = map_distances(decode(stored), decode(teachers), schema.layers)
         yield from _in_words("its maps are", ids, distances > FURTHEST)
     for name in names:
         close = are_close(stored[name], teachers[name], name == "gaussians" and schema.encoding)
@@ -141,8 +138,8 @@ def _in_words(what: str, ids: np.ndarray, wrong: Any) -> Iterator[str]:
 
 
 def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | bool) -> np.ndarray:
-    """Which numbers differ by no more than their encoding and another device's arithmetic explain.
-    Of Gaussians in 8 bits that is one code."""
+    """True for numbers that differ by no more than their encoding and another device's arithmetic
+    explain. Of Gaussians in 8 bits that is one code."""
     stored, teachers = stored.astype(np.float32), teachers.astype(np.float32)
     if encoding != "uint8":
         return np.isclose(stored, teachers, rtol=2**-8, atol=2**-10)
@@ -161,11 +158,9 @@ def map_distances(stored: StoredAttention, teachers: StoredAttention, layers: in
     return torch.stack(distances).mean(0).numpy()
 
 
-def total_variation(stored: np.ndarray, own: np.ndarray) -> np.ndarray:
+def total_variation(*logits: np.ndarray) -> np.ndarray:
     """Total variation [B] between the class probabilities of two arrays of logits [B, C]."""
-    first, second = (
-        torch.from_numpy(logits.astype(np.float64)).softmax(1) for logits in (stored, own)
-    )
+    first, second = (torch.from_numpy(each.astype(np.float64)).softmax(1) for each in logits)
     return ((first - second).abs().sum(1) / 2).numpy()
 
 

@@ -20,8 +20,6 @@ import math
 import numpy as np
 from google_crc32c import value as crc32c
 
-from store.errors import StoreError
-
 MEAN_STEP = 2 / 127
 LARGEST_MEAN = 127 * MEAN_STEP
 LOG_STD_MIN, LOG_STD_MAX = math.log(2**-9), math.log(8)
@@ -33,6 +31,10 @@ BLOCK = 2**14
 """Numbers that are looked up at once: they stay in the processor's cache."""
 # float16 as bits: numpy's float16 arithmetic is slow
 _SIGN, _INFINITY, _SMALLEST_NORMAL = np.uint16(0x8000), np.uint16(0x7C00), np.int16(0x0400)
+
+
+class BadNumbers(Exception):
+    """(index of an image, the fault of its numbers)."""
 
 
 class Numbers:
@@ -49,10 +51,10 @@ class Numbers:
     fill: float = math.nan
     compressed = True
 
-    def encode(self, name: str, values: np.ndarray, first_image: int, coded: bool) -> np.ndarray:
-        """The stored form of ``values`` [n, ...] of the images from ``first_image`` on. Raises
-        StoreError, with the image id, for NaN and for what is no number of this sort."""
-        return to_half(name, values, first_image)
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
+        """The stored form of ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers of
+        another sort."""
+        return to_half(values)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """The float16 numbers that ``codes`` stand for."""
@@ -70,11 +72,11 @@ class Gaussians(Numbers):
 
     codes = {"mean_step": MEAN_STEP, "log_std_min": LOG_STD_MIN, "log_std_step": LOG_STD_STEP}
 
-    def encode(self, name: str, values: np.ndarray, first_image: int, coded: bool) -> np.ndarray:
-        half = to_half(name, values, first_image, copied=True)
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
+        half = to_half(values, copied=True)
         std = half.view(np.uint16)[..., 2:]
         if std.max(initial=0) > _SIGN:  # which is -0
-            _refuse(std > _SIGN, name, first_image, "has a negative standard deviation")
+            _refuse(std > _SIGN, "has a negative standard deviation")
         np.maximum(std.view(np.int16), _SMALLEST_NORMAL, out=std.view(np.int16))
         if not coded:
             return half
@@ -98,37 +100,35 @@ class Weights(Numbers):
     def __init__(self, checked: bool = True) -> None:
         self.checked = checked
 
-    def encode(self, name: str, values: np.ndarray, first_image: int, coded: bool) -> np.ndarray:
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         if coded:
-            return self._encode_codes(name, values, first_image)
-        half = to_half(name, values, first_image)
+            return self._encode_codes(values)
+        half = to_half(values)
         bits, most = half.view(np.uint16), np.float16(LARGEST_WEIGHT).view(np.uint16)
         if self.checked and bits.max(initial=0) > most:  # negative ones are above positive ones
-            _refuse((bits > most) & (bits != _SIGN), name, first_image, _OUT_OF_RANGE)
+            _refuse((bits > most) & (bits != _SIGN), _OUT_OF_RANGE)
         return half
 
-    def _encode_codes(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
+    def _encode_codes(self, values: np.ndarray) -> np.ndarray:
         values = np.asarray(values)
         with np.errstate(invalid="ignore"):
             roots = np.sqrt(values, dtype=np.float32)
         # whatever is wrong with a number makes this comparison fail: a negative one's root is NaN
         if not roots.max(initial=0) <= math.sqrt(LARGEST_WEIGHT):
-            _refuse(np.isnan(values), name, first_image, _NAN)
-            _refuse((values < 0) | (values > LARGEST_WEIGHT), name, first_image, _OUT_OF_RANGE)
+            _refuse(np.isnan(values), _NAN)
+            _refuse((values < 0) | (values > LARGEST_WEIGHT), _OUT_OF_RANGE)
         roots *= 1 / SQRT_STEP
         roots += 1.5
         return roots.astype(np.uint8)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
-        table, pairs = _weight_tables()
-        flat, values = np.ascontiguousarray(codes).reshape(-1), np.empty(codes.size, np.float16)
-        even = codes.size // 2 * 2
-        two, both = flat[:even].view("<u2"), values[:even].view(np.uint32)
-        for start in range(0, len(two), BLOCK):
+        padded = np.append(codes, codes.flat[: codes.size % 2])  # flat, of whole pairs
+        pairs = np.empty(len(padded) // 2, np.uint32)  # two float16 in each
+        for start in range(0, len(pairs), BLOCK):
             block = slice(start, start + BLOCK)
-            pairs.take(two[block], out=both[block], mode="clip")  # the mode that needs no copy
-        values[even:] = table[flat[even:]]
-        return values.reshape(codes.shape)
+            two = padded.view("<u2")[block]
+            _weight_table().take(two, out=pairs[block], mode="clip")  # the mode without a copy
+        return pairs.view(np.float16)[: codes.size].reshape(codes.shape)
 
 
 class Keys(Numbers):
@@ -139,14 +139,14 @@ class Keys(Numbers):
         bits = 8 if tokens <= 255 else 16
         self.dtype, self.fill = np.dtype(f"uint{bits}"), 2**bits - 1
 
-    def encode(self, name: str, values: np.ndarray, first_image: int, coded: bool) -> np.ndarray:
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         if values.dtype.kind not in "iu":
-            raise StoreError(f"{name} are {values.dtype}; they must be whole numbers")
-        _refuse_outside(values, self.tokens, name, first_image)
+            raise BadNumbers(0, f"are {values.dtype}; they must be whole numbers")
+        _refuse_outside(values, self.tokens)
         keys = np.ascontiguousarray(values, self.dtype)
         in_order = np.sort(keys, axis=-1)
         twice = in_order[..., 1:] == in_order[..., :-1]
-        _refuse(twice, name, first_image, "has a key twice in one row")
+        _refuse(twice, "has a key twice in one row")
         return keys
 
 
@@ -159,8 +159,8 @@ class Labels(Numbers):
     def __init__(self, classes: int) -> None:
         self.classes = classes
 
-    def encode(self, name: str, values: np.ndarray, first_image: int, coded: bool) -> np.ndarray:
-        _refuse_outside(values, self.classes, name, first_image)
+    def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
+        _refuse_outside(values, self.classes)
         return np.ascontiguousarray(values, np.int64)
 
 
@@ -168,7 +168,7 @@ _NAN = "has NaN; only finite numbers can be stored"
 _OUT_OF_RANGE = "has weights out of range; attention is from 0 to 1"
 
 
-def to_half(name: str, values: np.ndarray, first_image: int, copied: bool = False) -> np.ndarray:
+def to_half(values: np.ndarray, copied: bool = False) -> np.ndarray:
     """The numbers as float16, clipped to the finite ones. Without ``copied`` it is ``values``
     itself where that is so already."""
     with np.errstate(over="ignore"):
@@ -181,20 +181,20 @@ def to_half(name: str, values: np.ndarray, first_image: int, copied: bool = Fals
         half = half.copy()
         bits = half.view(np.uint16)
         magnitude = bits & ~_SIGN
-        _refuse(magnitude > _INFINITY, name, first_image, _NAN)
+        _refuse(magnitude > _INFINITY, _NAN)
         bits -= magnitude == _INFINITY  # the number below it is the largest finite one
     return half
 
 
-def _refuse_outside(values: np.ndarray, stop: int, name: str, first_image: int) -> None:
+def _refuse_outside(values: np.ndarray, stop: int) -> None:
     outside = (values < 0) | (values >= stop)
-    _refuse(outside, name, first_image, f"out of range; 0 to {stop - 1} are right")
+    _refuse(outside, f"out of range; 0 to {stop - 1} are right")
 
 
-def _refuse(bad: np.ndarray, name: str, first_image: int, what: str) -> None:
+def _refuse(bad: np.ndarray, what: str) -> None:
     if bad.any():
         image = int(np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))[0])
-        raise StoreError(f"image {first_image + image}: {name} {what}")
+        raise BadNumbers(image, what)
 
 
 def image_crc32c(stored: np.ndarray) -> np.ndarray:
@@ -214,14 +214,13 @@ def _gaussian_tables() -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _weight_tables() -> tuple[np.ndarray, np.ndarray]:
-    """The weight that each code stands for, [256] float16, and those of each pair of codes."""
-    weights = np.square((np.arange(256) - 1) * SQRT_STEP)
-    return weights.astype(np.float16), _of_pairs(weights)
+def _weight_table() -> np.ndarray:
+    """The two weights that each pair of codes stands for."""
+    return _of_pairs(np.square((np.arange(256) - 1) * SQRT_STEP))
 
 
 def _of_pairs(table: np.ndarray) -> np.ndarray:
-    """What a table [256] says of every pair of codes: [65536] uint32, two float16 in each."""
+    """A table [256] for pairs of codes: [65536] uint32, two float16 in each."""
     codes = np.arange(256)
     x, y = codes[None, :], codes[:, None]
     both = np.stack(np.broadcast_arrays(table[x], table[y]), axis=-1)

@@ -1,5 +1,5 @@
-"""What the store raises: every message is one line that says what is wrong, where, and what
-would be right."""
+"""Errors of the store: every message is one line that says what is wrong, where, and what would
+be right."""
 
 
 class StoreError(ValueError):

@@ -82,7 +82,7 @@ class Files:
         )
 
     def has_files(self) -> bool:
-        """Whether there are any files. In a folder, the first one answers. A write that was killed
+        """True where there is a file; in a folder, the first one answers. A write that was killed
         leaves NAME.__lock, which `list` does not show either."""
         if self.folder is None:
             return bool(self.list())
@@ -182,9 +182,10 @@ _NO_ACCESS = {
     "NOT_FOUND": "it does not exist; check the bucket and the path",
     "PERMISSION_DENIED": "access refused; check the credentials and the permissions",
     "UNAUTHENTICATED": "access refused; check the credentials in the environment",
-    "UNAVAILABLE": "the storage does not answer; check the address and the connection",
-    "DEADLINE_EXCEEDED": "the storage does not answer; check the address and the connection",
-    "ABORTED": "the storage does not answer; check the address and the connection",
+    **dict.fromkeys(
+        ("UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"),
+        "the storage does not answer; check the address and the connection",
+    ),
     "RESOURCE_EXHAUSTED": "the disk is full",
 }
 
@@ -197,7 +198,7 @@ def explain(error: Exception, url: str) -> str:
 
 
 def damage(error: Exception) -> str | None:
-    """What a failed read says about the bytes stored, in words; None when the storage could not
+    """The damage that a failed read tells of, in words; None when the storage could not
     be reached at all."""
     text = _one_line(error)
     if text.split(":")[0] in _NO_ACCESS:

@@ -45,7 +45,7 @@ class Sizes:
 
 
 class Kind:
-    """What is stored of the attention maps of an image.
+    """The arrays that stand for the attention maps of an image.
 
     name              as in ``Schema.kind`` and ``--kind``
     decoder           whether arrays that all images share lie beside those of the images

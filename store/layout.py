@@ -1,4 +1,4 @@
-"""How a schema becomes zarr files: shards, codecs, metadata, and the checks that hold them
+"""A schema as zarr files: shards, codecs, metadata, and the checks that hold them
 together.
 
 Root attributes = the schema + `images_per_shard`, `complete`, `files_sha256` (a digest of every
@@ -126,7 +126,7 @@ class Layout:
         return shard if name == "image_crc32c" else Shard(shard.index, shard.index, shard.index + 1)
 
     def is_column(self, name: str) -> bool:
-        """Whether an image's part of the array is so small that the whole shard is one chunk."""
+        """True for an array with so few bytes an image that a whole shard is one chunk."""
         numbers = math.prod(self.schema.arrays()[name].shape[1:])
         return numbers * self.schema.stored_dtype(name).itemsize < COLUMN_BYTES
 
@@ -139,13 +139,13 @@ class Layout:
         return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
     def shard_digest(self, name: str, index: int, data: bytes) -> bytes:
-        """What `shard_sha256` says of a shard's file: the sha256 of the text
+        """The entry of a shard's file in `shard_sha256`: the sha256 of the text
         `IDENTITY/ARRAY/INDEX/SHA256`, with the store's identity and the file's sha256 in hex."""
         text = f"{self.identity}/{name}/{index}/{sha256(data)}"
         return hashlib.sha256(text.encode()).digest()
 
     def image_mask(self, name: str, index: int) -> int:
-        """What the crc32c of a shard's images are combined with (exclusive or) in
+        """A number that the crc32c of a shard's images are combined with (exclusive or) in
         `image_crc32c`: the first four bytes, little end first, of the sha256 of the text
         `IDENTITY/ARRAY/INDEX`."""
         digest = hashlib.sha256(f"{self.identity}/{name}/{index}".encode()).digest()

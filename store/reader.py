@@ -43,14 +43,14 @@ def open(
         raise UnfinishedStore(
             f"{files.url}: the store is incomplete; continue with gaupipe export-maps"
         )
-    for what, stored, asked in (
+    for what, stored, expected in (
         ("data set", layout.schema.dataset_sha256, dataset_sha256),
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
     ):
-        if asked is not None and stored != asked:
+        if expected is not None and stored != expected:
             raise StoreError(
                 f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for "
-                f"({asked[:12]}); export the maps of this run"
+                f"({expected[:12]}); export the maps of this run"
             )
     return Store(files, layout, preload_bytes)
 
@@ -83,9 +83,9 @@ class Store:
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
             for name, stored in self._in_memory.items():
-                present = np.flatnonzero(~_is_missing(stored, self.schema.fill_value(name)))
-                images = stored if len(present) == len(stored) else stored[present]
-                self._check(name, present, images, self._checksums[present])
+                ids = np.flatnonzero(~self._is_missing(name, stored))
+                whole = len(ids) == len(self)  # then nothing is copied
+                self._check(name, ids, stored if whole else stored[ids], self._checksums[ids])
             self._checked[:] = True
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class Store:
                 stored = self._wait(name, ids, reads[name])
             else:
                 stored = self._in_memory[name][ids]
-            self._refuse_missing(name, ids, stored)
+            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
             if len(new):
                 self._check(name, ids[new], stored[unchecked], self._checksums[ids[new]])
             rows[name] = self.schema.decode(name, stored)
@@ -134,9 +134,9 @@ class Store:
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         checksums = self._read_checksums(start, stop)
         rows = {}
-        for name, read in reads.items():
-            stored = self._wait(name, ids, read)
-            self._refuse_missing(name, ids, stored)
+        for name, future in reads.items():
+            stored = self._wait(name, ids, future)
+            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
             self._check(name, ids, stored, checksums)
             rows[name] = self.schema.decode(name, stored)
         return rows
@@ -204,16 +204,16 @@ class Store:
                 whole = self._arrays[name].read()
                 self._in_memory[name] = self._wait(name, np.arange(len(self)), whole)
 
-    def _wait(self, name: str, ids: np.ndarray, read: Any) -> np.ndarray:
+    def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
         """The result of reading these images of an array."""
         try:
-            return read.result()
+            return future.result()
         except ValueError as error:
             raise self._find_damage(name, ids, error) from None
 
     @functools.cached_property
     def _finished(self) -> np.ndarray:
-        """Whether each image's shard is finished: [N] bool."""
+        """True for images of finished shards: [N] bool."""
         finished = np.zeros(self._layout.num_shards, bool)
         finished[self._layout.finished(self._files)] = True
         return finished.repeat(self._layout.images_per_shard)[: len(self)]
@@ -236,16 +236,18 @@ class Store:
         wrong = image_crc32c(stored) != checksums[:, self._layout.names.index(name)]
         self._refuse(name, ids, wrong, "it is not what was written for this image")
 
-    def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
-        missing = _is_missing(stored, self.schema.fill_value(name))
-        self._refuse(name, ids, missing, "it is not there")
+    def _is_missing(self, name: str, stored: np.ndarray) -> np.ndarray:
+        """True for images without a chunk, of which all numbers are the fill value: [n] bool."""
+        fill = self.schema.fill_value(name)
+        first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
+        return np.isnan(first) if np.isnan(fill) else first == fill
 
     def _refuse(self, name: str, ids: np.ndarray, wrong: np.ndarray, what: str) -> None:
         if wrong.any():
             raise self._corrupt(name, int(ids[wrong.argmax()]), what)
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
-        """Which image made a batched read fail."""
+        """The error of a batched read, with the image that made it fail."""
         ids = np.unique(ids)
         if name == CHECKSUMS or self._layout.is_column(name):
             # a shard's images are one chunk: the first of them tells
@@ -267,10 +269,3 @@ class Store:
             image_id,
             name,
         )
-
-
-def _is_missing(stored: np.ndarray, fill: float) -> np.ndarray:
-    """Per image [n], whether its chunk was not there: then all its numbers are the fill value,
-    so the first one is."""
-    first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-    return np.isnan(first) if np.isnan(fill) else first == fill

@@ -1,4 +1,4 @@
-"""What a store holds: its kind, its sizes, and whose maps they are.
+"""The contents of a store: its kind, its sizes, and whose maps they are.
 
 Axis letters: N images, L layers, H heads, T tokens on a grid of h x w, C classes, E embedding
 width, k kept keys of a query.
@@ -10,11 +10,12 @@ import dataclasses
 import functools
 import json
 import math
+import reprlib
 from typing import Any
 
 import numpy as np
 
-from store.encoding import Labels, Numbers
+from store.encoding import BadNumbers, Labels, Numbers
 from store.errors import StoreError
 from store.kinds import KINDS, ArraySpec, Kind, Sizes
 
@@ -70,8 +71,8 @@ class Schema(Sizes):
 
     def _check(self, name: str, sound: bool, right: str, *value: Any) -> None:
         if not sound:
-            shown = _short(*value or [getattr(self, name)])
-            raise StoreError(f"{name} is {shown} in the store's schema; {right}")
+            text = reprlib.repr(*value or [getattr(self, name)])
+            raise StoreError(f"{name} is {text} in the store's schema; {right}")
 
     def _check_sizes(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -119,7 +120,7 @@ class Schema(Sizes):
         }
 
     def has_codes(self, name: str) -> bool:
-        """Whether array `name` is stored as 8-bit codes of its numbers."""
+        """True for an array that is stored as 8-bit codes of its numbers."""
         return self.encoding == "uint8" and bool(self.arrays()[name].numbers.codes)
 
     def stored_dtype(self, name: str) -> np.dtype:
@@ -127,14 +128,17 @@ class Schema(Sizes):
         return np.dtype("uint8") if self.has_codes(name) else self.arrays()[name].dtype
 
     def fill_value(self, name: str) -> float:
-        """What array `name` holds on disk where nothing was written."""
+        """The number on disk where nothing was written to array `name`."""
         return 0 if self.has_codes(name) else self.arrays()[name].numbers.fill
 
     def encode(self, name: str, values: np.ndarray, first_image: int) -> np.ndarray:
-        """What is stored for `values` [n, ...] of the images from `first_image` on. Raises
+        """The stored form of `values` [n, ...] of the images from `first_image` on. Raises
         StoreError, with the image id, for numbers that make no sense in this array."""
-        numbers = self.arrays()[name].numbers
-        return numbers.encode(name, values, first_image, self.has_codes(name))
+        try:
+            return self.arrays()[name].numbers.encode(values, self.has_codes(name))
+        except BadNumbers as bad:
+            image, what = bad.args
+            raise StoreError(f"image {first_image + image}: {name} {what}") from None
 
     def decode(self, name: str, stored: np.ndarray) -> np.ndarray:
         """The numbers a reader gets."""
@@ -170,19 +174,10 @@ class Schema(Sizes):
         return cls(**{name: attributes[name] for name in names})
 
     def difference(self, other: Schema) -> str:
-        """Where `other` differs, as one line; empty when they are equal."""
+        """The fields in which `other` differs, as one line; empty when they are equal."""
         theirs = other.to_attributes()
         return ", ".join(
             f"{name} {value!r} against {theirs[name]!r}"
             for name, value in self.to_attributes().items()
             if value != theirs[name]
         )
-
-
-def _short(value: Any) -> str:
-    """A value for a message, whatever it is and however long."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of thousands of digits, or nested too deeply
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -4,6 +4,7 @@ teacher."""
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 import store
 from gaupipe.distillation.kinds import KINDS
 from processes import exit_code, kill_in_write
-from stages import export_maps, phase_b
+from stages import export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory
 from test_store import write_pending
@@ -94,6 +95,7 @@ def unexported(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run", ignore=no_store))
 
 
+@pytest.mark.long
 def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_one(
     trained, unexported
 ):
@@ -155,18 +157,12 @@ def test_what_is_stored_is_the_teachers(trained):
 
 def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     maps = run / "maps.zarr"
-    before, written, files, shards = (
-        contents(maps),
-        changes(maps),
-        shard_files(maps),
-        store.join(maps).shards,
-    )
-    chosen = np.random.default_rng()
-    flipped, cut, removed = chosen.choice(
-        [name for name in files if name.startswith("gaussians")], 3, replace=False
-    )
+    before, written, files = contents(maps), changes(maps), shard_files(maps)
+    draw, shards = np.random.default_rng(), store.join(maps).shards
+    gaussians = [name for name in files if name.startswith("gaussians")]
+    flipped, cut, removed = draw.choice(gaussians, 3, replace=False)
     data = bytearray(before[flipped])
-    position = chosen.integers(8 * len(data))
+    position = draw.integers(8 * len(data))
     data[position // 8] ^= 1 << position % 8
     (maps / flipped).write_bytes(data)
     (maps / cut).write_bytes(before[cut][:-1])
@@ -179,14 +175,8 @@ def test_repair_rewrites_what_is_damaged_and_nothing_else(run, in_process):
     assert code == 1 and "logits/zarr.json" in out
     for name in (flipped, cut, removed):
         shard = shards[int(name.split("/")[2])]
-        lines = [
-            line
-            for line in out.splitlines()
-            if line.startswith(f"shard {shard.index}, gaussians, image")
-        ]
-        assert any(
-            f" {image}" in line for line in lines for image in range(shard.start, shard.stop)
-        )
+        lines = re.findall(rf"shard {shard.index}, gaussians, images? (\d+)", out)
+        assert any(shard.start <= int(image) < shard.stop for image in lines)
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
     assert contents(maps) == before
     rewritten, now = {name.split("/")[2] for name in (flipped, cut, removed)}, changes(maps)
@@ -222,40 +212,6 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
         store.open(maps)
     export_maps.run(run)
     assert contents(maps) == before
-
-
-@pytest.mark.parametrize("with_records", [False, True])
-def test_exchanged_shards_are_read_by_no_student_and_repaired(
-    run, in_process, with_records, monkeypatch
-):
-    maps = run / "maps.zarr"
-    before = contents(maps)
-    arrays = ["gaussians"]
-    if with_records:
-        arrays += ["logits", "labels", "shard_sha256", "shard_nbytes", "image_crc32c"]
-    for name in before:
-        array, _, place = name.partition("/c/")
-        if array in arrays and place.partition("/")[0] in ("0", "1"):
-            other = "/".join([str(1 - int(place[0])), *place.split("/")[1:]])
-            (maps / name).write_bytes(before[f"{array}/c/{other}"])
-    assert in_process("verify", maps)[0] == 1
-    for preload in (2 * 10**9, 0):
-        monkeypatch.setattr(phase_b, "PRELOAD_BYTES", preload)
-        code, _, err = in_process("phase-b", "--run-dir", run, "--student", "standard", "--resume")
-        assert code == 2 and "Traceback" not in err
-        assert "not what was written for this image" in err.splitlines()[-1]
-    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
-    assert contents(maps) == before
-
-
-def test_repair_of_a_whole_store_writes_no_shard(run, in_process):
-    maps = run / "maps.zarr"
-    before, written = contents(maps), changes(maps)
-    assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
-    now = changes(maps)
-    assert contents(maps) == before and all(
-        now[name] == written[name] for name in shard_files(maps)
-    )
 
 
 MISTAKES = [
@@ -302,13 +258,9 @@ def test_verify_runs_the_teacher_again(run, in_process):
     code, out, _ = in_process("verify", maps, "--teacher", "--sample", 200)
     assert code == 0 and "as the teacher says" in out
     maps.rename(run.parent / "elsewhere.zarr")
-    assert (
-        in_process(
-            "verify", run.parent / "elsewhere.zarr", "--teacher", "--run-dir", run, "--sample", 1
-        )[0]
-        == 0
-    )
-    code, _, err = in_process("verify", run.parent / "elsewhere.zarr", "--teacher")
+    elsewhere = ("verify", run.parent / "elsewhere.zarr", "--teacher")
+    assert in_process(*elsewhere, "--run-dir", run, "--sample", 1)[0] == 0
+    code, _, err = in_process(*elsewhere)
     assert (code, err.count("\n")) == (2, 1) and "not a run directory" in err
 
 
@@ -326,9 +278,8 @@ def test_verify_finds_an_intact_store_that_is_not_what_the_teacher_says(run, in_
 
 def test_an_8_bit_store_is_smaller_and_verified_to_a_code(run, in_process):
     other = run.parent / "small.zarr"
-    assert (
-        in_process("export-maps", "--run-dir", run, "--encoding", "uint8", "--out", other)[0] == 0
-    )
+    command = ("export-maps", "--run-dir", run, "--encoding", "uint8", "--out", other)
+    assert in_process(*command)[0] == 0
     whole, small = store.open(run / "maps.zarr"), store.open(other)
     assert small.schema.bytes_per_image < 0.6 * whole.schema.bytes_per_image
     assert in_process("verify", other, "--teacher", "--run-dir", run, "--sample", 200)[0] == 0
@@ -354,22 +305,8 @@ def test_clipped_means_are_reported(run, in_process):
     codes = schema.encode("gaussians", gaussians.numpy(), 0)
     moved = np.abs(schema.decode("gaussians", codes)[..., 1] - gaussians[..., 1].numpy()) > 1 / 127
     assert moved.mean((0, 3)).tolist() == share.tolist()
-    remarks = export_maps.Remarks()
-    remarks.add(8, clipped=share)
-    (line,) = remarks.lines()
+    (line,) = export_maps.loss_lines([{"clipped": share * 4}, {}, {"clipped": share * 4}], 8)
     assert "means the 8-bit codes clip, per block (heads): 0.125 (0.000-0.250)" in line
-
-
-def test_dense_maps_in_8_bits(run, in_process):
-    """They are the teacher's, to half a step of the codes."""
-    options = "export-maps", "--run-dir", run, "--kind", "dense"
-    assert in_process(*options, "--out", run.parent / "dense.zarr")[0] == 0
-    assert in_process(*options, "--encoding", "uint8", "--out", run.parent / "codes.zarr")[0] == 0
-    whole, small = (store.open(run.parent / name) for name in ("dense.zarr", "codes.zarr"))
-    assert small.schema.bytes_per_image < 0.6 * whole.schema.bytes_per_image
-    maps = [each.gather(np.arange(200))["maps"].astype(np.float64) for each in (whole, small)]
-    step = 1 / 508
-    assert (np.abs(maps[1] - maps[0]) <= (2 * np.sqrt(maps[0]) + step) * step + 1e-3).all()
 
 
 def test_verify_refuses_the_store_of_another_teacher(trained, tmp_path, in_process):
@@ -396,13 +333,9 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
     run = train(tmp_path / "run", "phase_a.per_image=none", "phase_a.mode=expected")
-    assert in_process("export-maps", "--run-dir", run)[0] == 0
-    assert (
-        in_process(
-            "export-maps", "--run-dir", run, "--kind", "gaussian", "--out", run / "rows.zarr"
-        )[0]
-        == 0
-    )
+    export = ("export-maps", "--run-dir", run)
+    assert in_process(*export)[0] == 0
+    assert in_process(*export, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
     small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
     assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
@@ -420,15 +353,9 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     ]
     np.testing.assert_allclose(seen[0]["map"], seen[1]["map"], atol=2e-3)
     assert in_process("verify", run / "rows.zarr", "--teacher", "--run-dir", run)[0] == 0
-    assert (
-        in_process("export-maps", "--run-dir", run, "--out", run / "rows.zarr", "--repair")[0] == 0
-    )  # its kind, not the usual
-    assert (
-        in_process(
-            "export-maps", "--run-dir", run, "--out", run / "codes.zarr", "--encoding", "uint8"
-        )[0]
-        == 0
-    )
+    # its kind, not the usual one
+    assert in_process(*export, "--out", run / "rows.zarr", "--repair")[0] == 0
+    assert in_process(*export, "--out", run / "codes.zarr", "--encoding", "uint8")[0] == 0
     assert store.open(run / "codes.zarr").schema.kind == "gaussian"
     wrong = store.create(
         run / "wrong.zarr", small.schema, decoder={"prior": small.decoder()["prior"] + 0.1}
@@ -437,11 +364,8 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     write_pending(wrong, rows)
     code, out, _ = in_process("verify", run / "wrong.zarr", "--teacher", "--run-dir", run)
     assert code == 1 and "decoder/prior is not the teacher's" in out
-    damaged = next(
-        path
-        for path in (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*")
-        if path.is_file()
-    )
+    files = (run / "maps.zarr" / "decoder" / "prior" / "c").rglob("*")
+    damaged = next(path for path in files if path.is_file())
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     assert in_process("verify", run / "maps.zarr")[0] == 1
     assert in_process("export-maps", "--run-dir", run, "--repair")[0] == 0
@@ -449,11 +373,6 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
 
 
 def test_a_teacher_with_gaussians_of_single_images_is_not_stored_as_its_prior(trained, in_process):
-    code, _, err = in_process(
-        "export-maps", "--run-dir", trained, "--kind", "prior", "--out", trained / "p.zarr"
-    )
-    assert (
-        (code, err.count("\n")) == (2, 1)
-        and "phase_a.per_image" in err
-        and not (trained / "p.zarr").exists()
-    )
+    out = trained / "p.zarr"
+    code, _, err = in_process("export-maps", "--run-dir", trained, "--kind", "prior", "--out", out)
+    assert (code, err.count("\n")) == (2, 1) and "phase_a.per_image" in err and not out.exists()

@@ -30,6 +30,9 @@ SETTINGS = [
     "threads=1",
 ]
 
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+CREDENTIALS["AWS_REGION"] = "us-east-1"
+
 # the environment's own scripts need not be on the PATH
 WEED = shutil.which("weed", path=sysconfig.get_path("scripts")) or shutil.which("weed")
 pytestmark = pytest.mark.skipif(
@@ -42,16 +45,11 @@ pytestmark = pytest.mark.skipif(
 def free_ports(count: int) -> int:
     """The first of ``count`` free loopback ports whose successors by 10000 are free too."""
     for first in np.random.default_rng().integers(11_000, 30_000, 100).tolist():
-        try:
-            for port in (
-                *range(first, first + count),
-                *range(first + 10_000, first + 10_000 + count),
-            ):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
+        ports = range(first, first + count)
+        with contextlib.suppress(OSError):
+            for port in (*ports, *(port + 10_000 for port in ports)):
+                socket.create_server(("127.0.0.1", port)).close()
             return first
-        except OSError:
-            continue
     raise RuntimeError("no free ports")
 
 
@@ -69,36 +67,20 @@ def server(tmp_path_factory):
     log = (folder / "log").open("w")
     process = subprocess.Popen(
         [
-            WEED,
-            "server",
-            f"-dir={folder}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
-            "-master.telemetry=false",
-            f"-master.port={port}",
-            f"-volume.port={port + 1}",
-            "-filer",
-            f"-filer.port={port + 2}",
-            "-s3",
-            f"-s3.port={port + 3}",
-            f"-s3.config={folder / 's3.json'}",
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-            "-s3.autoCreateBucket=false",
-            "-volume.max=20",
-            "-master.volumeSizeLimitMB=64",
+            *(WEED, "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(f"-master.port={port}", f"-volume.port={port + 1}", f"-filer.port={port + 2}"),
+            *("-filer", "-s3", f"-s3.port={port + 3}", f"-s3.config={folder / 's3.json'}"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"),
+            *("-master.telemetry=false", "-volume.max=20", "-master.volumeSizeLimitMB=64"),
         ],
         cwd=folder,
         stdout=log,
         stderr=log,
     )
     try:
-        wait_for(
-            lambda: (
-                answers(f"http://127.0.0.1:{port + 3}/healthz") and make_bucket(port + 2, "maps")
-            )
-        )
-        yield f"http://127.0.0.1:{port + 3}"
+        url = f"http://127.0.0.1:{port + 3}"
+        wait_for(lambda: answers(f"{url}/healthz") and make_bucket(port + 2, "maps"))
+        yield url
     finally:
         process.kill()
         process.wait()
@@ -120,14 +102,10 @@ def answers(url: str) -> bool:
 
 def make_bucket(filer_port: int, name: str) -> bool:
     """A bucket is a folder of the server's own file system."""
-    try:
-        urllib.request.urlopen(
-            urllib.request.Request(f"http://127.0.0.1:{filer_port}/buckets/{name}/", method="POST"),
-            timeout=5,
-        )
-        return True
-    except urllib.error.URLError:
-        return False
+    url = f"http://127.0.0.1:{filer_port}/buckets/{name}/"
+    with contextlib.suppress(urllib.error.URLError):
+        return bool(urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=5))
+    return False
 
 
 class Proxy(socketserver.ThreadingTCPServer):
@@ -174,12 +152,7 @@ def run(tmp_path_factory):
 @pytest.fixture
 def gaupipe(server, in_process, monkeypatch):
     """Runs a command in this process with the server's credentials: (exit code, stdout, stderr)."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "key",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_REGION": "us-east-1",
-    }.items():
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": server}.items():
         monkeypatch.setenv(name, value)
     return in_process
 
@@ -199,15 +172,9 @@ def test_every_command_takes_an_s3_url(run, gaupipe, tmp_path):
     assert gaupipe("verify", url, "--teacher", "--run-dir", run)[0] == 0
     code, _, err = gaupipe("export-maps", "--run-dir", run, "--out", url)
     assert (code, err.count("\n")) == (2, 1) and "--overwrite" in err
-    code, _, err = gaupipe(
-        "phase-b",
-        "--run-dir",
-        shutil.copytree(run, tmp_path / "run"),
-        "--student",
-        "standard",
-        "--maps",
-        url,
-    )
+    copy = shutil.copytree(run, tmp_path / "run")
+    command = ("phase-b", "--run-dir", copy, "--student", "standard", "--maps", url)
+    code, _, err = gaupipe(*command)
     assert code == 0, err
 
 

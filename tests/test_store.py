@@ -15,20 +15,9 @@ import store
 
 def make_schema(**changes) -> store.Schema:
     return store.Schema(
-        **{
-            **dict(
-                kind="gaussian",
-                num_images=23,
-                grid=(2, 3),
-                layers=2,
-                heads=3,
-                num_classes=5,
-                dataset="toy",
-                dataset_sha256="d" * 64,
-                teacher_sha256="a" * 64,
-            ),
-            **changes,
-        }
+        **dict(kind="gaussian", num_images=23, grid=(2, 3), layers=2, heads=3, num_classes=5)
+        | dict(dataset="toy", dataset_sha256="d" * 64, teacher_sha256="a" * 64)
+        | changes
     )
 
 
@@ -100,6 +89,11 @@ VARIANTS = {kind["kind"]: kind for kind in KINDS} | {
 """Schemas of every array and encoding."""
 
 
+def options_of(schema: store.Schema, images: int = 4) -> dict:
+    """Shards of so many images, and the decoder of kinds that need one."""
+    return dict(shard_bytes=images * schema.bytes_per_image, decoder=decoder_for(schema))
+
+
 def decoder_for(schema: store.Schema) -> dict[str, np.ndarray] | None:
     return {
         "embedding": {"0.weight": np.eye(7, dtype=np.float32), "bias": np.zeros(3, np.float32)},
@@ -116,8 +110,7 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
         tmp_path / "s",
         schema,
         arrays,
-        shard_bytes=4 * schema.bytes_per_image,
-        decoder=decoder_for(schema),
+        **options_of(schema),
     )
     maps = store.open(tmp_path / "s", preload_bytes=preload_bytes)
     ids = np.array([22, 0, 0, 7, 8, 3])
@@ -183,27 +176,13 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(
-        format="gaupipe-maps",
-        format_version=4,
-        kind="gaussian",
-        grid=[2, 3],
-        layers=2,
-        heads=3,
-        dataset="toy",
-        num_classes=5,
-        teacher_sha256="a" * 64,
-        parametrisation="loc_scale",
-        complete=True,
-        extra={"label_passes": 4},
-    )
+    expected = dict(format="gaupipe-maps", format_version=4, kind="gaussian", grid=[2, 3])
+    expected |= dict(layers=2, heads=3, num_classes=5, dataset="toy", teacher_sha256="a" * 64)
+    expected |= dict(parametrisation="loc_scale", complete=True, extra={"label_passes": 4})
     assert {name: group.attrs[name] for name in expected} == expected
     gaussians = group["gaussians"]
-    assert (gaussians.shape, gaussians.dtype, gaussians.chunks) == (
-        (23, 2, 3, 6, 4),
-        np.float16,
-        (1, 2, 3, 6, 4),
-    )
+    assert (gaussians.shape, gaussians.chunks) == ((23, 2, 3, 6, 4), (1, 2, 3, 6, 4))
+    assert gaussians.dtype == np.float16
     assert gaussians.metadata.dimension_names == ("image", "layer", "head", "query", "parameter")
     assert group["labels"].dtype == np.int64 and group["logits"].dtype == np.float16
 
@@ -245,13 +224,7 @@ def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
         if name == "labels":
             bad[name][17] = value
         with pytest.raises(store.StoreError, match=message):
-            write_store(
-                tmp_path / "bad",
-                schema,
-                bad,
-                overwrite=True,
-                shard_bytes=4 * schema.bytes_per_image,
-            )
+            write_store(tmp_path / "bad", schema, bad, overwrite=True, **options_of(schema))
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(tmp_path / "bad")
 
@@ -297,56 +270,12 @@ def test_uint8_codes_are_read_as_documented(tmp_path):
     )
 
 
-def expected_row(gaussian: np.ndarray, n: int) -> np.ndarray:
-    """The expected attention map of one query on an n x n grid, in float64, written from its
-    closed form."""
-    from math import erf, exp, pi, sqrt
-
-    def axis(mean: float, std: float) -> np.ndarray:
-        m, s = (mean + 1) / 2 * (n - 1), std * (n - 1) / 2
-
-        def r(a):
-            z = (m - a) / s
-            return s * exp(-z * z / 2) / sqrt(2 * pi) + (m - a) * (1 + erf(z / sqrt(2))) / 2
-
-        inner = [r(j - 1) - 2 * r(j) + r(j + 1) for j in range(1, n - 1)]
-        return np.array([1 - r(0) + r(1), *inner, r(n - 2) - r(n - 1)])
-
-    mean_x, mean_y, std_x, std_y = gaussian
-    return np.outer(axis(mean_y, std_y), axis(mean_x, std_x)).ravel()
-
-
-@pytest.mark.parametrize(
-    "encoding, average, largest", [("float16", 5e-4, 2e-3), ("uint8", 0.02, 0.06)]
-)
-def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
-    """Total variation between the maps of the numbers written and of those read."""
-    schema = make_schema(encoding=encoding, grid=(8, 8), num_images=5)
-    arrays = make_arrays(schema)
-    arrays["gaussians"] *= 0.4
-    write_store(tmp_path / "s", schema, arrays)
-    read = (
-        store.open(tmp_path / "s")
-        .gather(np.arange(5))["gaussians"]
-        .astype(np.float64)
-        .reshape(-1, 4)
-    )
-    written = arrays["gaussians"].astype(np.float64).reshape(-1, 4)
-    distance = [
-        np.abs(expected_row(a, 8) - expected_row(b, 8)).sum() / 2
-        for a, b in zip(written, read, strict=True)
-    ]
-    assert np.mean(distance) < average and np.max(distance) < largest
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [
         (dict(kind="maps"), "choose one of gaussian, embedding, prior, dense, topk"),
-        (dict(layers=0), "layers is 0"),
         (dict(heads=True), "heads is True"),
         (dict(dataset=None), "dataset is None"),
-        (dict(num_images=10**12), "num_images is 1000000000000"),
         (dict(grid=(3,)), "grid"),
         (dict(grid=(10**5, 10**5)), "an image takes"),
         (dict(kind="embedding"), "embedding_dim is None"),
@@ -354,15 +283,12 @@ def test_maps_survive_the_encoding(tmp_path, encoding, average, largest):
         (dict(encoding="int4"), "choose one of float16, uint8"),
         (dict(kind="prior", encoding="uint8"), "kind 'prior' takes the encoding 'float16' alone"),
         (dict(kind="topk"), "k is None .* kind 'topk' it must be a whole number from 1 to 6"),
-        (dict(kind="topk", k=0), "k is 0"),
         (dict(kind="topk", k=7), "from 1 to 6"),
         (dict(kind="topk", k=2.0), "k is 2.0"),
         (dict(kind="topk", k=1, grid=(256, 256)), "at most 65535"),
         (dict(k=3), "k is 3 .* in the kind 'gaussian' it must be None"),
         (dict(views=0), "views is 0"),
-        (dict(views=None), "views is None"),
         (dict(views=2), "num_images is 23 .* multiple of the 2 views"),
-        (dict(extra=[]), "extra is"),
         (dict(extra={"a": {1}}), "plain JSON"),
         (dict(extra={"a": np.nan}), "plain JSON"),
     ],
@@ -436,24 +362,15 @@ def test_mistakes_give_one_line(tmp_path):
 
 
 def test_overwrite_replaces_everything(tmp_path):
-    write_store(
-        tmp_path / "s",
-        make_schema(num_images=12),
-        make_arrays(make_schema(num_images=12)),
-        shard_bytes=1,
-    )
-    schema = make_schema(kind="dense")
+    schema, other = make_schema(kind="dense"), make_schema(num_images=12)
+    write_store(tmp_path / "s", other, make_arrays(other), shard_bytes=1)
     write_store(tmp_path / "s", schema, make_arrays(schema), overwrite=True)
     write_store(tmp_path / "fresh", schema, make_arrays(schema))
-    names = [
-        sorted(
-            str(path.relative_to(tmp_path / folder))
-            for path in (tmp_path / folder).rglob("*")
-            if path.is_file()
-        )
-        for folder in ("s", "fresh")
-    ]
-    assert names[0] == names[1] and store.verify(tmp_path / "s") == []
+    names, fresh = (
+        {path.relative_to(url) for path in url.rglob("*") if path.is_file()}
+        for url in (tmp_path / "s", tmp_path / "fresh")
+    )
+    assert names == fresh and store.verify(tmp_path / "s") == []
 
 
 def test_a_forked_process_is_refused(tmp_path):

@@ -44,21 +44,15 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         if name is None:
             return self.answer(404)
         self.objects[query["name"]] = (data, len(self.objects) + 1)
-        self.answer(
-            200, json.dumps({"name": query["name"], "generation": str(len(self.objects))}).encode()
-        )
+        stored = {"name": query["name"], "generation": str(len(self.objects))}
+        self.answer(200, json.dumps(stored).encode())
 
     def do_GET(self) -> None:
         name, query = self.parse()
         if name == "":
-            names = [
-                key
-                for key in sorted(self.objects)
-                if query.get("startOffset", "") <= key < query.get("endOffset", "~")
-            ]
-            return self.answer(
-                200, json.dumps({"items": [{"name": key} for key in names]}).encode()
-            )
+            first, end = query.get("startOffset", ""), query.get("endOffset", "~")
+            items = [{"name": key} for key in sorted(self.objects) if first <= key < end]
+            return self.answer(200, json.dumps({"items": items}).encode())
         if name not in self.objects:
             return self.answer(404)
         data, generation = self.objects[name]
@@ -66,17 +60,10 @@ class Bucket(http.server.BaseHTTPRequestHandler):
         if "Range" not in self.headers:
             return self.answer(200, data, **headers)
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
-        start, stop = (
-            (int(first), int(last or len(data) - 1) + 1)
-            if first
-            else (len(data) - int(last), len(data))
-        )
-        self.answer(
-            206,
-            data[start:stop],
-            Content_Range=f"bytes {start}-{min(stop, len(data)) - 1}/{len(data)}",
-            **headers,
-        )
+        start = int(first) if first else len(data) - int(last)
+        stop = min(int(last) + 1, len(data)) if first and last else len(data)
+        headers["Content_Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+        self.answer(206, data[start:stop], **headers)
 
     def do_DELETE(self) -> None:
         self.answer(204 if self.objects.pop(self.parse()[0], None) else 404, b"")
@@ -107,9 +94,6 @@ def test_a_store_on_google_storage(google):
 
 
 def test_a_bucket_that_is_not_there(google):
-    with pytest.raises(store.StoreError, match="gs://absent/maps.zarr") as error:
-        store.open("gs://absent/maps.zarr")
-    assert "\n" not in str(error.value)
-    with pytest.raises(store.StoreError, match="gs://absent/maps.zarr") as error:
-        store.create("gs://absent/maps.zarr", make_schema())
-    assert "\n" not in str(error.value)
+    for call in (store.open, lambda url: store.create(url, make_schema())):
+        with pytest.raises(store.StoreError, match="^gs://absent/maps.zarr.*$"):
+            call("gs://absent/maps.zarr")

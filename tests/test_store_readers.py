@@ -13,7 +13,7 @@ import tensorstore
 import zarr
 
 import store
-from test_store import VARIANTS, decoder_for, make_arrays, make_schema, write_store
+from test_store import VARIANTS, decoder_for, make_arrays, make_schema, options_of, write_store
 
 HERE = Path(__file__).parent / "zarrita"
 LAYOUTS = [*VARIANTS.values(), dict(kind="topk", k=2, grid=(16, 17), layers=1, heads=1)]
@@ -21,13 +21,7 @@ LAYOUTS = [*VARIANTS.values(), dict(kind="topk", k=2, grid=(16, 17), layers=1, h
 
 def write(url: Path, changes: dict) -> dict[str, np.ndarray]:
     schema = make_schema(num_classes=200, **changes)
-    write_store(
-        url,
-        schema,
-        make_arrays(schema),
-        shard_bytes=5 * schema.bytes_per_image,
-        decoder=decoder_for(schema),
-    )
+    write_store(url, schema, make_arrays(schema), **options_of(schema, 5))
     return store.open(url).gather(np.arange(schema.num_images))
 
 

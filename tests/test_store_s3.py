@@ -6,7 +6,7 @@ import pytest
 import zarr
 
 import store
-from test_export_s3 import pytestmark, server  # noqa: F401  (a fixture, and the reason to skip)
+from test_export_s3 import CREDENTIALS, pytestmark, server  # noqa: F401  (a fixture, and the reason to skip)
 from test_store import (
     assert_stored,
     damaged_images,
@@ -15,12 +15,6 @@ from test_store import (
     write_pending,
     write_store,
 )
-
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "key",
-    "AWS_SECRET_ACCESS_KEY": "secret",
-    "AWS_REGION": "us-east-1",
-}
 
 
 @pytest.fixture
@@ -56,10 +50,7 @@ def test_damage_is_found_and_repaired_there_too(bucket):
     files = Files(url)
     files.write("gaussians/c/1/0/0/0/0", files.read("gaussians/c/1/0/0/0/0")[:-20])
     files.delete("logits/c/2/0")
-    assert set(damaged_images(url)) == {
-        (1, "gaussians", 4, 8),
-        (2, "logits", 8, 12),
-    }
+    assert set(damaged_images(url)) == {(1, "gaussians", 4, 8), (2, "logits", 8, 12)}
     with pytest.raises(store.CorruptChunk, match="image 5"):
         store.open(url).gather(np.array([0, 5]))
     writer = store.repair(url, schema, shard_bytes=4 * schema.bytes_per_image)

@@ -12,13 +12,13 @@ import store
 from processes import FORKS, exit_code
 from test_store import decoder_for, make_arrays, make_schema, write_store
 
-KINDS = {"gaussian": {}, "topk": dict(kind="topk", k=3, encoding="uint8")}
+SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
 
 
-def write(url: Path, kind: str, rank: int = 0, world: int = 1, kill: tuple | None = None) -> None:
+def write(url: Path, rank: int = 0, world: int = 1, kill: tuple | None = None) -> None:
     """Writes the shards of a rank. ``kill`` is (a number of shards, how many seconds after them
     this process is killed)."""
-    schema = make_schema(num_images=60, **KINDS[kind])
+    schema = make_schema(**SIZES)
     arrays = make_arrays(schema)
     writer = store.create(url, schema, resume=True, shard_bytes=2 * schema.bytes_per_image)
     pending = [shard for shard in writer.shards[rank::world] if shard in writer.pending()]
@@ -37,25 +37,20 @@ def contents(url: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request):
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, kind):
+def whole(tmp_path_factory):
     """The files of the same store written without interruption."""
     url = tmp_path_factory.mktemp("whole") / "s"
-    schema = make_schema(num_images=60, **KINDS[kind])
+    schema = make_schema(**SIZES)
     write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
     return contents(url)
 
 
-def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, kind, whole):
+def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, whole):
     url, draw = tmp_path / "s", random.Random()
     for shards in (0, 1, 3, 7):  # of 30
         kill = shards, draw.uniform(0, 0.005)
-        assert exit_code(write, url, kind, 0, 1, kill) == -signal.SIGKILL
+        assert exit_code(write, url, 0, 1, kill) == -signal.SIGKILL
         finished = {path: path.stat().st_mtime_ns for path in url.glob("shard_sha256/c/*/0/0")}
         with pytest.raises(store.StoreError, match="incomplete"):
             store.open(url)
@@ -64,16 +59,15 @@ def test_killed_writers_are_continued_to_the_same_bytes(tmp_path, kind, whole):
             "not written yet, or the record of it is damaged",
         }
     assert finished
-    assert exit_code(write, url, kind) == 0
-    assert all(
-        path.stat().st_mtime_ns == written for path, written in finished.items()
-    )  # kept, not written again
+    assert exit_code(write, url) == 0
+    for path, written in finished.items():  # kept, not written again
+        assert path.stat().st_mtime_ns == written
     assert contents(url) == whole and store.verify(url) == []
 
 
-def test_four_processes_write_one_store(tmp_path, kind, whole):
+def test_four_processes_write_one_store(tmp_path, whole):
     url = tmp_path / "s"
-    processes = [FORKS.Process(target=write, args=(url, kind, rank, 4)) for rank in range(4)]
+    processes = [FORKS.Process(target=write, args=(url, rank, 4)) for rank in range(4)]
     for process in processes:
         process.start()
     for process in processes:

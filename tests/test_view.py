@@ -170,9 +170,7 @@ def test_what_the_server_answers(written):
             ("api/image/3?view=1", 404, "0 to 0"),
             ("api/image/3?view=x", 404, "whole number"),
             (f"api/image/{MANY}", 404, "whole number"),
-            (f"api/image/3?view={MANY}", 404, "whole number"),
             (f"api/pixels/x/{MANY}.png", 404, "whole number"),
-            (f"api/student/standard/{MANY}", 404, "whole number"),
             (f"api/epochs/teacher/{MANY}", 404, "whole number"),
             (f"api/gallery?page={MANY}", 404, "whole number"),
             ("api/gallery?order=x", 404, "should be one of"),
@@ -186,11 +184,11 @@ def test_what_the_server_answers(written):
         assert get(f"{address}/api/image/x")[0] == 404
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example"])
-def test_another_host_is_refused(written, host):
+def test_another_host_is_refused(written):
     with serving(open_viewer(str(written[0]), None)) as address:
-        for path in ("/", "/api/about", "/main.js"):
-            assert get(address + path, Host=host)[0] == 400
+        for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example"):
+            for path in ("/", "/api/about", "/main.js"):
+                assert get(address + path, Host=host)[0] == 400
         assert get(f"{address}/api/about", Host="localhost:9000")[0] == 200  # a forwarded port
 
 

@@ -82,7 +82,7 @@ def test_the_page_shows_class_and_register_tokens(viewer, browser):  # noqa: F81
 def test_a_page_without_a_server_holds_the_maps(pictures, viewer, tmp_path):
     from stages.view.page import write_page
 
-    write_page(viewer, tmp_path / "page.html", [0, 1], None)
+    write_page(viewer, tmp_path / "page.html", [0, 1], {"image": 0})
     text = (tmp_path / "page.html").read_text()
     embedded = json.loads(text.partition('id="embedded">')[2].partition("</script>")[0])
     assert base64.b64decode(embedded["images"]["1"]["views"][0]) == viewer.image(1)

@@ -1,4 +1,4 @@
-"""Which images the gallery shows: labels and predictions of all images, read once, and their
+"""The images that the gallery shows: labels and predictions of all images, read once, and their
 orders."""
 
 from __future__ import annotations

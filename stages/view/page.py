@@ -30,17 +30,17 @@ def colours() -> str:
     return (colormaps["viridis"](range(256), bytes=True)[:, :3]).tobytes().hex()
 
 
-def write_page(viewer: Viewer, path: Path, images: list[int], student: str | None) -> None:
+def write_page(viewer: Viewer, path: Path, images: list[int], start: dict[str, Any]) -> None:
     """Writes the page of some images, with the maps of those students that the viewer has."""
     viewer.load_images()
-    shown = {str(image): embedded_image(viewer, image) for image in dict.fromkeys(images)}
+    embedded = {str(image): embedded_image(viewer, image) for image in dict.fromkeys(images)}
     status = viewer.status()
     status["labels"] = {"done": 0, "total": 0, "ready": False, "error": ""}
     page = {
         "about": {**viewer.about(), "colours": colours()},
         "status": status,
-        "images": shown,
-        "start": {"image": images[0], **({"student": student} if student else {})},
+        "images": embedded,
+        "start": start,
     }
     text = json.dumps(page).replace("<", "\\u003c")  # nothing in it ends the element
     html = (STATIC / "index.html").read_text()

@@ -56,13 +56,14 @@ def run(
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
     for image in images:
         viewer.check(image)
-    start = {"image": images[0]} if images else {}
-    chosen = students[0] if students else None
+    start: dict[str, object] = {"image": images[0]} if images else {}
+    if students:
+        start["student"] = students[0]
     if html is not None:
-        write_page(viewer, html, images, chosen)
+        write_page(viewer, html, images, start)
         print(html)
         return
-    serve(viewer, port, open_browser, start | ({"student": chosen} if chosen else {}))
+    serve(viewer, port, open_browser, start)
 
 
 def open_viewer(
@@ -89,8 +90,8 @@ def open_viewer(
         if run is None:
             raise UserError(f"--student {name}: name the student's run with --run-dir")
         if name not in trained:
-            there = f"there are {', '.join(trained)}" if trained else "there is none"
-            raise UserError(f"--student {name}: {run.path} has no such finished student; {there}")
+            others = f"there are {', '.join(trained)}" if trained else "there is none"
+            raise UserError(f"--student {name}: {run.path} has no such finished student; {others}")
     return Viewer(maps, run, students or (trained[::-1] if all_students else []))
 
 
@@ -125,8 +126,8 @@ def serve(viewer: Any, port: int | None, open_browser: bool, start: dict[str, ob
             "without"
         ) from None
     listening = bound(port)
-    place = "&".join(f"{name}={value}" for name, value in start.items())
-    address = f"http://{HOST}:{listening.getsockname()[1]}/" + (f"#{place}" if place else "")
+    state = "&".join(f"{name}={value}" for name, value in start.items())
+    address = f"http://{HOST}:{listening.getsockname()[1]}/" + (f"#{state}" if state else "")
     server = uvicorn.Server(
         uvicorn.Config(
             make_app(viewer),
@@ -165,7 +166,7 @@ def bound(port: int | None) -> socket.socket:
 
 
 def has_display() -> bool:
-    """Whether opening a browser would open a window, not take over the terminal."""
+    """True where a browser opens a window and does not take over the terminal."""
     return sys.platform in ("darwin", "win32") or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")
     )

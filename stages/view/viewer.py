@@ -98,7 +98,7 @@ class Viewer:
         }
 
     def status(self) -> dict[str, Any]:
-        """How far labels, predictions and the data set have been read."""
+        """Progress of reading labels, predictions and the data set."""
         return {
             "labels": {
                 "done": self.gallery.done,
@@ -150,8 +150,8 @@ class Viewer:
         return file.getvalue()
 
     def student(self, name: str, image: int, view: int = 0) -> bytes:
-        """Where a student looks in an image, or in the view of it that the store's maps are of, and
-        the stored maps that it is compared with.
+        """The attention of a student to an image, or to the view of it that the maps are of,
+        and the stored maps that it is compared with.
 
         ``maps`` [L, H, T, T] float32; ``teacher`` [blocks with a stored map, H, T, T] float32, and
         in the header ``compared``, for each block the place of its map in ``teacher`` or None.
