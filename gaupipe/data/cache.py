@@ -92,7 +92,7 @@ class ImageCache:
 
     @property
     def _start(self) -> int:
-        """Where the pixels begin in the file."""
+        """Byte of the file at which the pixels begin."""
         return len(self.key) + 4 * self.shape[0]
 
     def open(self) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.data.augment import Crops
+from gaupipe.data.augment import Augment
 from gaupipe.data.cache import (
     ImageCache,
     cache_folder,
@@ -57,8 +57,7 @@ class ImageFiles:
     images. A file that is known from an earlier time is not read for that.
     """
 
-    threads = True
-    """Whether several threads may read."""
+    threads = True  # may read at once
 
     def __init__(self, root: Path, names: list[str]) -> None:
         self.root, self.names = root, names
@@ -112,14 +111,10 @@ class HubImages:
         return self.reader[position][0]
 
     def fingerprint(self) -> bytes:
-        """A digest of the library's own fingerprint, which tells where the data came from.
-
-        No content is read for it.
-        """
+        """A digest of the library's own fingerprint of where the data came from."""
         return hashlib.sha256(self.reader.dataset._fingerprint.encode()).digest()
 
     def contents(self, _positions: np.ndarray) -> bytes:
-        """As of :class:`ImageFiles`, by the fingerprint."""
         return self.fingerprint()
 
     def check(self, position: int) -> None:
@@ -232,11 +227,14 @@ class FileImages(Dataset):
             images = torch.stack([self._square(position) for position in positions]).contiguous()
         return images, torch.from_numpy(self.labels[where])
 
-    def cropped(self, positions: list[int], crops: Crops) -> tuple[Tensor, Tensor, Tensor]:
+    def cropped(
+        self, positions: np.ndarray, augment: Augment, image_ids: np.ndarray, epochs: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(crops of full-size images uint8 [B, 3, size, size], labels, places as
-        :meth:`Crops.of` returns them)."""
-        images, places = crops.of(map(self._pixels, positions), self.size)
-        return images, torch.from_numpy(self.labels[np.asarray(positions)]), places
+        :meth:`Augment.crops` returns them)."""
+        images = map(self._pixels, positions.tolist())
+        crops, places = augment.crops(images, image_ids, epochs, self.size)
+        return crops, torch.from_numpy(self.labels[positions]), places
 
     def fingerprint(self) -> bytes:
         return self.files.fingerprint()
@@ -285,7 +283,7 @@ class FileImages(Dataset):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the squares need not be decoded."""
+        """True where the squares need not be decoded."""
         return self.cache.images is not None
 
     def kept_bytes(self) -> int:
@@ -297,11 +295,8 @@ class FileImages(Dataset):
 
     def keep(self) -> None:
         """Decodes the images that a training reads into the cache, if ``data.cache`` and the disk
-        let it and if they are not there. Raises UserError for an image that cannot be decoded, or
-        that is not the one that the data set's digest is of.
-
-        Several processes that want the same do so one after the other: the later ones find what the
-        first one has kept, and need no space for it.
+        let it. The first of several processes does so, and the others wait. Raises UserError for an
+        image that cannot be decoded, or that the data set's digest is not of.
         """
         if self.settings.cache == "none" or self.is_kept:
             return
@@ -324,8 +319,8 @@ class FileImages(Dataset):
             self.settings = self.settings.model_copy(update={"cache": "none"})
 
     def _named_cache(self) -> ImageCache:
-        """The cache of each place of the images and each choice among them has a file, and a key
-        that says which images, with which content, are decoded and resized by what."""
+        """One file for each folder and choice of images. Its key says which images, with which
+        content, are decoded and resized by what."""
         settings = self.settings
         words = (self.files.place, self.size, settings.train_images, settings.val_fraction)
         name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]

@@ -34,7 +34,7 @@ class Layout:
 
 
 def layout(root: Path) -> Layout:
-    """Where the images of each split lie below ``root``.
+    """Finds the folders of each split below ``root``.
 
     ``train/`` holds the training images, ``val/`` (or ``validation/``) the validation images, and
     ``test/`` the test images. Without any of these folders all class folders lie in ``root``
@@ -187,20 +187,15 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 class FolderFacts:
     """The facts about a folder of images that settings are chosen by."""
 
-    counts: dict[str, int]
-    """Training images of each class."""
-    width: int
-    """Median over the sampled training images, in pixels, as ``height``."""
+    counts: dict[str, int]  # training images of each class
+    width: int  # in pixels, the median over the sampled training images, as the height
     height: int
-    val: int | None = None
-    """Images in a folder of their own for validation; None where validation images are a part of
-    the training images."""
+    val: int | None = None  # images in a folder for validation; None: a part of those for training
     test: int | None = None
-    """Images in a folder of their own for the test; None where there is none."""
 
     @property
     def images(self) -> int:
-        """Training images, with those of which validation images are a part."""
+        """Training images, and validation images that are a part of them."""
         return sum(self.counts.values())
 
     @property

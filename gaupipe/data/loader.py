@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
-from gaupipe.data.augment import Augment, Crops
+from gaupipe.data.augment import Augment
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import Source
 from gaupipe.data.splits import Split
@@ -28,18 +28,18 @@ MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Request:
-    """The images of a batch: their positions in the source and ids, and the crops of full-size
-    images that are asked for."""
+    """The images of a batch: their positions in the source and ids; for crops of full-size images
+    also what draws them, and in which epochs."""
 
     positions: np.ndarray
     ids: np.ndarray
-    crops: Crops | None = None
+    crops: tuple[Augment, np.ndarray] | None = None
 
 
 @dataclass
 class Loaded:
     """Images uint8 [B, C, height, width], labels [B] and image ids [B]; and where the images lie if
-    they are crops, float64 [B, 4] as :meth:`Crops.of` returns it."""
+    they are crops, float64 [B, 4] as :meth:`Augment.crops` returns it."""
 
     images: Tensor
     labels: Tensor
@@ -64,18 +64,19 @@ def requests(
     if not (augment and crop and crop.full_size and isinstance(split.source, FileImages)):
         return [Request(split.positions[ids], ids) for ids in batches]
     return [
-        Request(split.positions[ids], ids, Crops(crop, augment.seed, ids, drawn))
+        Request(split.positions[ids], ids, (augment, drawn))
         for ids, drawn in zip(batches, views, strict=True)
     ]
 
 
 def fetch(source: Source, request: Request) -> Loaded:
     """The images of a batch. Raises UserError for one that cannot be read."""
-    positions, ids = request.positions.tolist(), torch.from_numpy(request.ids)
+    ids = torch.from_numpy(request.ids)
     if request.crops and isinstance(source, FileImages):
-        images, labels, places = source.cropped(positions, request.crops)
+        augment, epochs = request.crops
+        images, labels, places = source.cropped(request.positions, augment, request.ids, epochs)
         return Loaded(images, labels, ids, places)
-    return Loaded(*source.__getitems__(positions), ids)
+    return Loaded(*source.__getitems__(request.positions.tolist()), ids)
 
 
 def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:

@@ -85,7 +85,7 @@ class ImageData:
 
     @property
     def data_config(self) -> dict[str, Any]:
-        """How images become what a model trained on these sees, as timm names it."""
+        """The preparation of images for a model trained on these, in timm's words."""
         return {
             "mean": self.mean,
             "std": self.std,
@@ -157,22 +157,24 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     if count < len(positions):
         _, positions = _stratified(train, positions, count)
     split = Split(train, positions)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     if isinstance(train, FileImages):
         train.positions = positions if val is not None else np.union1d(positions, held_out)
-        image_size, scale = train.size, (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        image_size, mean, std = train.size, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     else:
         image_size = train.images.shape[-1]
-        scale = _mean_and_std(train.images[torch.from_numpy(positions)])
+        mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
     return ImageData(
         name=settings.name,
         train=split,
         val=Split(train if val is None else val, held_out),
         test=Split(test, np.arange(len(test))) if test is not None else None,
         num_classes=int(labels.max()) + 1,
-        channels=len(scale[0]),
+        channels=len(mean),
         image_size=image_size,
-        mean=scale[0],
-        std=scale[1],
+        mean=mean,
+        std=std,
         sha256=_digest(split),
         val_sha256=None if val is None else _digest(Split(val, held_out)),
     )
