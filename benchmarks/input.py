@@ -4,7 +4,7 @@ training step waits for images.
     python benchmarks/input.py
     python benchmarks/input.py --images 4000 --rounds 5 --workers 1
     python benchmarks/input.py --workers 0 --parts loaders
-    python benchmarks/input.py --parts step,layout
+    python benchmarks/input.py --parts step
 
 JPEG files go to a temporary folder below --folder and are deleted. Those of 500 pixels are --files
 different images, each under several names (hard links). All have just been written: what is timed
@@ -30,7 +30,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from timing import seconds, spread
+from timing import spread
 from timm.data import ImageDataset, create_loader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--workers", type=numbers, help="default: all processor cores but one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="training steps in a round")
-    parser.add_argument("--parts", default="loaders,step,layout")
+    parser.add_argument("--parts", default="loaders,step")
     parser.add_argument("--threads", type=int, help="of torch; default: all processor cores")
     parser.add_argument("--folder", type=Path, help="default: that of temporary files")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -79,8 +79,6 @@ def main() -> None:
                 compare_loaders(root, size, count, device, arguments.rounds)
             if "step" in parts:
                 share_that_waits(root, size, max(workers), device, arguments)
-            if "layout" in parts:
-                compare_layouts(size, device, arguments.rounds)
 
 
 def numbers(text: str) -> list[int]:
@@ -153,14 +151,14 @@ def contestants(
     root: Path, size: int, workers: int, device: torch.device
 ) -> Iterator[tuple[bool, dict[str, Callable]]]:
     """For squares and for crops of full-size images (True): an epoch's images by loader."""
-    decoding, kept = load(root, size, "none"), load(root, size, "auto")
+    decoding, cached = load(root, size, "none"), load(root, size, "auto")
     for crops in (False, True):
         yield (
             crops,
             {
                 "timm": of_timm(root, size, workers, device, crops),
                 "gaupipe": of_gaupipe(decoding, workers, device, crops),
-                "gaupipe, kept": of_gaupipe(kept, workers if crops else "auto", device, crops),
+                "gaupipe, kept": of_gaupipe(cached, workers if crops else "auto", device, crops),
             },
         )
 
@@ -182,19 +180,19 @@ def compare_loaders(root: Path, size: int, workers: int, device: torch.device, r
         what = "crops of full-size images" if crops else "squares"
         print(f"{what}, {workers} workers: timm {spread(rates['timm'], ',.0f')} images/s")
         for name in list(epochs)[1:]:
-            ratios = [own / other for own, other in zip(rates[name], rates["timm"], strict=True)]
+            ratios = [ours / timms for ours, timms in zip(rates[name], rates["timm"], strict=True)]
             print(f"    {name}: {spread(ratios)} of timm, {spread(rates[name], ',.0f')} images/s")
 
 
-def stepper(size: int, device: torch.device, layout: torch.memory_format) -> Callable:
+def stepper(size: int, device: torch.device) -> Callable:
     """A training step on images, in bfloat16 on a GPU."""
-    model = timm.create_model(MODELS[size], num_classes=2).to(device, memory_format=layout)
+    model = timm.create_model(MODELS[size], num_classes=2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
     def step(images: Tensor) -> None:
         labels = torch.zeros(len(images), dtype=torch.long, device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = cross_entropy(model(images.to(memory_format=layout)), labels)
+            loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -207,7 +205,7 @@ def share_that_waits(
 ) -> None:
     """Prints the share of the time of a training in which it waits for a batch: reading, copying to
     the device, augmenting and normalising. It waits for the GPU after each step."""
-    step = stepper(size, device, torch.contiguous_format)
+    step = stepper(size, device)
     for crops, epochs in contestants(root, size, workers, device):
         shares: dict[str, list[float]] = {name: [] for name in epochs}
         for number in range(arguments.rounds + 1):
@@ -238,22 +236,6 @@ def share_of_epoch(
         if device.type == "cuda":
             torch.cuda.synchronize()
     return waited / (time.perf_counter() - began)
-
-
-def compare_layouts(size: int, device: torch.device, rounds: int) -> None:
-    """Prints the time of a training step with channels_last against that without."""
-    layouts = (torch.contiguous_format, torch.channels_last)
-    steps = [stepper(size, device, layout) for layout in layouts]
-    images = torch.randn(BATCH if device.type == "cuda" else 16, 3, SEEN[size], SEEN[size])
-    images, ratios = images.to(device), []
-    for number in range(rounds + 2):
-        plain, last = (
-            seconds(lambda: step(images), device, time.perf_counter)  # noqa: B023  (called at once)
-            for step in steps
-        )
-        if number > 1:
-            ratios.append(last / plain)
-    print(f"channels_last, time of a step of {MODELS[size]}: {spread(ratios)}")
 
 
 if __name__ == "__main__":

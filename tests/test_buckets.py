@@ -47,26 +47,11 @@ def test_whole_batches_do_not_depend_on_the_world_size(images, batch_size, as_ra
     assert buckets.batch_sizes(batch_size) == sizes
 
 
-def test_no_rank_has_an_empty_batch(as_rank):
-    images, batch_size, count = 997, 20, 8
-    check_buckets(images, count, batch_size)
-    for step in Buckets(images, count).epoch(0, 0, batch_size):
-        assert min(map(len, step.values())) >= 1
-
-
 def test_one_bucket_is_one_permutation_in_full_batches():
     order = np.random.default_rng((5, 2)).permutation(100)
     steps = Buckets(100).epoch(5, 2, 32)
     assert [len(step[0]) for step in steps] == [32, 32, 32, 4]
     assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
-
-
-def test_epochs_and_buckets_are_shuffled_each_in_their_own_way():
-    buckets = Buckets(BLOCK * 8, 2)
-    first, second = (buckets.epoch(0, epoch, BLOCK * 8)[0] for epoch in (0, 1))
-    assert not np.array_equal(first[0], second[0])
-    positions = [buckets.positions(first[bucket]) for bucket in (0, 1)]
-    assert not np.array_equal(*positions)
 
 
 def test_positions_count_the_members_of_a_bucket():

@@ -94,7 +94,7 @@ class Augment:
         image_ids   int64 [B]
         epoch       counted from 0
         places      where the ``images`` lie, if they are crops of full-size images already, which
-                    are then not cropped again: float64 [B, 4], as :class:`Crops` returns it
+                    are then not cropped again: float64 [B, 4], as :meth:`crops` returns it
 
         The views have the shape, dtype and device of the images. The geometry is None when nothing
         moved, or when the settings ignore geometry; else it is on the images' device. Erasing fills
@@ -131,6 +131,26 @@ class Augment:
             return images, None
         tensors = (torch.from_numpy(array).float().to(images.device) for array in (offset, scale))
         return images, Geometry(*tensors)
+
+    def crops(
+        self, images: Iterable[Tensor], image_ids: np.ndarray, epochs: np.ndarray, size: int
+    ) -> tuple[Tensor, Tensor]:
+        """(crops uint8 [B, 3, size, size], their places) of full-size images [3, height, width], of
+        any height and width: those that a call draws of the images themselves in these ``epochs``.
+
+        The places say where each crop lies in the square that the image becomes without a crop:
+        (offset x, offset y, scale x, scale y) in border coordinates, float64 [B, 4]. A crop may lie
+        outside the square, which is the middle of the image.
+        """
+        assert self.settings.resized_crop
+        draws = uniforms(self.seed, epochs, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
+        crops, places = [], []
+        for image, drawn in zip(images, draws, strict=True):
+            height, width = image.shape[-2:]
+            box = crop_boxes(drawn[None], (height, width), self.settings.resized_crop)
+            crops.append(F.resized_crop(image, *box[0].tolist(), [size, size], antialias=True))
+            places.append(np.concatenate(_lies(box, *middle_square(height, width, size)), axis=1))
+        return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
     def _draw(self, image_ids: Tensor, epoch: int, k: int, stream: int) -> np.ndarray:
         return uniforms(self.seed, epoch, image_ids, k, stream)
@@ -185,34 +205,6 @@ def _lies(
     begins at ``start`` (x, y) and has this ``extent``, all in pixels."""
     corners, sizes = boxes[:, 1::-1], boxes[:, :1:-1]
     return (2 * (corners - start) + sizes) / extent - 1, sizes / extent
-
-
-@dataclass(frozen=True)
-class Crops:
-    """The resized crops of some full-size images, one of each: those that :class:`Augment` would
-    draw of the images themselves in the epochs ``views`` [B]."""
-
-    settings: ResizedCropSettings
-    seed: int
-    image_ids: np.ndarray
-    views: np.ndarray
-
-    def of(self, images: Iterable[Tensor], size: int) -> tuple[Tensor, Tensor]:
-        """(crops uint8 [B, 3, size, size], their places) of images [3, height, width], of any
-        height and width.
-
-        The places say where each crop lies in the square that the image becomes without a crop:
-        (offset x, offset y, scale x, scale y) in border coordinates, float64 [B, 4]. A crop may lie
-        outside the square, which is the middle of the image.
-        """
-        draws = uniforms(self.seed, self.views, self.image_ids, 4 * ATTEMPTS, RESIZED_CROP)
-        crops, places = [], []
-        for image, drawn in zip(images, draws, strict=True):
-            height, width = image.shape[-2:]
-            box = crop_boxes(drawn[None], (height, width), self.settings)
-            crops.append(F.resized_crop(image, *box[0].tolist(), [size, size], antialias=True))
-            places.append(np.concatenate(_lies(box, *middle_square(height, width, size)), axis=1))
-        return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
 
 def middle_square(height: int, width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -309,7 +301,7 @@ magnitude is 30 times ours."""
 
 @dataclass
 class Mix:
-    """Which images of a batch were mixed, and where. On the CPU.
+    """The images of a batch that were mixed, and the boxes. On the CPU.
 
     partner   int64 [B]: position in the batch of the image mixed in
     blend     float64 [B]: an image's own share outside the box; 1 for CutMix

@@ -53,11 +53,11 @@ class Batch:
 
     @property
     def weight(self) -> float:
-        """What a mean over these images weighs in the mean of all ranks' means, so that the latter
+        """Weight of a mean over these images in the mean of all ranks' means, so that the latter
         is the mean over the images of the whole batch. 1 in a world of one."""
-        return (
-            1.0 if self.of_world is None else len(self) * distributed.world_size() / self.of_world
-        )
+        if self.of_world is None:
+            return 1.0
+        return len(self) * distributed.world_size() / self.of_world
 
 
 class StoredMaps(Protocol):
@@ -110,14 +110,14 @@ class Batches:
     def of_rank(self) -> Iterator[Batch]:
         """The images of this rank's buckets as they are, bucket by bucket, each in canonical order:
         all of the split in a world of one with one bucket."""
-        batches = {
-            bucket: slices(self.buckets.members(bucket), self.batch_size)
+        batches = [
+            (bucket, ids)
             for bucket in self.buckets.of_rank()
-        }
-        wanted = requests(self.split, [ids for of_bucket in batches.values() for ids in of_bucket])
-        of = [bucket for bucket, of_bucket in batches.items() for _ in of_bucket]
-        for loaded, bucket in zip(self.loader(wanted), of, strict=True):
-            yield self._unchanged(loaded, [(bucket, len(loaded.ids))])
+            for ids in slices(self.buckets.members(bucket), self.batch_size)
+        ]
+        images_of = self.loader(requests(self.split, [ids for _, ids in batches]))
+        for loaded, (bucket, ids) in zip(images_of, batches, strict=True):
+            yield self._unchanged(loaded, [(bucket, len(ids))])
 
     def epoch(
         self,
@@ -137,37 +137,29 @@ class Batches:
         order = self.buckets.epoch(augment.seed, number, self.batch_size)[first:]
         drawn = number if view is None else view
         batches = [np.concatenate([*parts.values()]) for parts in order]
-        wanted = requests(
-            self.split, batches, augment, [np.full(len(ids), drawn) for ids in batches]
-        )
+        draws = [np.full(len(ids), drawn) for ids in batches]
+        wanted = requests(self.split, batches, augment, draws)
         self.data.keep(training=not (wanted and wanted[0].crops))
         nothing: Iterator[Any] = itertools.repeat(None)
         stored = nothing if maps is None else maps.prefetch(batches)
-        of_world = self.batch_sizes[first:]
         images_of, stored = self._timed(self.loader(wanted), "data"), self._timed(stored, "maps")
-        fetched = zip(images_of, stored, order, of_world)  # noqa: B905
+        fetched = zip(images_of, stored, order, self.batch_sizes[first:])  # noqa: B905
         for loaded, of_store, parts, whole in fetched:
-            ids = loaded.ids
+            ids, settings = loaded.ids, augment.settings
             views, geometry = augment(self._on_device(loaded.images), ids, drawn, loaded.places)
-            geometry = geometry if view is None else None
-            sizes = [(bucket, len(of_bucket)) for bucket, of_bucket in parts.items()]
-            views, mixed = mix(
-                self._normalised(views),
-                ids,
-                augment.seed,
-                number,
-                augment.settings,
-                [size for _, size in sizes],
+            sizes = {bucket: len(of_bucket) for bucket, of_bucket in parts.items()}
+            images, mixed = mix(
+                self._normalised(views), ids, augment.seed, number, settings, [*sizes.values()]
             )
             yield Batch(
-                views,
+                images,
                 self._on_device(loaded.labels),
                 ids,
-                geometry,
-                mixed,
-                of_store,
-                sizes,
-                None if whole == len(ids) else whole,
+                geometry=geometry if view is None else None,
+                mixed=mixed,
+                stored=of_store,
+                parts=[*sizes.items()],
+                of_world=None if whole == len(ids) else whole,
             )
 
     def views(self, entries: np.ndarray, augment: Augment, count: int) -> Iterator[Batch]:
@@ -176,16 +168,12 @@ class Batches:
         View v is what ``augment`` makes of an image in epoch v. The ids of a batch are entries.
         """
         batches = slices(entries, self.batch_size)
-        wanted = requests(
-            self.split,
-            [batch // count for batch in batches],
-            augment,
-            [batch % count for batch in batches],
-        )
-        for loaded, batch in zip(self.loader(wanted), batches, strict=True):
+        ids, views = [batch // count for batch in batches], [batch % count for batch in batches]
+        images_of = self.loader(requests(self.split, ids, augment, views))
+        for loaded, batch, of_batch in zip(images_of, batches, views, strict=True):
             images = self._on_device(loaded.images)
-            for view in np.unique(batch % count):
-                of_view = torch.from_numpy(np.flatnonzero(batch % count == view))
+            for view in np.unique(of_batch):
+                of_view = torch.from_numpy(np.flatnonzero(of_batch == view))
                 at, places = of_view.to(self.device), loaded.places
                 places = None if places is None else places[of_view]
                 images[at] = augment(images[at], loaded.ids[of_view], int(view), places)[0]

@@ -1,5 +1,5 @@
-"""Which training images a rank works on, such that neither the batches nor anything that is drawn
-depend on the number of ranks.
+"""The training images of each rank, divided such that neither the batches nor anything that is
+drawn depend on the number of ranks.
 
 Image ids fall into P *buckets*. P belongs to the run, and worlds of W ranks for which W divides P
 share the buckets: rank r has P / W neighbouring ones. Every bucket has a permutation of its
@@ -81,14 +81,13 @@ class Buckets:
         return np.diff(self._bounds(batch_size).sum(0)).tolist()
 
     def _bounds(self, batch_size: int) -> np.ndarray:
-        """Where the share of each batch begins in each bucket: int64 [P, steps + 1].
+        """Beginning of the share of each batch in each bucket: int64 [P, steps + 1].
 
         Up to a batch, the first b buckets together have given the whole number below their due.
         """
         ends = np.cumsum([0, *self.sizes()])[:, None]  # of the buckets, laid one after the other
         steps = self.steps(batch_size)
-        given = ends * np.arange(steps + 1) // steps  # [P + 1, steps + 1]
-        return np.diff(given, axis=0)
+        return np.diff(ends * np.arange(steps + 1) // steps, axis=0)
 
 
 def slices(image_ids: np.ndarray, size: int) -> list[np.ndarray]:
@@ -105,16 +104,15 @@ def check_buckets(images: int, count: int, batch_size: int, world: int | None = 
             f"data.buckets: {count} buckets cannot be shared by {world} processes: start as many "
             f"processes as divide {count}, or another run with data.buckets a multiple of {world}"
         )
-    if too_many(images, count, batch_size):
-        works = next(n for n in range(count, 0, -1) if not too_many(images, n, batch_size))
+
+    def has_too_few(number: int) -> bool:
+        buckets = Buckets(images, number)
+        return number > 1 and buckets.sizes().min() < 2 * buckets.steps(batch_size)
+
+    if has_too_few(count):
+        works = next(number for number in range(count, 0, -1) if not has_too_few(number))
         raise UserError(
             f"data.buckets: {count} buckets of {images} images are too many for batches of "
             f"{batch_size}, which take two images of each: take at most {works}, or a larger "
             "data.batch_size"
         )
-
-
-def too_many(images: int, count: int, batch_size: int) -> bool:
-    """Whether some bucket has not two images for every batch; one bucket may."""
-    buckets = Buckets(images, count)
-    return count > 1 and buckets.sizes().min() < 2 * buckets.steps(batch_size)

@@ -21,9 +21,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional as F
 
-from gaupipe.data.augment import Crops
-from gaupipe.data.cache import DigestCache, ImageCache, cache_folder
+from gaupipe.data.augment import Augment
+from gaupipe.data.cache import (
+    ImageCache,
+    cache_folder,
+    digests_file,
+    read_digests,
+    write_digests,
+)
 from gaupipe.data.decoding import check, read_rgb, refusing
+from gaupipe.data.folder import status_of
 from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
@@ -50,20 +57,13 @@ class ImageFiles:
     images. A file that is known from an earlier time is not read for that.
     """
 
-    threads = True
-    """Whether several threads may read."""
+    threads = True  # may read at once
 
     def __init__(self, root: Path, names: list[str]) -> None:
         self.root, self.names = root, names
         self.place = str(root.resolve())
-        """Where the files are."""
         digests, self.total_bytes = content_digests(root, names)
-        fingerprint, contents = hashlib.sha256(), bytearray()
-        for name, digest in zip(names, digests, strict=True):
-            fingerprint.update(os.fsencode(name) + b"\0" + bytes.fromhex(digest))
-            contents += bytes.fromhex(digest)
-        self._fingerprint = fingerprint.digest()
-        self._contents = np.frombuffer(bytes(contents), dtype=np.uint8).reshape(len(names), 32)
+        self._contents = np.frombuffer(bytes.fromhex("".join(digests)), np.uint8).reshape(-1, 32)
 
     def name(self, position: int) -> str:
         """The file's path, for messages too."""
@@ -74,7 +74,10 @@ class ImageFiles:
 
     def fingerprint(self) -> bytes:
         """A digest of all names and contents in their order."""
-        return self._fingerprint
+        digest = hashlib.sha256()
+        for name, content in zip(self.names, self._contents, strict=True):
+            digest.update(os.fsencode(name) + b"\0" + content.tobytes())
+        return digest.digest()
 
     def contents(self, positions: np.ndarray) -> bytes:
         """Tells the contents of some files from any others, in their order."""
@@ -108,14 +111,10 @@ class HubImages:
         return self.reader[position][0]
 
     def fingerprint(self) -> bytes:
-        """A digest of the library's own fingerprint, which tells where the data came from.
-
-        No content is read for it.
-        """
+        """A digest of the library's own fingerprint of where the data came from."""
         return hashlib.sha256(self.reader.dataset._fingerprint.encode()).digest()
 
     def contents(self, _positions: np.ndarray) -> bytes:
-        """As of :class:`ImageFiles`, by the fingerprint."""
         return self.fingerprint()
 
     def check(self, position: int) -> None:
@@ -129,45 +128,43 @@ def content_digests(root: Path, names: list[str]) -> tuple[list[str], int]:
     The inode counts because files that change places may agree in the rest. Raises UserError when a
     file cannot be read to its end as an image.
     """
-    now = time.time_ns()
-    cache = DigestCache(root)
-    paths = [os.path.join(root, name) for name in names]
-    stamps = [_stamp(path) for path in paths]
-    digests = [cache.digest(name, stamp) for name, stamp in zip(names, stamps, strict=True)]
-    unknown = [position for position, digest in enumerate(digests) if digest is None]
-    problems: list[UserError] = []
-
-    def save() -> None:
-        known = zip(names, stamps, digests, strict=True)
-        cache.save(
-            {
-                name: [stamp, digest]
-                for name, stamp, digest in known
-                if stamp and digest and _changed_ns(stamp) < now - SETTLED_NS
-            }
-        )
-
+    settled_ns = time.time_ns() - SETTLED_NS
+    paths = {name: os.path.join(root, name) for name in names}
+    stats = {name: status_of(path) for name, path in paths.items()}
+    stamps = {name: _stamp(status) for name, status in stats.items()}
+    cached = digests_file(root)
+    known = {
+        name: (stamp, digest)
+        for name, (stamp, digest) in read_digests(cached).items()
+        if stamp == stamps.get(name)
+    }
+    digests = {name: digest for name, (_, digest) in known.items()}
+    unknown = [name for name in names if name not in known]
+    problems = []
     if unknown:
         with (
             ThreadPoolExecutor(READERS) as pool,
             EpochProgress("reading images", len(unknown), 1) as progress,
         ):
             try:
-                answers = pool.map(_examine, [paths[position] for position in unknown])
-                for position, answer in zip(unknown, answers, strict=True):
+                answers = pool.map(_examine, [paths[name] for name in unknown])
+                for name, answer in zip(unknown, answers, strict=True):
+                    status = stats[name]
                     if isinstance(answer, UserError):
                         problems.append(answer)
                     else:
-                        digests[position] = answer
+                        digests[name] = answer
+                        if status and max(status.st_mtime_ns, status.st_ctime_ns) < settled_ns:
+                            known[name] = stamps[name], answer
                     progress.advance(1)
             finally:  # after an interrupt, too, nothing is read twice
                 pool.shutdown(cancel_futures=True)
-                save()
+                write_digests(cached, known)
     if problems:
         more = f"; {len(problems)} of {len(names)} files are so" if len(problems) > 1 else ""
         raise UserError(f"{problems[0]}{more}")
-    total_bytes = sum(int(stamp.split()[0]) for stamp in stamps if stamp)
-    return [digest for digest in digests if digest is not None], total_bytes
+    total_bytes = sum(status.st_size for status in stats.values() if status)
+    return [digests[name] for name in names], total_bytes
 
 
 def _examine(path: str) -> str | UserError:
@@ -184,19 +181,11 @@ def _examine(path: str) -> str | UserError:
         return error
 
 
-def _stamp(path: str) -> str | None:
-    """Size, times and inode: they change with a file's content. None for a link to nothing."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
+def _stamp(status: os.stat_result | None) -> str:
+    """Size, times and inode: they change with a file's content."""
+    if status is None:
+        return ""
     return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-
-
-def _changed_ns(stamp: str) -> int:
-    """When a file or its entry in its folder changed last, in nanoseconds since 1970."""
-    _, modified, changed, _ = map(int, stamp.split())
-    return max(modified, changed)
 
 
 class FileImages(Dataset):
@@ -227,27 +216,25 @@ class FileImages(Dataset):
 
     def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
         where = np.asarray(positions)
-        labels = torch.from_numpy(self.labels[where])
         numbers = np.searchsorted(self.positions, where)
-        if not self.is_kept or (self.positions.take(numbers, mode="clip") != where).any():
-            squares = [self._square(position) for position in where.tolist()]
-            return torch.stack(squares).contiguous(), labels
-        images, damaged = self.cache.gather(numbers)
-        for place in damaged:
-            images[place] = self._square(int(where[place]))
-        if damaged and self.cache.path.exists():
-            _say(
-                f"{self.cache.path}: image {numbers[damaged[0]]} is damaged and was decoded again; "
-                "the next training decodes all"
-            )
-            self.cache.remove()
-        return images, labels
+        images = None
+        if self.is_kept and (self.positions.take(numbers, mode="clip") == where).all():
+            images = self.cache.gather(numbers)
+            if images is None:
+                _say(f"{self.cache.path}: damaged; its images are decoded again")
+                self.cache.remove()
+        if images is None:
+            images = torch.stack([self._square(position) for position in positions]).contiguous()
+        return images, torch.from_numpy(self.labels[where])
 
-    def cropped(self, positions: list[int], crops: Crops) -> tuple[Tensor, Tensor, Tensor]:
+    def cropped(
+        self, positions: np.ndarray, augment: Augment, image_ids: np.ndarray, epochs: np.ndarray
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """(crops of full-size images uint8 [B, 3, size, size], labels, places as
-        :meth:`Crops.of` returns them)."""
-        images, places = crops.of(map(self._pixels, positions), self.size)
-        return images, torch.from_numpy(self.labels[np.asarray(positions)]), places
+        :meth:`Augment.crops` returns them)."""
+        images = map(self._pixels, positions.tolist())
+        crops, places = augment.crops(images, image_ids, epochs, self.size)
+        return crops, torch.from_numpy(self.labels[positions]), places
 
     def fingerprint(self) -> bytes:
         return self.files.fingerprint()
@@ -255,23 +242,20 @@ class FileImages(Dataset):
     def trial(self, positions: np.ndarray) -> FileImages:
         """The same images, of which only those at ``positions`` will be read: in memory if a
         training would keep them all."""
-        few, keeps = copy.copy(self), bool(self.kept_bytes())
+        few = copy.copy(self)
         few.settings = self.settings.model_copy(update={"cache": "none"})
         few.positions = np.unique(positions)
         few._cache = few._named_cache()
-        if keeps:
-            squares = [self._square(position) for position in few.positions.tolist()]
-            few._cache.images = torch.stack(squares)
+        if self.kept_bytes():
+            few._cache.images = torch.stack([self._square(p) for p in few.positions.tolist()])
             few._cache.unchecked[:] = False
         return few
 
     def seconds(self) -> float:
         """About how long one core takes for the images of an epoch, in the sense of
         :data:`SECONDS`."""
-        share = len(self.positions) / max(1, len(self))
-        return share * (len(self) * SECONDS + self.files.total_bytes * SECONDS_PER_BYTE)
-
-    # ---- pixels -----------------------------------------------------------------------------
+        bytes_per_image = self.files.total_bytes / max(1, len(self))
+        return len(self.positions) * (SECONDS + bytes_per_image * SECONDS_PER_BYTE)
 
     def _pixels(self, position: int) -> Tensor:
         """All pixels of an image: uint8 [3, height, width], one pixel's colours side by side in
@@ -289,8 +273,6 @@ class FileImages(Dataset):
             resized = F.resize_image(image, [self.size], antialias=True)
             return F.center_crop_image(resized, [self.size, self.size])
 
-    # ---- the cache --------------------------------------------------------------------------
-
     @property
     def cache(self) -> ImageCache:
         if self._cache is None:
@@ -301,7 +283,7 @@ class FileImages(Dataset):
 
     @property
     def is_kept(self) -> bool:
-        """Whether the squares need not be decoded."""
+        """True where the squares need not be decoded."""
         return self.cache.images is not None
 
     def kept_bytes(self) -> int:
@@ -313,11 +295,8 @@ class FileImages(Dataset):
 
     def keep(self) -> None:
         """Decodes the images that a training reads into the cache, if ``data.cache`` and the disk
-        let it and if they are not there. Raises UserError for an image that cannot be decoded, or
-        that is not the one that the data set's digest is of.
-
-        Several processes that want the same do so one after the other: the later ones find what the
-        first one has kept, and need no space for it.
+        let it. The first of several processes does so, and the others wait. Raises UserError for an
+        image that cannot be decoded, or that the data set's digest is not of.
         """
         if self.settings.cache == "none" or self.is_kept:
             return
@@ -340,8 +319,8 @@ class FileImages(Dataset):
             self.settings = self.settings.model_copy(update={"cache": "none"})
 
     def _named_cache(self) -> ImageCache:
-        """The cache of each place of the images and each choice among them has a file, and a key
-        that says which images, with which content, are decoded and resized by what."""
+        """One file for each folder and choice of images. Its key says which images, with which
+        content, are decoded and resized by what."""
         settings = self.settings
         words = (self.files.place, self.size, settings.train_images, settings.val_fraction)
         name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]

@@ -10,6 +10,7 @@ import stat
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,6 @@ from gaupipe.system.errors import UserError
 
 LeftOut = list[tuple[str, str]]
 """(why, path) of what is not among the images."""
-
-LOOP = "link to a folder read already"
 
 SAMPLE = 200
 """Images whose headers are read to see what the images are like."""
@@ -35,7 +34,7 @@ class Layout:
 
 
 def layout(root: Path) -> Layout:
-    """Where the images of each split lie below ``root``.
+    """Finds the folders of each split below ``root``.
 
     ``train/`` holds the training images, ``val/`` (or ``validation/``) the validation images, and
     ``test/`` the test images. Without any of these folders all class folders lie in ``root``
@@ -61,14 +60,15 @@ def layout(root: Path) -> Layout:
 def training_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
     """:func:`find_classes` of the training images. Raises UserError for a single class too."""
     classes = find_classes(folder, left_out)
-    if len(classes) > 1:
-        return classes
-    [name] = classes
-    below = [entry for entry in _entries(folder / name) if entry.is_dir()]
-    instead = f"; if the folders in {folder / name} are the classes, name it" if below else ""
-    raise UserError(
-        f"data.root: {folder} holds one class only, {name!r}; two or more are needed{instead}"
-    )
+    if len(classes) == 1:
+        inside = folder / min(classes)
+        below = any(entry.is_dir() for entry in _entries(inside))
+        instead = f"; if the folders in {inside} are the classes, name it" if below else ""
+        raise UserError(
+            f"data.root: {folder} holds one class only, {inside.name!r}; two or more are needed"
+            f"{instead}"
+        )
+    return classes
 
 
 def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
@@ -83,16 +83,11 @@ def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
     above = {_identity(os.stat(parent)) for parent in (place, *place.parents)}
     start = len(os.path.join(folder, ""))
     classes = {}
-    for entry in _entries(folder):
-        status = _stat(entry.path)
-        if entry.name.startswith("."):
-            left_out.append(("hidden", entry.path))
-        elif status is None:
+    for entry, status in _visible(folder, above, left_out):
+        if status is None:
             raise UserError(f"data.root: {entry.path} is a link that leads nowhere")
-        elif not stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISDIR(status.st_mode):
             left_out.append(("outside a class folder", entry.path))
-        elif _identity(status) in above:
-            left_out.append((LOOP, entry.path))
         elif any("\ud800" <= letter <= "\udfff" for letter in entry.name):  # Python's stand-ins
             raise UserError(f"data.root: rename {entry.path!r}: the name is not UTF-8")
         else:
@@ -111,16 +106,11 @@ def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut)
     others: LeftOut = []
     images, folders = [], [folder]
     while folders:
-        for entry in _entries(folders.pop()):
-            status, suffix = _stat(entry.path), suffix_of(entry.name)
-            if entry.name.startswith("."):
-                others.append(("hidden", entry.path))
-            elif status and stat.S_ISDIR(status.st_mode):
-                if _identity(status) in entered:
-                    others.append((LOOP, entry.path))
-                else:
-                    entered.add(_identity(status))
-                    folders.append(entry.path)
+        for entry, status in _visible(folders.pop(), entered, others):
+            suffix = suffix_of(entry.name)
+            if status and stat.S_ISDIR(status.st_mode):
+                entered.add(_identity(status))
+                folders.append(entry.path)
             elif status and not stat.S_ISREG(status.st_mode):
                 others.append(("pipe or device", entry.path))
             elif suffix in suffixes():
@@ -135,6 +125,21 @@ def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut)
         )
     left_out += others
     return images
+
+
+def _visible(
+    folder: str | Path, entered: set[tuple[int, int]], left_out: LeftOut
+) -> Iterator[tuple[os.DirEntry, os.stat_result | None]]:
+    """Entries of a folder and their status, without hidden ones and links to folders that have been
+    ``entered``."""
+    for entry in _entries(folder):
+        status = status_of(entry.path)
+        if entry.name.startswith("."):
+            left_out.append(("hidden", entry.path))
+        elif status and _identity(status) in entered:
+            left_out.append(("link to a folder read already", entry.path))
+        else:
+            yield entry, status
 
 
 def say_left_out(root: Path, left_out: LeftOut) -> None:
@@ -156,10 +161,9 @@ def _say(line: str) -> None:
 def _counted(left_out: LeftOut) -> str:
     """'.txt (3), hidden (1)', the most frequent first."""
     counts = Counter(why for why, _ in left_out).most_common()
-    shown = [f"{why} ({count})" for why, count in counts[:6]]
-    if len(counts) > 6:
-        shown.append(f"others ({sum(count for _, count in counts[6:])})")
-    return ", ".join(shown)
+    rest = sum(count for _, count in counts[6:])
+    shown = [*counts[:6], ("others", rest)] if rest else counts
+    return ", ".join(f"{why} ({count})" for why, count in shown)
 
 
 def _entries(folder: str | Path) -> list[os.DirEntry]:
@@ -167,7 +171,7 @@ def _entries(folder: str | Path) -> list[os.DirEntry]:
         return sorted(entries, key=lambda entry: entry.name)
 
 
-def _stat(path: str) -> os.stat_result | None:
+def status_of(path: str) -> os.stat_result | None:
     """Status of the file that a link leads to; None for a link that leads nowhere."""
     try:
         return os.stat(path)
@@ -183,20 +187,15 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 class FolderFacts:
     """The facts about a folder of images that settings are chosen by."""
 
-    counts: dict[str, int]
-    """Training images of each class."""
-    width: int
-    """Median over the sampled training images, in pixels, as ``height``."""
+    counts: dict[str, int]  # training images of each class
+    width: int  # in pixels, the median over the sampled training images, as the height
     height: int
-    val: int | None = None
-    """Images in a folder of their own for validation; None where validation images are a part of
-    the training images."""
+    val: int | None = None  # images in a folder for validation; None: a part of those for training
     test: int | None = None
-    """Images in a folder of their own for the test; None where there is none."""
 
     @property
     def images(self) -> int:
-        """Training images, with those of which validation images are a part."""
+        """Training images, and validation images that are a part of them."""
         return sum(self.counts.values())
 
     @property
@@ -205,42 +204,34 @@ class FolderFacts:
         return min(self.width, self.height)
 
     def __str__(self) -> str:
-        held_out = [
-            f"{count:,} {split} images"
-            for split, count in (("validation", self.val), ("test", self.test))
-            if count is not None
-        ]
         most, least = (pick(self.counts, key=self.counts.__getitem__) for pick in (max, min))
         classes = f"{self.images:,} training images of {len(self.counts)} classes"
         if self.counts[most] > self.counts[least]:
             classes += f" ({self.counts[least]:,} of {least} to {self.counts[most]:,} of {most})"
-        pixels = f"{self.width} x {self.height} pixels"
-        if self.test is None:
-            held_out.append("no test images")
-        return ", ".join([classes, *held_out, pixels])
+        val = "" if self.val is None else f", {self.val:,} validation images"
+        test = "no" if self.test is None else f"{self.test:,}"
+        return f"{classes}{val}, {test} test images, {self.width} x {self.height} pixels"
 
 
 def facts_of(root: Path) -> FolderFacts:
     """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
     and for a sampled file that is no image."""
     left_out: LeftOut = []  # it is said when the images are read
-    places = layout(root)
-    classes = training_classes(places.train, left_out)
+    folders = layout(root)
+    classes = training_classes(folders.train, left_out)
     names = [name for images in classes.values() for name in images]
     sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
-    sizes = [_size(places.train / name) for name in sampled]
-
-    def count(folder: Path | None) -> int | None:
-        if folder is None:
-            return None
-        return sum(len(images) for images in find_classes(folder, left_out).values())
-
+    widths, heights = zip(*(_size(folders.train / name) for name in sampled), strict=True)
+    val, test = (
+        sum(map(len, find_classes(folder, left_out).values())) if folder else None
+        for folder in (folders.val, folders.test)
+    )
     return FolderFacts(
         counts={name: len(images) for name, images in classes.items()},
-        width=round(statistics.median(width for width, _ in sizes)),
-        height=round(statistics.median(height for _, height in sizes)),
-        val=count(places.val),
-        test=count(places.test),
+        width=round(statistics.median(widths)),
+        height=round(statistics.median(heights)),
+        val=val,
+        test=test,
     )
 
 

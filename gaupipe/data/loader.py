@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_convert
 
-from gaupipe.data.augment import Augment, Crops
+from gaupipe.data.augment import Augment
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import Source
 from gaupipe.data.splits import Split
@@ -28,18 +28,18 @@ MOST_WORKERS = 16
 
 @dataclass(frozen=True)
 class Request:
-    """The images of a batch: their positions in the source and ids, and the crops of full-size
-    images that are asked for."""
+    """The images of a batch: their positions in the source and ids; for crops of full-size images
+    also what draws them, and in which epochs."""
 
     positions: np.ndarray
     ids: np.ndarray
-    crops: Crops | None = None
+    crops: tuple[Augment, np.ndarray] | None = None
 
 
 @dataclass
 class Loaded:
     """Images uint8 [B, C, height, width], labels [B] and image ids [B]; and where the images lie if
-    they are crops, float64 [B, 4] as :meth:`Crops.of` returns it."""
+    they are crops, float64 [B, 4] as :meth:`Augment.crops` returns it."""
 
     images: Tensor
     labels: Tensor
@@ -61,21 +61,22 @@ def requests(
     """The request for each batch of image ids. With crops of full-size images it asks for those
     that ``augment`` draws for these ``views``."""
     crop = augment.settings.resized_crop if augment else None
-    if augment and crop and crop.full_size and isinstance(split.source, FileImages):
-        return [
-            Request(split.positions[ids], ids, Crops(crop, augment.seed, ids, drawn))
-            for ids, drawn in zip(batches, views, strict=True)
-        ]
-    return [Request(split.positions[ids], ids) for ids in batches]
+    if not (augment and crop and crop.full_size and isinstance(split.source, FileImages)):
+        return [Request(split.positions[ids], ids) for ids in batches]
+    return [
+        Request(split.positions[ids], ids, (augment, drawn))
+        for ids, drawn in zip(batches, views, strict=True)
+    ]
 
 
 def fetch(source: Source, request: Request) -> Loaded:
     """The images of a batch. Raises UserError for one that cannot be read."""
-    positions, ids = request.positions.tolist(), torch.from_numpy(request.ids)
+    ids = torch.from_numpy(request.ids)
     if request.crops and isinstance(source, FileImages):
-        images, labels, places = source.cropped(positions, request.crops)
+        augment, epochs = request.crops
+        images, labels, places = source.cropped(request.positions, augment, request.ids, epochs)
         return Loaded(images, labels, ids, places)
-    return Loaded(*source.__getitems__(positions), ids)
+    return Loaded(*source.__getitems__(request.positions.tolist()), ids)
 
 
 def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:
@@ -123,7 +124,8 @@ class Loader:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
         if not requests:
             return
-        decodes = requests[0].crops is not None or not self._is_in_memory()
+        in_memory = not isinstance(self.source, FileImages) or self.source.is_kept
+        decodes = requests[0].crops is not None or not in_memory
         made_for = self.number_of_workers(decodes), decodes
         if self._loader is None or self._made_for != made_for:
             self._made_for = made_for
@@ -140,23 +142,18 @@ class Loader:
         """The processes that read images, which may have to be decoded."""
         if self.workers != "auto":
             return self.workers
-        if not decodes or not isinstance(self.source, FileImages):
-            return 0
-        if self.source.seconds() < FEW_SECONDS:
+        is_slow = isinstance(self.source, FileImages) and self.source.seconds() >= FEW_SECONDS
+        if not (decodes and is_slow):
             return 0
         cores = machine.share_of_cores()
-        if not self.pin:  # the cores train, too
-            return min(cores // 2, MOST_WORKERS)
-        return min(max(1, cores - 1), MOST_WORKERS)
-
-    def _is_in_memory(self) -> bool:
-        return not isinstance(self.source, FileImages) or self.source.is_kept
+        # without a GPU the cores train, too
+        return min(max(1, cores - 1) if self.pin else cores // 2, MOST_WORKERS)
 
     def _data_loader(self, workers: int) -> DataLoader:
         return DataLoader(
             _Fetching(self.source),
             batch_sampler=self._requests,  # type: ignore[arg-type]  # lists of samples to torch
-            collate_fn=_as_is,
+            collate_fn=default_convert,  # leaves batches as they are
             num_workers=workers,
             worker_init_fn=spare_worker,
             generator=torch.Generator(),
@@ -165,7 +162,3 @@ class Loader:
             persistent_workers=workers > 0,
             pin_memory=self.pin,
         )
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

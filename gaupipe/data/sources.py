@@ -146,51 +146,45 @@ def _folder_sources(
     """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
     root = settings.root or Path("data")
     left_out: LeftOut = []
-    places = layout(root)
-    classes = training_classes(places.train, left_out)
-    numbers = {name: number for number, name in enumerate(classes)}
-
-    def classes_of(folder: Path | None) -> dict[str, list[str]]:
-        found = find_classes(folder, left_out) if folder else {}
-        if unknown := sorted(found.keys() - classes.keys()):
+    folders = layout(root)
+    training = training_classes(folders.train, left_out)
+    numbers = {name: number for number, name in enumerate(training)}
+    held_out = {
+        folder: find_classes(folder, left_out) for folder in (folders.val, folders.test) if folder
+    }
+    for folder, classes in held_out.items():
+        if unknown := sorted(classes.keys() - numbers.keys()):
             raise UserError(
-                f"data.root: {folder} has the class {unknown[0]!r}, which {places.train} lacks"
+                f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
             )
-        return found
 
-    held_out = {folder: classes_of(folder) for folder in (places.val, places.test)}
-    train = _class_images(places.train, classes, numbers, settings)
-    val, test = (
-        _class_images(folder, held_out[folder], numbers, settings) if folder else None
-        for folder in (places.val, places.test)
-    )
+    def images_of(folder: Path, classes: dict[str, list[str]]) -> FileImages:
+        files = [file for images in classes.values() for file in images]
+        labels = [numbers[name] for name, images in classes.items() for _ in images]
+        return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
+
+    train = images_of(folders.train, training)
+    others: dict[Path | None, FileImages] = {
+        folder: images_of(folder, classes) for folder, classes in held_out.items()
+    }
     say_left_out(root, left_out)
-    return train, val, test
-
-
-def _class_images(
-    folder: Path, classes: dict[str, list[str]], numbers: dict[str, int], settings: DataSettings
-) -> FileImages:
-    files = [file for images in classes.values() for file in images]
-    labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
+    return train, others.get(folders.val), others.get(folders.test)
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
     if not settings.name.startswith(("torch/", "hfds/")):
         raise UserError(
-            f"data.name: unknown data set {settings.name!r}; known: digits, "
-            "fashion_mnist, folder (with data.root), torch/NAME and hfds/NAME as "
-            "timm's create_dataset names them"
+            f"data.name: unknown data set {settings.name!r}; known: digits, fashion_mnist, "
+            "folder (with data.root), torch/NAME and hfds/NAME as timm's create_dataset names them"
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")
-    classes, tested = (getattr(source, "class_to_idx", None) for source in (train, test))
+    classes, tested = (getattr(source, "class_to_idx", {}) for source in (train, test))
     if classes != tested:
-        apart = min(set(classes or ()) ^ set(tested or ()), default="")
         raise UserError(
             f"data set {settings.name}: training and test images do not have the same "
-            f"classes; {apart!r} is one that only one of them has"
+            f"classes; {min(set(classes) ^ set(tested), default='')!r} is one that only one of "
+            "them has"
         )
     return _timm_source(train, settings), _timm_source(test, settings)
 
@@ -199,17 +193,17 @@ def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
     """timm's data set of the first of ``splits`` that there is."""
     from timm.data import create_dataset
 
-    name, root = settings.name, settings.root or Path("data")
+    name, root = settings.name, str(settings.root or Path("data"))
     try:
         return create_dataset(
-            name, root=str(root), split=splits[0], download=download, is_training=False
+            name, root=root, split=splits[0], download=download, is_training=False
         )
     except (RuntimeError, AssertionError, ImportError, ValueError, OSError) as error:
         if len(splits) > 1:
             return _timm_data_set(settings, download, *splits[1:])
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(
-            f"data set {name} not found under {str(root)!r} ({reason}); put its files "
+            f"data set {name} not found under {root!r} ({reason}); put its files "
             "there, name their folder with data.root, or set download=true"
         ) from None
 
@@ -229,10 +223,8 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
         return FileImages(HubImages(settings.name, reader), labels, settings)
     files = _files(data_set)
     start = len(os.path.join(data_set.root, ""))
-    names = [str(path)[start:] for path, _ in files]
-    labels = np.asarray([label for _, label in files])
-    files_of = ImageFiles(Path(data_set.root), names)
-    return FileImages(files_of, labels, settings, class_names)
+    images = ImageFiles(Path(data_set.root), [str(path)[start:] for path, _ in files])
+    return FileImages(images, np.asarray([label for _, label in files]), settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from gaupipe.data.files import FileImages
-from gaupipe.data.sources import ArrayImages, Source, open_sources
-from gaupipe.settings import FILE_IMAGE_SIZE, DataSettings
+from gaupipe.data.sources import Source, open_sources
+from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 
@@ -106,20 +106,19 @@ class ImageData:
     def keep(self, training: bool) -> None:
         """Decodes validation images of a source of their own into the user's cache, and with
         ``training`` the source of the training images too."""
-        apart = self.val.source is not self.train.source
-        sources = [self.val.source] * apart + [self.train.source] * training
-        for source in sources:
-            if isinstance(source, FileImages):
-                source.keep()
+        val, train = self.val.source, self.train.source
+        if isinstance(val, FileImages) and val is not train:
+            val.keep()
+        if isinstance(train, FileImages) and training:
+            train.keep()
 
     def write_split(self, path: Path) -> None:
         """Writes which images of the source are in each split."""
-        splits = {"train": self.train, "val": self.val} | ({"test": self.test} if self.test else {})
-        digests = {"sha256": self.sha256}
-        if self.val_sha256:
-            digests["val_sha256"] = self.val_sha256
-        positions = {name: split.positions.tolist() for name, split in splits.items()}
-        write_whole(path, json.dumps({"dataset": self.name, **digests, **positions}) + "\n")
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        positions = {name: split.positions.tolist() for name, split in splits.items() if split}
+        digests = {"sha256": self.sha256, "val_sha256": self.val_sha256}
+        known = {name: digest for name, digest in digests.items() if digest}
+        write_whole(path, json.dumps({"dataset": self.name, **known, **positions}) + "\n")
 
     def check_split(self, path: Path) -> None:
         """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
@@ -144,6 +143,8 @@ class ImageData:
 def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     """Reads the data set that ``settings`` name, which ``download`` lets torchvision fetch. Raises
     UserError saying how to get one that is not there."""
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
     train, val, test = open_sources(settings, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
@@ -156,25 +157,23 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     else:
         val_fraction = 0.2 if settings.name == "digits" else settings.val_fraction
         positions, held_out = _stratified(train, np.arange(len(labels)), val_fraction)
-    if settings.train_images is not None:
-        if settings.train_images > len(positions):
-            raise UserError(
-                f"data.train_images: {settings.train_images} asked, "
-                f"{settings.name} has {len(positions)} training images"
-            )
-        if settings.train_images < len(positions):
-            _, positions = _stratified(train, positions, settings.train_images)
+    count = settings.train_images or len(positions)
+    if count > len(positions):
+        raise UserError(
+            f"data.train_images: {count} asked, "
+            f"{settings.name} has {len(positions)} training images"
+        )
+    if count < len(positions):
+        _, positions = _stratified(train, positions, count)
     split = Split(train, positions)
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
     if isinstance(train, FileImages):
         train.positions = positions if val is not None else np.union1d(positions, held_out)
-    if isinstance(train, ArrayImages):
-        mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
+        image_size, mean, std = train.size, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     else:
-        from timm.data import IMAGENET_DEFAULT_MEAN as mean
-        from timm.data import IMAGENET_DEFAULT_STD as std
-    image_size = settings.image_size or (
-        train.images.shape[-1] if isinstance(train, ArrayImages) else FILE_IMAGE_SIZE
-    )
+        image_size = train.images.shape[-1]
+        mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
     return ImageData(
         name=settings.name,
         train=split,
@@ -183,8 +182,8 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
         num_classes=int(labels.max()) + 1,
         channels=len(mean),
         image_size=image_size,
-        mean=tuple(mean),
-        std=tuple(std),
+        mean=mean,
+        std=std,
         sha256=_digest(split),
         val_sha256=None if val is None else _digest(Split(val, held_out)),
     )
@@ -201,13 +200,13 @@ def _digest(split: Split) -> str:
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as
     shares of 255, from counts of the 256 values: no copy of the images is made."""
-    values, means, stds = torch.arange(256, dtype=torch.float64) / 255, [], []
-    for channel in images.unbind(1):
-        counts = torch.bincount(channel.flatten(), minlength=256).double()
-        mean = (counts * values).sum() / counts.sum()
-        means.append(mean.item())
-        stds.append(((counts * (values - mean) ** 2).sum() / (counts.sum() - 1)).sqrt().item())
-    return tuple(means), tuple(stds)
+    counts = torch.stack(
+        [torch.bincount(channel.flatten(), minlength=256).double() for channel in images.unbind(1)]
+    )
+    values, pixels = torch.arange(256, dtype=torch.float64) / 255, counts.sum(1)
+    means = (counts * values).sum(1) / pixels
+    squares = (counts * (values - means[:, None]) ** 2).sum(1)
+    return tuple(means.tolist()), tuple((squares / (pixels - 1)).sqrt().tolist())
 
 
 def _stratified(

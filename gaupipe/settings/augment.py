@@ -83,7 +83,7 @@ class AugmentSettings(Section):
 
     @property
     def draws_views(self) -> bool:
-        """Whether a view, before Mixup and CutMix, can be other than the image."""
+        """True where a view, before Mixup and CutMix, can be other than the image."""
         views = (self.resized_crop, self.crop_padding, self.flip, self.randaugment, self.erasing)
         return any(views)
 

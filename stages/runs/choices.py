@@ -45,11 +45,9 @@ class Choices:
         given = self.given(key, self)
         if given is self:
             set_value(self.tree, key, value, key)
-        else:
-            value, reason = given, reason and "as you set it"
         if reason:
-            self.reasons[key] = reason
-        return value
+            self.reasons[key] = reason if given is self else "as you set it"
+        return self.given(key)
 
     def number(self, key: str, value: int, reason: str = "") -> int:
         """:meth:`choose` of a number above 0; ``value`` for anything that the settings refuse."""
@@ -91,11 +89,10 @@ def _choose_images(choices: Choices, facts: FolderFacts) -> int:
     """The share of validation images. Returns the number of training images."""
     images = facts.images
     if facts.val is None:
-        share = max(
-            0.2 if images < 1000 else 0.1, math.ceil(100 * len(facts.counts) / images) / 100
-        )
+        of_each_class = math.ceil(100 * len(facts.counts) / images) / 100
+        share = min(max(0.2 if images < 1000 else 0.1, of_each_class), 0.5)
         reason = f"this share of the {images:,} training images is for validation"
-        share = choices.choose("data.val_fraction", min(share, 0.5), reason)
+        share = choices.choose("data.val_fraction", share, reason)
         held_out = share if isinstance(share, float) and 0 < share < 1 else 0.1
         images = max(1, images - math.ceil(images * held_out))
     given = choices.given("data.train_images")
@@ -180,7 +177,7 @@ def _choose_augmentation(
 
 
 def has_gpu(given: Mapping[str, Any]) -> bool:
-    """Whether the settings that the user gave leave a GPU to train on."""
+    """True where the settings that the user gave leave a GPU to train on."""
     import torch
 
     device = given.get("device", "auto")

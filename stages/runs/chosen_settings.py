@@ -12,7 +12,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.runs import choices
+from stages.runs.choices import choose, has_gpu
 from stages.runs.directory import RunDirectory, with_data
 
 
@@ -36,20 +36,19 @@ def settings_for(
     root = Path(os.path.abspath(folder))  # later commands find it from any working directory
     run = RunDirectory(run_dir)
     if run.config.is_file():
-        return _of_run(run, folder, root, overrides), [
-            f"{run_dir}: goes on with the settings with which it began"
-        ]
+        line = f"{run_dir}: goes on with the settings with which it began"
+        return _of_run(run, folder, root, overrides), [line]
     attention = [] if student is None else [f"phase_b.student={student}"]
     given = config.with_overrides({}, [*overrides, *attention])
-    for name in ("data.name", "data.root"):
-        if choices.Choices(given).given(name) is not None:
-            raise UserError(f"--set {name}: --data {folder} says where the images are")
+    for name in ("name", "root"):
+        if isinstance(given.get("data"), dict) and name in given["data"]:
+            raise UserError(f"--set data.{name}: --data {folder} says where the images are")
     facts = facts_of(folder)
-    chosen = choices.choose(facts, str(root), choices.has_gpu(given), given)
-    settings = config.parse(chosen.tree, f"--data {folder}")
-    lines = [f"{folder}: {facts}", *(f"  {line}" for line in chosen.lines(plain))]
+    choices = choose(facts, str(root), has_gpu(given), given)
+    settings = config.parse(choices.tree, f"--data {folder}")
+    lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
     lines.append(f"'gaupipe plan --data {folder}' measures how long it takes")
-    if not plain and chosen.given("phase_a.teacher") == "vit":
+    if not plain and settings.phase_a.teacher == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"
         )
@@ -57,14 +56,15 @@ def settings_for(
 
 
 def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str]) -> Settings:
-    """The settings of a run that has begun, with its images in ``folder``."""
-    before = run.settings()
-    gone = run.split.is_file() and not os.path.exists(before.data.root or "")
-    same = before.data.root is not None and before.data.root.resolve() == folder.resolve()
-    if before.data.name != "folder" or not (gone or same):
+    """The settings of a run that has begun, with its images in ``folder``. Keywords of the user,
+    such as ``model.args``, join those that were chosen, as when the run began."""
+    before = run.settings().data
+    gone = run.split.is_file() and not os.path.exists(before.root or "")
+    same = before.root is not None and before.root.resolve() == folder.resolve()
+    if before.name != "folder" or not (gone or same):
         raise UserError(
-            f"{run.path} holds a run on other images ({before.data.name}, data.root "
-            f"{before.data.root}); choose another --run-dir or remove it"
+            f"{run.path} holds a run on other images ({before.name}, data.root {before.root}); "
+            "choose another --run-dir or remove it"
         )
     settings = with_data(config.load_merged(run.config, overrides), root=root)
     if gone:
