@@ -31,7 +31,7 @@ READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be rea
 
 
 class VitMaps:
-    """The attention of a batch as a ViT shows it.
+    """The attention of a batch from a ViT.
 
     blocks      for each block [B, H, T, T] float32, from patches to patches, rows sum to 1
     grid        (h, w) in patches
@@ -120,8 +120,7 @@ class VitTeacher(nn.Module):
         return self._finite(self.model(self._normalised(images)).float(), "its predictions")
 
     def _features(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The features of normalised images, and the map of each attention in the order of their
-        calls."""
+        """Features of normalised images, and the map of each attention."""
         maps: list[Tensor] = []
 
         def see(*arguments: Any, **keywords: Any) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.training.loggers import LOGGERS, Logger
+from gaupipe.training.loggers import LOGGERS
 from gaupipe.training.update import Update
 
 
@@ -39,17 +39,16 @@ class StepLog:
         waits_data      share of the time that the training waited for images
         waits_maps      share of the time that the training waited for stored maps
 
-    A training that goes on from a checkpoint removes the lines after it. Loggers cannot take back
-    what they were told: ``folder``/log.json has how far that is, and they are told no step twice.
+    A training that goes on from a checkpoint removes the lines after it. Loggers are told no step
+    twice: ``folder``/log.json has how far they were told.
     """
 
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
-        """``batches`` are those of the training."""
         self.folder, self.update, self.batches = folder, update, batches
         self.settings, self.every = settings, settings.log.every
         self.sums: dict[str, Tensor] = {}
         self.images = 0
-        self._loggers: list[Logger] = []
+        self._loggers: list[Any] = []
 
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +59,7 @@ class StepLog:
         return self
 
     def _open(self) -> None:
-        """Opens what rank 0 writes to. Raises UserError where a logger cannot be opened, such as
-        one whose service refuses."""
+        """Opens steps.jsonl and the loggers. Raises UserError for one that cannot be opened."""
         if self.every:
             remove_later(self.folder / "steps.jsonl", self.update.batch)
         parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
@@ -93,12 +91,11 @@ class StepLog:
         return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
 
     def pause(self, seconds: float) -> None:
-        """Time that is none of the training's."""
+        """Leaves out time that is none of the training's."""
         self._since += seconds
 
     def batch(self, epoch: int, images: int, losses: Mapping[str, Tensor]) -> None:
-        """Counts a batch of this many images, with the means of its losses over them; epochs count
-        from 0."""
+        """Counts a batch of this many images, with the means of its losses over them."""
         if not self.every or not distributed.is_main():
             return
         for name, value in losses.items():
@@ -118,14 +115,12 @@ class StepLog:
 
     @property
     def wants_images(self) -> bool:
-        """Whether an image would go anywhere."""
         return bool(self._loggers)
 
     def image(self, name: str, image: np.ndarray) -> None:
         """Shows an image uint8 [height, width, 3]."""
-        if self._loggers and self._is_new("images", self.update.batch):
-            for logger in self._loggers:
-                logger.image(self.update.batch, name, image)
+        for logger in self._new("images", self.update.batch):
+            logger.image(self.update.batch, name, image)
 
     def _write(self, epoch: int) -> None:
         seconds = max(time.monotonic() - self._since, 1e-9)
@@ -147,25 +142,22 @@ class StepLog:
         self._tell("steps", step, {f"step/{name}": value for name, value in values.items()})
         self.begin_line()
 
-    def _tell(self, what: str, number: int, values: Mapping[str, float]) -> None:
-        """Gives the loggers numbers that they have not had yet."""
-        if self._loggers and self._is_new(what, number):
-            for logger in self._loggers:
-                logger.log(self.update.batch, values)
+    def _tell(self, event: str, number: int, values: Mapping[str, float]) -> None:
+        for logger in self._new(event, number):
+            logger.log(self.update.batch, values)
 
-    def _is_new(self, what: str, number: int) -> bool:
-        """Whether the loggers have not been told of this yet; from now on they have."""
-        if number <= self.told[what]:
-            return False
-        self.told[what] = number
+    def _new(self, event: str, number: int) -> Sequence[Any]:
+        """The loggers, unless they were told of this event before. From now on they were."""
+        if not self._loggers or number <= self.told[event]:
+            return ()
+        self.told[event] = number
         write_whole(self.folder / "log.json", json.dumps(self.told) + "\n")
-        return True
+        return self._loggers
 
 
 def read_told(path: Path) -> dict[str, Any]:
-    """{"run": the id under which loggers know a training, and what they were told: the last of its
-    "steps" and "epochs", and the step of the last of its "images"}; a new one where there is no
-    such file, or a damaged one."""
+    """{"run": the id under which loggers know a training, and the last of the "steps", "epochs" and
+    "images" that they were told}; a new one where the file is missing or damaged."""
     fresh: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0, "images": 0}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         written = json.loads(path.read_bytes())
