@@ -93,11 +93,13 @@ class PhaseB(Training):
 
     def remarks(self) -> list[str]:
         schema, depth = self.teacher_store.schema, len(self.student.blocks)
+        phase, augment = self.settings.phase_b, self.settings.augment
         remarks = []
         if depth != schema.layers:
-            layers = layer_map(self.settings.phase_b, depth, schema.layers)
+            layers = layer_map(phase, depth, schema.layers)
             remarks.append(f"its blocks are compared with the stored blocks {layers}")
-        if moves_roughly(schema, self.settings):
+        moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
+        if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
             remarks.append(
                 "shifts and crops move the stored maps; a trained ViT would not show them so: "
                 "'gaupipe export-maps --views' stores the maps of the views"
@@ -278,12 +280,8 @@ def train_student(
 def build(
     settings: Settings, data: ImageData, teacher: RunDirectory | None, maps_url: str | None = None
 ) -> Training:
-    """Everything phase B needs, freshly started; the baseline without a ``teacher``. Writes
-    nothing.
-
-    Raises UserError for settings that do not fit, StoreError for maps of another data set or
-    teacher.
-    """
+    """A student, freshly started; the baseline without a ``teacher``. Writes nothing. Raises
+    UserError for settings that do not fit, StoreError for maps of another data set or teacher."""
     if teacher is None:
         return build_plain(settings, data)
     device = select_device(settings.device, settings.threads)
@@ -303,8 +301,8 @@ def build(
 
 
 def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
-    """Raises UserError for a loss that the stored predictions cannot give, and for views that
-    phase B could not draw again."""
+    """Raises UserError for a loss without stored predictions, and for views that phase B would draw
+    otherwise."""
     if settings.phase_b.alpha and not schema.extra.get("predicts", True):
         raise UserError(
             f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
@@ -316,13 +314,6 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
             f"{url}: holds maps of views drawn with another augmentation or another seed: "
             "phase B must draw the same; change them back, or export again"
         )
-
-
-def moves_roughly(schema: store.Schema, settings: Settings) -> bool:
-    """Whether maps of a trained ViT are moved by shifts or crops and compared."""
-    augment, phase = settings.augment, settings.phase_b
-    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    return bool(schema.views == 1 and moved and phase.gamma and schema.extra.get("teacher"))
 
 
 def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:

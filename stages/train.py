@@ -98,7 +98,7 @@ class Training:
         return []
 
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
-        """Whether the training ends early after an epoch with these ``metrics``."""
+        """True if the training ends early after an epoch with these ``metrics``."""
         patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
         return patience is not None and since_best >= patience
 
@@ -181,8 +181,8 @@ def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
     best, last = state.best["epoch"], len(state.metrics)
     accuracy = state.metrics[best - 1]["val_acc"]
     early = f"; no better one in {last - best}: stopped" if last < phase.epochs else ""
-    kept = best if phase.keep == "best" else last
-    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {kept}"
+    student = best if phase.keep == "best" else last
+    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {student}"
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:

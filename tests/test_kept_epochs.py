@@ -44,9 +44,8 @@ def seen(monkeypatch):
 
     score.fails_at = None
     monkeypatch.setattr(training, "score_model", score)
-    weights_of = weights
     monkeypatch.setattr(training, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
-    return weights_of
+    return weights
 
 
 def train(folder: Path, *changes: str) -> list[dict]:

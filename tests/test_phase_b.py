@@ -97,6 +97,7 @@ def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
     )
 
 
+@pytest.mark.long
 def test_programs_of_torch_export_are_the_students_without_gaupipe(run_dir, tmp_path):
     for key in STUDENTS:
         phase_b.run(run_dir, key, resume=True)

@@ -1,5 +1,5 @@
-"""Where a training can be watched, beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights &
-Biases and trackio, each an extra of the package of the same name.
+"""Loggers of a training beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights & Biases
+and trackio, each an extra of the same name.
 
 A logger has ``log(step, values)``, numbers by name after so many batches of the training,
 ``image(step, name, image)``, uint8 [height, width, 3], and ``close()``. It never gets a step twice,

@@ -16,7 +16,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_buckets import BucketedState
 
 Network = TypeVar("Network", bound=nn.Module)
-"""What is trained: a ViT, or the teacher with Gaussians."""
+"""A ViT, or the teacher with Gaussians."""
 
 
 @dataclass
@@ -149,5 +149,5 @@ class TrainingState(Generic[Network]):
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether :meth:`TrainingState.save` has written to ``folder``."""
+    """True if :meth:`TrainingState.save` has written to ``folder``."""
     return (folder / "state.pt").is_file()

@@ -16,8 +16,7 @@ from gaupipe.training.state import TrainingState
 
 
 class Update:
-    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a
-    step."""
+    """The backward pass of each batch and, every ``accumulate`` batches, a step."""
 
     def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
         """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
