@@ -195,8 +195,21 @@ def test_blocks_are_compared_evenly_spaced():
     assert layer_map(settings_with("phase_b.layer_map=[3, null]").phase_b, 2, 4) == [3, None]
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """(view, whether with stored maps) of every epoch whose batches are read."""
+    epochs, epoch_of = [], Batches.epoch
+
+    def watched(self, number, augment, maps=None, view=None, first=0):
+        epochs.append((view, maps is not None))
+        return epoch_of(self, number, augment, maps, view, first)
+
+    monkeypatch.setattr(Batches, "epoch", watched)
+    return epochs
+
+
 @pytest.mark.parametrize("views", [3, 2])
-def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
+def test_views_are_stored_and_drawn_again(run, views, drawn):
     """The maps of a view are the teacher's on the very image that phase B trains on."""
     with_settings(run, "augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
     export_maps.run(run, "dense", views=views)
@@ -214,15 +227,9 @@ def test_views_are_stored_and_drawn_again(run, views, monkeypatch):
         read = KINDS["dense"].reader(maps, torch.device("cpu"))(batch.stored)
         assert (read.map(0) - oracle[:, 0]).abs().max() < 1e-3
         assert np.array_equal(batch.stored["labels"], batch.labels.numpy())
-    drawn, epoch_of = [], Batches.epoch
-
-    def watched(self, number, augment, maps=None, view=None, first=0):
-        drawn.append(view)
-        return epoch_of(self, number, augment, maps, view, first)
-
-    monkeypatch.setattr(Batches, "epoch", watched)
+    drawn.clear()
     assert len(phase_b.run(run, "standard")) == 2
-    assert drawn == [epoch % views for epoch in range(2)]
+    assert drawn == [(epoch % views, True) for epoch in range(2)]
     agreement = evaluate.run(run, "standard")
     assert all(kl > 0 for kl in agreement["map_kl"])
     seen = inspect_maps.attention(
@@ -288,7 +295,7 @@ def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.4])
-def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, monkeypatch):
+def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, drawn):
     with_settings(
         run,
         "augment={flip: true, crop_padding: 1}",
@@ -299,13 +306,6 @@ def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha
         "phase_b.gamma_epochs=3",
     )
     export_maps.run(run, views=2)
-    drawn, epoch_of = [], Batches.epoch
-
-    def watched(self, number, augment, maps=None, view=None, first=0):
-        drawn.append((view, maps is not None))
-        return epoch_of(self, number, augment, maps, view, first)
-
-    monkeypatch.setattr(Batches, "epoch", watched)
     metrics = phase_b.run(run, "standard")
     stored = [(0, True), (1, True), (0, True), (1, True), (0, True)]
     assert drawn == (stored if alpha else [*stored[:3], (None, False), (None, False)])
@@ -384,7 +384,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     teacher = phase_a.load(RunDirectory(run), data).teacher
     phase_b.start_from_teacher(job, teacher)
     images = first_images(run, 8)
-    torch.testing.assert_close(job.student.eval()(images), teacher.predict(images))
+    torch.testing.assert_close(job.student.eval()(images), teacher(images))
 
 
 def test_a_teacher_that_has_changed_is_refused(run, tmp_path):

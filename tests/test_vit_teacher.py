@@ -199,7 +199,7 @@ def test_images_are_normalised_as_the_teacher_learned_them():
     model = small("vit_tiny_patch16_224")
     raw = images().abs()
     ours = data(mean=0.3, std=0.2)
-    logits = VitTeacher(model, ours, "vit").predict((raw - 0.3) / 0.2)
+    logits = VitTeacher(model, ours, "vit")((raw - 0.3) / 0.2)
     mean, std = (torch.tensor(model.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
     torch.testing.assert_close(logits, model((raw - mean) / std), atol=1e-4, rtol=1e-4)
 
@@ -234,7 +234,7 @@ def test_a_folder_is_loaded_and_checked(tmp_path):
     save_student(model, tmp_path / "vit", mean=(0.5,) * 3, std=(0.25,) * 3)
     name = f"local-dir:{tmp_path / 'vit'}"
     teacher = load_vit(name, data(8), {})
-    torch.testing.assert_close(teacher.predict(images(size=8)), model(images(size=8)))
+    torch.testing.assert_close(teacher(images(size=8)), model(images(size=8)))
     assert load_vit(name, data(8, classes=9), {"num_classes": 0}).predicts is False
     assert load_vit(name, data(16), {"img_size": 16}).grid == (8, 8)
     with pytest.raises(UserError, match="there is no folder"):

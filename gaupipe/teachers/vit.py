@@ -115,7 +115,7 @@ class VitTeacher(nn.Module):
             dropped.append(share.mean(0))
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
 
-    def predict(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them."""
         return self._finite(self.model(self._normalised(images)).float(), "its predictions")
 

@@ -13,7 +13,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from gaupipe.data.splits import ImageData, Split
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.settings import Settings
@@ -28,7 +28,7 @@ from gaupipe.system.progress import read_metrics
 from gaupipe.teachers.pretrained import LOCAL, load_vit
 from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import score
+from gaupipe.training.scores import score_model
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.saving import save_student
@@ -147,18 +147,13 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
         return read_metrics(path)
 
 
-@torch.inference_mode()
 def measure(job: VitJob) -> dict[str, Any]:
     """The line of metrics.jsonl for a teacher that was trained before."""
-
-    def scores(split: Split) -> dict[str, float]:
-        batches = job.batches(split).of_rank()
-        return score((job.teacher.predict(batch.images), batch.labels) for batch in batches)
-
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
     if job.teacher.predicts:
-        train, val = scores(job.data.train), scores(job.data.val)
+        splits = job.data.train, job.data.val
+        train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
         metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
     rate = len(job.data.train) / (time.monotonic() - started)
     return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
