@@ -158,7 +158,7 @@ def beside_teacher(
     teacher = job.teacher
     if isinstance(teacher, VitTeacher) and not teacher.predicts:
         return {}
-    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher.predict
+    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher
     teacher_logits, labels = predictions(predict, images, data, job.settings)
     scores = metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)

@@ -221,7 +221,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path, in_process):
     phase_b.start_from_teacher(job, loaded.teacher)
     job.student.eval()
     batch = next(loaded.batches(data.val).in_order())
-    expected = loaded.teacher(batch.images, loaded.gaussians(None, 1))
+    expected = loaded.teacher(batch.images, loaded.teacher.gaussians(None))
     torch.testing.assert_close(job.student(batch.images), expected, atol=1e-5, rtol=1e-4)
     stored = loaded.batches(data.train).in_order()
     batch = next(stored)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,23 +34,17 @@ AT_ONCE = 2**18
 """Numbers of a map that are computed at once on a CPU: they stay in its cache."""
 
 
+@dataclass(eq=False)
 class GaussianMaps:
-    """The attention of a batch from a teacher with Gaussians.
+    """The attention of a batch from a teacher with Gaussians."""
 
-    grid        (h, w) in tokens
-    gaussians   [B, L, H, T, 4]
-    parameters  [B, ...], of a teacher with per-image parameters
-    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed
-    """
-
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        gaussians: Tensor,
-        parameters: Tensor | None = None,
-        axes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self.grid, self.gaussians, self.parameters, self.axes = grid, gaussians, parameters, axes
+    grid: tuple[int, int]
+    """(h, w) in tokens."""
+    gaussians: Tensor  # [B, L, H, T, 4]
+    parameters: Tensor | None = None
+    """[B, ...], of a teacher with per-image parameters."""
+    axes: Sequence[tuple[Tensor, Tensor]] = ()
+    """For each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed."""
 
     @torch.no_grad()
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
