@@ -96,7 +96,7 @@ def bare_forward(job: TeacherJob) -> float:
             gaussians = phase_a.gaussians_of(job, batch.ids, len(batch))
             job.teacher.predict(batch.images, gaussians, job.teacher.passes, generator)
         else:
-            job.teacher.predict(batch.images)
+            job.teacher(batch.images)
     if job.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - started

@@ -91,7 +91,7 @@ def load_student(
     model = load_folder(folder, remedy)
     if not isinstance(model, VisionTransformer):
         raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
-    kept_epochs.of_student(folder.parent)
+    kept_epochs.entry(folder.parent)
     return TrainedStudent(run, name, distilled, settings, model)
 
 
@@ -126,8 +126,7 @@ def run(
     distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
     scores: dict[str, Any] = {"student": student.name, "split": split, "images": len(images)}
-    if epoch := kept_epochs.of_student(folder):
-        scores["epoch"] = epoch
+    scores["epoch"] = kept_epochs.entry(folder)["epoch"]
     scores |= metrics(logits, labels)
     scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
@@ -159,7 +158,7 @@ def beside_teacher(
     teacher = job.teacher
     if isinstance(teacher, VitTeacher) and not teacher.predicts:
         return {}
-    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher.predict
+    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher
     teacher_logits, labels = predictions(predict, images, data, job.settings)
     scores = metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)

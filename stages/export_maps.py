@@ -239,7 +239,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
     augment = job.settings.augment
-    check_export(export, augment, job.teacher, shape.grid, job.has_parameters_of_images)
+    check_export(export, augment, job.teacher, shape.grid, job.settings.phase_a.learns_of_images)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:
@@ -258,7 +258,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
         num_classes=data.num_classes,
         dataset=data.name,
         dataset_sha256=data.sha256,
-        teacher_sha256=sha256 or job.sha256(),
+        teacher_sha256=sha256 or job.sha256,
         parametrisation=job.settings.phase_a.parametrisation,
         embedding_dim=network.embedding if network and kind == "embedding" else None,
         extra=notes,

@@ -39,23 +39,14 @@ from stages import export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, check_name
-from stages.train import (
-    LabelLosses,
-    Training,
-    check_training,
-    train_into,
-    train_plain,
-)
+from stages.train import LabelLosses, Request, Training, check_training, train_into, train_plain
 from stages.train import build as build_plain
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
 
-WARM_START_IMAGES = 256
+WARM_START_IMAGES, WARM_START_BATCH = 256, 64
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
-
-WARM_START_BATCH = 64
-"""Of these how many a teacher predicts Gaussians for at a time."""
 
 
 @dataclass
@@ -73,9 +64,12 @@ class PhaseB(Training):
 
     def identity(self) -> dict[str, Any]:
         schema = self.teacher_store.schema
+        kind = [schema.kind]
+        kind += [f"k {schema.k}"] if schema.k else []
+        kind += [f"views {schema.views}"] if schema.views > 1 else []
         return super().identity() | {
             "the teacher of the maps": schema.teacher_sha256,
-            "the kind of store": kind_of(schema),
+            "the kind of store": " ".join(kind),
             "the encoding of the store": schema.encoding,
         }
 
@@ -99,11 +93,13 @@ class PhaseB(Training):
 
     def remarks(self) -> list[str]:
         schema, depth = self.teacher_store.schema, len(self.student.blocks)
+        phase, augment = self.settings.phase_b, self.settings.augment
         remarks = []
         if depth != schema.layers:
-            layers = layer_map(self.settings.phase_b, depth, schema.layers)
+            layers = layer_map(phase, depth, schema.layers)
             remarks.append(f"its blocks are compared with the stored blocks {layers}")
-        if moves_roughly(schema, self.settings):
+        moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
+        if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
             remarks.append(
                 "shifts and crops move the stored maps; a trained ViT would not show them so: "
                 "'gaupipe export-maps --views' stores the maps of the views"
@@ -181,17 +177,33 @@ def run(
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
                 (:class:`gaupipe.settings.sections.Scope`)
     maps_url    the attention-map store; None is the run's own
-    resume      continues from the last checkpoint, or starts where there is none; without it a
-                student that is there is refused
+    resume      continues from the last checkpoint, or starts where there is none; without it an
+                existing student is refused
     distilled   False trains the baseline, the same model on the labels alone
     data        the data set of the settings, where it has been read already
 
     Raises UserError before anything is written.
     """
     run = RunDirectory(run_dir)
-    request = ranks.resolve(
-        run_dir, lambda: resolve(run, student, name, overrides, maps_url, resume, distilled, data)
-    )
+    if maps_url == "":
+        raise UserError("--maps '': should be the path or URL of a store")
+    if maps_url and not distilled:
+        raise UserError(
+            "--maps: training on the labels alone (--no-distill) reads no maps: leave one out"
+        )
+
+    def resolve() -> Request:
+        settings, joined, folder = join(run, student, name, overrides, distilled)
+        if not resume and folder.exists():
+            raise UserError(
+                f"{folder} already exists: --resume continues it, --name NAME trains another "
+                "student beside it"
+            )
+        images = data or load_data(settings.data, settings.download)
+        images.check_split(run.split)
+        return Request(settings, images, folder, joined)
+
+    request = ranks.resolve(run_dir, resolve)
     with run.locked(shared=True):
         return train_student(
             request.settings,
@@ -204,63 +216,35 @@ def run(
         )
 
 
-@dataclass(frozen=True)
-class Request:
-    """A student as it was asked for: its settings, in what they differ from the run's, its folder
-    and its data."""
-
-    settings: Settings
-    overrides: list[str]
-    folder: Path
-    data: ImageData
-
-
-def resolve(
+def join(
     run: RunDirectory,
     student: str | None,
     name: str | None,
     overrides: Sequence[str],
-    maps_url: str | None,
-    resume: bool,
     distilled: bool,
-    data: ImageData | None,
-) -> Request:
-    """The request for a student, with what it was started with before. Arguments are those of
-    :func:`run`. Raises UserError for one that cannot be trained in the run."""
-    if maps_url == "":
-        raise UserError("--maps '': should be the path or URL of a store")
-    if maps_url and not distilled:
-        raise UserError(
-            "--maps: training on the labels alone (--no-distill) reads no maps: leave one of "
-            "the two out"
-        )
-    named = name if name is not None else student or run.settings().phase_b.student
-    check_name(named)
-    folder = run.student(named, distilled)
-    asked = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-    recorded = run.overrides(named, distilled)
-    settings = run.with_overrides([*recorded, *asked])
+) -> tuple[Settings, list[str], Path]:
+    """The settings of a student, its overrides joined with those that it was started with, and its
+    folder. Arguments as in :func:`run`. Raises UserError for what the run does not allow."""
+    name = name if name is not None else student or run.settings().phase_b.student
+    check_name(name)
+    folder = run.student(name, distilled)
+    new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
+    recorded = run.overrides(name, distilled)
+    settings = run.with_overrides([*recorded, *new])
     if not distilled:
-        check_used(asked, settings)
+        check_used(new, settings)
     fresh = not (folder / "overrides.json").is_file()
     if settings.data.buckets is None and distributed.world_size() > 1 and fresh:
-        asked.append(f"data.buckets={distributed.world_size()}")
-        settings = run.with_overrides([*recorded, *asked])
+        new.append(f"data.buckets={distributed.world_size()}")
+        settings = run.with_overrides([*recorded, *new])
     attention = settings.phase_b.student
-    if named in STUDENTS and named != attention:
+    if name in STUDENTS and name != attention:
         raise UserError(
-            f"--name {named}: is the name of an attention, and this student's is {attention}: "
+            f"--name {name}: is the name of an attention, and this student's is {attention}: "
             "choose another name"
         )
-    if not resume and folder.exists():
-        raise UserError(
-            f"{folder} already exists: --resume continues it, --name NAME trains another "
-            "student beside it"
-        )
-    latest = dict.fromkeys(reversed([*recorded, *asked]))  # of two values the last counts
-    images = data or load_data(settings.data, settings.download)
-    images.check_split(run.split)
-    return Request(settings, [*reversed(latest)], folder, images)
+    latest = dict.fromkeys(reversed([*recorded, *new]))  # of two values the last counts
+    return settings, [*reversed(latest)], folder
 
 
 def train_student(
@@ -273,17 +257,16 @@ def train_student(
     data: ImageData | None = None,
     resume: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains a student into ``folder``, or goes on with the one that is there, and returns its
-    metrics.
+    """Trains a student into ``folder``, or goes on with one, and returns its metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher
-    overrides   in what the settings differ from those of the run
+    overrides   the settings that differ from those of the run
     """
     if teacher is None:
         return train_plain(settings, folder, overrides=overrides, data=data, resume=resume)
 
-    def started() -> Training:
+    def start() -> Training:
         images = data or load_data(settings.data, settings.download)
         check_training(settings, images)
         job = build(settings, images, teacher, maps_url)
@@ -291,18 +274,14 @@ def train_student(
             start_from_teacher(job, phase_a.load(teacher, images, with_images=False).teacher)
         return job
 
-    return train_into(folder, settings, overrides, started, resume)
+    return train_into(folder, settings, overrides, start, resume)
 
 
 def build(
     settings: Settings, data: ImageData, teacher: RunDirectory | None, maps_url: str | None = None
 ) -> Training:
-    """Everything phase B needs, freshly started; the baseline without a ``teacher``. Writes
-    nothing.
-
-    Raises UserError for settings that do not fit, StoreError for maps of another data set or
-    teacher.
-    """
+    """A student, freshly started; the baseline without a ``teacher``. Writes nothing. Raises
+    UserError for settings that do not fit, StoreError for maps of another data set or teacher."""
     if teacher is None:
         return build_plain(settings, data)
     device = select_device(settings.device, settings.threads)
@@ -322,8 +301,8 @@ def build(
 
 
 def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
-    """Raises UserError for a loss that the stored predictions cannot give, and for views that
-    phase B could not draw again."""
+    """Raises UserError for a loss without stored predictions, and for views that phase B would draw
+    otherwise."""
     if settings.phase_b.alpha and not schema.extra.get("predicts", True):
         raise UserError(
             f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
@@ -337,21 +316,8 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
         )
 
 
-def moves_roughly(schema: store.Schema, settings: Settings) -> bool:
-    """Whether maps of a trained ViT are moved by shifts or crops and compared."""
-    augment, phase = settings.augment, settings.phase_b
-    moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-    return bool(schema.views == 1 and moved and phase.gamma and schema.extra.get("teacher"))
-
-
-def kind_of(schema: store.Schema) -> str:
-    """The kind, keys and views of a store, for a student's identity."""
-    more = {"k": schema.k, "views": None if schema.views == 1 else schema.views}
-    return " ".join([schema.kind, *(f"{name} {value}" for name, value in more.items() if value)])
-
-
 def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
-    """The warm start that the settings ask for."""
+    """The warm start of the settings."""
     phase, student = job.settings.phase_b, job.student
     start = hand_over if phase.warm_start == "exact" else warm_start
     start(student, teacher.weights())
@@ -361,7 +327,11 @@ def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
     batches = Batches(job.data.train, job.data, job.device, job.settings.data.batch_size)
     images = torch.cat([batch.images for batch in batches.in_order(ids)])
-    gaussians = gaussians_of(teacher, images)  # [N or 1, L, H, T, 4]
+    with torch.no_grad():
+        gaussians = teacher.gaussians(None)  # [1, L, H, T, 4], of the shared prior
+        if teacher.predicts_gaussians:  # [N, L, H, T, 4]
+            parts = images.split(WARM_START_BATCH)
+            gaussians = torch.cat([teacher.look(part)[1] for part in parts])
 
     def map_of(layer: int) -> Tensor:
         heads = None if phase.head_map == "mean" else phase.head_map
@@ -371,16 +341,6 @@ def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     layers = layer_map(phase, len(student.blocks), teacher.layers)
     maps = (None if layer is None else map_of(layer) for layer in layers)
     fit_queries_and_keys(student, maps, images, job.settings.seed)
-
-
-@torch.no_grad()
-def gaussians_of(teacher: Teacher, images: Tensor) -> Tensor:
-    """Gaussians [1, L, H, T, 4] of the shared prior, or, of a teacher that predicts them, those of
-    the images [N, C, height, width]: [N, L, H, T, 4]."""
-    if not teacher.predicts_gaussians:
-        return teacher.gaussians(None)
-    batches = images.split(WARM_START_BATCH)
-    return torch.cat([teacher.look(batch)[1] for batch in batches])
 
 
 class MapsOfEpoch:

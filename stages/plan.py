@@ -337,7 +337,7 @@ def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
         return clock(lambda: phase_a.score_teacher(job, evaluation, seen=True))
     vit = job.teacher
     assert isinstance(vit, VitTeacher)
-    return clock(lambda: [vit.predict(batch.images) for batch in evaluation.in_order()])
+    return clock(lambda: [vit(batch.images) for batch in evaluation.in_order()])
 
 
 def measure_export(job: TeacherJob, path: Path) -> float:

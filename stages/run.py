@@ -23,9 +23,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
     returns the lines of the summary table."""
     attention = attention or settings.phase_b.student
-    settings = settings.model_copy(
-        update={"phase_b": settings.phase_b.model_copy(update={"student": attention})}
-    )
+    student_settings = settings.phase_b.model_copy(update={"student": attention})
+    settings = settings.model_copy(update={"phase_b": student_settings})
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
@@ -46,12 +45,9 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     folder = run_directory.student(attention)
     student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
     last = teacher[-1]
-    learns = settings.phase_b
-    made = (
-        "from the teacher"
-        if learns.alpha == learns.gamma == 0 and learns.warm_start != "none"
-        else "distilled"
-    )
+    phase = settings.phase_b
+    weights_alone = phase.alpha == phase.gamma == 0 and phase.warm_start != "none"
+    made = "from the teacher" if weights_alone else "distilled"
     lines = [
         {
             "model": "teacher (phase A)",
@@ -72,12 +68,12 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
 
 def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
     """A student's line of the table: the accuracies are those of the epoch that was kept."""
-    kept = kept_epochs.entry_of_student(folder, metrics)
+    epoch = kept_epochs.entry(folder, len(metrics))["epoch"]
     return {
-        "model": model if kept is metrics[-1] else f"{model} (epoch {kept['epoch']})",
+        "model": model if epoch == len(metrics) else f"{model} (epoch {epoch})",
         "epochs": len(metrics),
-        "train_acc": kept["train_acc"],
-        "val_acc": kept["val_acc"],
+        "train_acc": metrics[epoch - 1]["train_acc"],
+        "val_acc": metrics[epoch - 1]["val_acc"],
         "seconds": total_seconds(metrics),
     }
 

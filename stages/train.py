@@ -39,12 +39,7 @@ from gaupipe.training.state import TrainingState
 from stages.figures import geometry
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
-from stages.runs.directory import (
-    RunDirectory,
-    lock_of_process,
-    locked,
-    say_if_afresh,
-)
+from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
 
 
 @dataclass
@@ -61,17 +56,14 @@ class Training:
 
     @property
     def epochs(self) -> int:
-        """The number of epochs."""
         return self.settings.phase_b.epochs
 
     @property
     def augment(self) -> AugmentSettings:
-        """The augmentation of the training images."""
         return self.settings.augment
 
     @property
     def label_smoothing(self) -> float:
-        """The smoothing of the labels."""
         return self.settings.phase_b.label_smoothing
 
     @property
@@ -86,10 +78,7 @@ class Training:
     def identity(self) -> dict[str, Any]:
         """Settings, data and teacher that a checkpoint belongs to."""
         return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
-            "the data set": self.data.sha256,
-            "the teacher of the maps": None,
-            "the kind of store": None,
-            "the encoding of the store": None,
+            "the data set": self.data.sha256
         }
 
     def losses(self) -> nn.Module:
@@ -101,8 +90,7 @@ class Training:
         return 0.0
 
     def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
-        """The maps that batches of an epoch are read with, and the view of the images that they
-        are of."""
+        """The stored maps of an epoch's batches, and the view of the images that they show."""
         return None, None
 
     def remarks(self) -> list[str]:
@@ -110,7 +98,7 @@ class Training:
         return []
 
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
-        """Whether the training ends early after an epoch with these ``metrics``."""
+        """True if the training ends early after an epoch with these ``metrics``."""
         patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
         return patience is not None and since_best >= patience
 
@@ -189,8 +177,8 @@ def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
     best, last = state.best["epoch"], len(state.metrics)
     accuracy = state.metrics[best - 1]["val_acc"]
     early = f"; no better one in {last - best}: stopped" if last < phase.epochs else ""
-    kept = best if phase.keep == "best" else last
-    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {kept}"
+    student = best if phase.keep == "best" else last
+    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {student}"
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
@@ -208,12 +196,11 @@ def train_into(
     build: Callable[[], Training],
     resume: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains the student that ``build`` makes into ``folder``, or goes on with the one that is
-    there, and returns its metrics.
+    """Trains the student that ``build`` makes into ``folder``, or goes on with one, and returns
+    its metrics.
 
-    The request is written first, so that ``--resume`` knows it after any interruption: the
-    settings, and the ``overrides`` in which they differ from those of the run. A request that is
-    refused leaves no folder behind.
+    The settings are written first, with the ``overrides`` in which they differ from the run's, so
+    that ``--resume`` knows them after any interruption. What is refused leaves no folder behind.
     """
     created = distributed.broadcast(not folder.exists())
     distributed.on_main(lambda: say_if_afresh(folder, resume))
@@ -227,7 +214,10 @@ def train_into(
             distributed.main_first(lambda: state.load(folder / "checkpoint"))
         distributed.on_main(lambda: write_request(folder, settings, overrides, job.maps))
         train(job, state, folder)
-        distributed.on_main(lambda: finish(job, state, folder))
+        distributed.on_main(lambda: geometry.draw(state.metrics, folder))
+        distributed.on_main(
+            lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
+        )
     return state.metrics
 
 
@@ -254,12 +244,6 @@ def write_request(
         url = maps.url if "://" in maps.url else os.path.abspath(maps.url)
         source = {"url": url, "teacher_sha256": maps.schema.teacher_sha256}
         write_whole(folder / "maps.json", json.dumps(source) + "\n")
-
-
-def finish(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
-    """Writes the student of a training that has ended, and its figure."""
-    geometry.draw(state.metrics, folder)
-    kept_epochs.save(state, folder, job.settings.phase_b.keep, job.data)
 
 
 def train_plain(
@@ -305,43 +289,52 @@ def run(
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too.
-
-    attention   None is the settings' ``phase_b.student``
-    resume      continues from the last checkpoint, or starts where there is none; without it a
-                student that is there is refused
-    data        the data set of the settings, where it has been read already
+    ``attention`` None is the settings' ``phase_b.student``; ``resume`` and ``data`` as in
+    :func:`stages.phase_b.run`.
 
     Raises UserError before anything is written.
     """
     attention = attention or settings.phase_b.student
     run = RunDirectory(run_dir)
-    folder = run.student(attention, distilled=False)
     request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
     distributed.on_main(lambda: begin(run, request))
-    settings, keep = request.settings, request.settings.phase_b.keep
     with run.locked(shared=True):
-        overrides = [f"phase_b.student={attention}"]
-        if keep != run.settings().phase_b.keep:
-            overrides.append(f"phase_b.keep={keep}")
-        return train_plain(settings, folder, overrides=overrides, data=request.data, resume=resume)
+        return train_plain(
+            request.settings,
+            request.folder,
+            overrides=request.overrides,
+            data=request.data,
+            resume=resume,
+        )
 
 
 @dataclass(frozen=True)
 class Request:
-    """A plain training as it was asked for, checked, on its data."""
+    """A student to be trained in a run: settings and data, checked; ``overrides`` are the settings
+    in which it differs from the run."""
 
     settings: Settings
     data: ImageData
+    folder: Path
+    overrides: list[str]
 
 
 def resolve(
     settings: Settings, run: RunDirectory, attention: str, resume: bool, data: ImageData | None
 ) -> Request:
-    """The request for a student of this ``attention``. Raises UserError for what cannot be trained
-    in the run directory."""
-    of_student = settings.phase_b.model_copy(update={"student": attention})
-    settings = run.settled(settings.model_copy(update={"phase_b": of_student}))
-    run.check(with_keep(settings, run.settings() if run.config.is_file() else settings))
+    """The request for a student of this ``attention``. Raises UserError for a training that the
+    run directory or the machine does not allow."""
+
+    def with_phase(**changes: Any) -> Settings:
+        phase = settings.phase_b.model_copy(update=changes)
+        return settings.model_copy(update={"phase_b": phase})
+
+    settings = run.settled(with_phase(student=attention))
+    keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
+    run.check(with_phase(keep=keep))  # another epoch to keep does not make another run
+    overrides = [f"phase_b.student={attention}"]
+    if settings.phase_b.keep != keep:
+        overrides.append(f"phase_b.keep={settings.phase_b.keep}")
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
         raise UserError(
@@ -352,19 +345,12 @@ def resolve(
     check_training(settings, images)
     select_device(settings.device, settings.threads)
     check_baseline(settings, images)
-    return Request(settings, images)
+    return Request(settings, images, folder, overrides)
 
 
 def begin(run: RunDirectory, request: Request) -> None:
-    """Writes the run's settings and split, where they are not there yet."""
+    """Writes the run's settings and split, where it has none."""
     if not run.split.is_file():  # which is written last
         with lock_of_process(run.path, "run"):
             run.start(request.settings, request.data, resume=True)
     run.follow(request.settings)
-
-
-def with_keep(settings: Settings, of: Settings) -> Settings:
-    """The settings with the epoch to keep of other ones: which is kept does not make another
-    run."""
-    phase = settings.phase_b.model_copy(update={"keep": of.phase_b.keep})
-    return settings.model_copy(update={"phase_b": phase})

@@ -49,7 +49,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
     teacher's.
     """
     job = load_teacher(url, run_dir)
-    maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256())
+    maps = store.open(url, dataset_sha256=job.data.sha256, teacher_sha256=job.sha256)
     differences = list(differing_decoder(maps, job))
     batches, size = job.batches(job.data.train), job.settings.data.eval_batch_size
     spans = [

@@ -106,6 +106,8 @@ def foreign(path: Path, content) -> None:
         torch.save(content, path)
 
 
+PARTS = ("modules", "optimizer", "scaler", "ema", "rows", "metrics", "identity", "finished")
+NOTHING = dict(zip(PARTS, ({}, {}, {}, None, None, None, {}, False), strict=True))
 FOREIGN = {
     "empty": b"",
     "text": b"hello",
@@ -115,37 +117,9 @@ FOREIGN = {
     "tensor": torch.zeros(3),
     "dict": {"a": 1},
     "none": None,
-    "weights": {"modules": {}},
-    "other types": {
-        "modules": 1,
-        "optimizer": 2,
-        "scaler": 3,
-        "ema": 4,
-        "rows": 5,
-        "metrics": 6,
-        "identity": 7,
-        "finished": 8,
-    },
-    "no metrics": {
-        "modules": {},
-        "optimizer": {},
-        "scaler": {},
-        "ema": None,
-        "rows": None,
-        "metrics": None,
-        "identity": {},
-        "finished": False,
-    },
-    "other metrics": {
-        "modules": {},
-        "optimizer": {},
-        "scaler": {},
-        "ema": None,
-        "rows": None,
-        "metrics": [1],
-        "identity": {},
-        "finished": False,
-    },
+    "other types": {name: number for number, name in enumerate(PARTS)},
+    "no metrics": NOTHING,
+    "other metrics": NOTHING | {"metrics": [1]},
 }
 
 
@@ -223,12 +197,10 @@ def continued(folder: Path, checkpoint: dict) -> ImageState:
     return state
 
 
-@pytest.mark.parametrize("image", range(6))
+@pytest.mark.parametrize("image", [0, 3])
 def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
     checkpoint = trained_rows(tmp_path)
-    place = (
-        0 if image != 3 else 1
-    )  # the first epoch goes to records.1, the second back to records.0
+    place = int(image == 3)  # the first epoch goes to records.1, the second back to records.0
     assert checkpoint["records"]["place"][image] == place
     path, size = tmp_path / f"records.{place}", 15 * 4
     sound = path.read_bytes()
@@ -244,9 +216,8 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
             lambda state=state: list(state.chunks()),
             lambda state=state: state.update(torch.tensor([image]), torch.ones(1, 5)),
         ):
-            with pytest.raises(UserError, match=f"the record of image {image} is damaged") as error:
+            with pytest.raises(UserError, match=f"the record of image {image} is damaged"):
                 read()
-            assert "\n" not in str(error.value)
     path.write_bytes(sound)
     assert continued(tmp_path, checkpoint).parameters().shape == (6, 5)
 
@@ -313,17 +284,7 @@ def test_one_flipped_bit_of_a_student_is_refused(run, name, where, in_process):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize(
     "content",
-    [
-        b"",
-        b"x",
-        b"{}",
-        b"[]",
-        b"null",
-        b"[" * 10**5,
-        b"\xff" * 100,
-        (2**62).to_bytes(8, "little") + b"{}",
-        None,
-    ],
+    [b"", b"{}", b"null", b"[" * 10**5, b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}", None],
 )
 def test_a_student_folder_with_other_files_is_refused(run, name, content, in_process):
     path = run / "phase_b/standard/student" / name
@@ -453,13 +414,3 @@ def test_a_student_takes_no_place_of_something_else(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     save_student(model, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "config.json").is_file()
-
-
-def test_a_student_lies_beside_its_digests(tmp_path):
-    save_student(timm.create_model(PICO), tmp_path / "student")
-    subprocess.run(
-        ["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "student", check=True
-    )
-    assert {
-        line.split()[1] for line in (tmp_path / "student/SHA256SUMS").read_text().splitlines()
-    } == {"config.json", "model.safetensors"}

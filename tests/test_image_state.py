@@ -198,6 +198,7 @@ def train_and_save(folder: Path, kill: tuple[int, float] | None = None) -> None:
     torch.save(state.parameters(), folder / "parameters.pt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pause", [0.0, 0.002, 0.01, 0.03])
 def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path, pause):
     unbroken = ImageState(64, torch.zeros(2000), lr=0.1)

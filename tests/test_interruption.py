@@ -116,6 +116,7 @@ def assert_same(run_dir: Path, expected: Path) -> None:
     assert [name for name in found if not torch.equal(found[name], unbroken[name])] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_interrupted_within_epochs_ends_like_an_unbroken_one(tmp_path, case):
     never = ["checkpoint_minutes=null"]
@@ -164,6 +165,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path):
     assert not (tmp_path / "run/phase_a/checkpoint").exists()
 
 
+@pytest.mark.long
 def test_after_the_last_batch_of_an_epoch_the_evaluation_is_left(tmp_path):
     settings = [*TINY, "checkpoint_minutes=10"]
     phase_a = with_settings("phase-a", tmp_path / "run", settings)
@@ -250,6 +252,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_sigterm_to_all_processes_leaves_the_readers_of_images_alive(tmp_path):
     """As SLURM sends it. Two batches more are needed after the signal."""
     script = tmp_path / "script.py"
@@ -278,6 +281,7 @@ def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> No
     main()
 
 
+@pytest.mark.long
 def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     """One rank gets the signal. Of three ranks the order of sums matters."""
     size, more = 3, ["phase_a.rows.memory_budget_gb=0", "phase_a.mode=stochastic"]
@@ -294,6 +298,7 @@ def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     assert_same(tmp_path / "run", tmp_path / "unbroken")
 
 
+@pytest.mark.long
 def test_another_number_of_processes_goes_on_within_an_epoch(tmp_path):
     """But for stochastic depth, which draws other numbers then, up to rounding."""
     settings = [*WORLD, "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]

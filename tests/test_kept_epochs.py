@@ -44,9 +44,8 @@ def seen(monkeypatch):
 
     score.fails_at = None
     monkeypatch.setattr(training, "score_model", score)
-    weights_of = weights
     monkeypatch.setattr(training, "interrupt_at", lambda n: setattr(score, "fails_at", n), False)
-    return weights_of
+    return weights
 
 
 def train(folder: Path, *changes: str) -> list[dict]:
@@ -152,34 +151,32 @@ def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(
         train(folder, "phase_b.keep=best")
     assert epoch_of(folder / "student", seen) == 7  # student.json speaks of epoch 6
     with pytest.raises(UserError, match=r"is of other weights.*with --resume, or remove"):
-        kept_epochs.of_student(folder)
+        kept_epochs.entry(folder)
     assert not kept_epochs.finished(folder)
     monkeypatch.setattr(kept_epochs, "save_student", save)
     train(folder, "phase_b.keep=best")
-    assert epoch_of(folder / "student", seen) == kept_epochs.of_student(folder) == 6
+    assert epoch_of(folder / "student", seen) == kept_epochs.entry(folder)["epoch"] == 6
     assert kept_epochs.finished(folder) and not kept_epochs.finished(tmp_path)
 
 
 def test_student_and_metrics_of_two_trainings_are_refused(tmp_path, seen):
-    metrics = train(tmp_path / "x")
-    kept = kept_epochs.entry_of_student(tmp_path / "x", metrics)
-    assert kept == metrics[6]
+    train(tmp_path / "x")
+    assert kept_epochs.entry(tmp_path / "x", 7)["epoch"] == 7
     with pytest.raises(UserError, match=r"of 7 epochs of training, metrics.jsonl has 6: "):
-        kept_epochs.entry_of_student(tmp_path / "x", metrics[:-1])
+        kept_epochs.entry(tmp_path / "x", 6)
     seen.clear()
     train(tmp_path / "y", "seed=1")
     shutil.copy(tmp_path / "y/student.json", tmp_path / "x")
     with pytest.raises(UserError, match=r"x/student: student.json beside it is of other weights"):
-        kept_epochs.entry_of_student(tmp_path / "x", metrics)
+        kept_epochs.entry(tmp_path / "x", 7)
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", '{"epoch": 8, "last": 7}', '{"epoch": "7", "last": 7}', '{"last": 7}'],
+    "text", ["", "{", "[]", '{"epoch": 8, "last": 7}', '{"epoch": "7", "last": 7}', '{"last": 7}']
 )
 def test_a_damaged_student_json_is_not_passed_over(tmp_path, text):
     (tmp_path / "student.json").write_text(text)
     with pytest.raises(
         UserError, match=r"student.json is missing or damaged: continue the training with --resume"
     ):
-        kept_epochs.of_student(tmp_path)
+        kept_epochs.entry(tmp_path)

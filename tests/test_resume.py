@@ -43,16 +43,18 @@ def work(run_dir: Path, settings: config.Settings, kill: tuple[int, float] | Non
 
 
 def results(run_dir: Path) -> dict[str, list[dict]]:
-    found = {}
-    for path in sorted(run_dir.glob("**/metrics.jsonl")):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[str(path.relative_to(run_dir))] = [
-            {name: value for name, value in row.items() if not name.endswith(("seconds", "_per_s"))}
-            for row in rows
+    def without_times(row: dict) -> dict:
+        return {name: one for name, one in row.items() if not name.endswith(("seconds", "_per_s"))}
+
+    return {
+        str(path.relative_to(run_dir)): [
+            without_times(json.loads(line)) for line in path.read_text().splitlines()
         ]
-    return found
+        for path in sorted(run_dir.glob("**/metrics.jsonl"))
+    }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
     settings = config.load("digits", [*TINY, *CASES[case]])

@@ -4,7 +4,6 @@ import json
 import random
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -136,16 +135,6 @@ def test_the_epoch_to_keep_may_change(trained, tmp_path, in_process):
     )
 
 
-def test_a_logger_that_is_missing_is_refused_before_there_is_a_run(
-    tmp_path, in_process, monkeypatch
-):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    run_dir = tmp_path / "run"
-    code, _, err = in_process("train", "--run-dir", run_dir, *SETS, "--set", "log.to=[wandb]")
-    assert (code, err.count("\n")) == (2, 1) and "wandb is not installed" in err
-    assert not run_dir.exists()
-
-
 def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_process):
     run_dir = shutil.copytree(trained, tmp_path / "run")
     other = ["--no-distill", "--name", "other", "--set", "phase_b.epochs=1"]
@@ -230,6 +219,7 @@ def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):
     assert (code, err.count("\n")) == (2, 1) and "--world-size" in err
 
 
+@pytest.mark.long
 def test_two_processes_train_like_one(tmp_path):
     settings = sets(*TINY, "data.buckets=2")
     for size in (1, 2):
@@ -251,6 +241,7 @@ def work(run_dir: Path, kill: tuple[int, float]) -> None:
     train.run(config.load("digits", TINY), run_dir, resume=True)
 
 
+@pytest.mark.long
 def test_a_killed_training_ends_like_an_unbroken_one(trained, tmp_path):
     killed, generator = 0, random.Random(0)
     while code := exit_code(work, tmp_path / "run", moment(generator, killed)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,24 +34,17 @@ AT_ONCE = 2**18
 """Numbers of a map that are computed at once on a CPU: they stay in its cache."""
 
 
+@dataclass(eq=False)
 class GaussianMaps:
-    """The attention of a batch as a teacher with Gaussians shows it.
+    """The attention of a batch from a teacher with Gaussians."""
 
-    grid        (h, w) in tokens
-    gaussians   [B, L, H, T, 4]
-    parameters  [B, ...] of the images, where the teacher has parameters of single images
-    axes        for each block the factors [B, H, T, h] and [B, H, T, w] of its map, where they are
-                at hand
-    """
-
-    def __init__(
-        self,
-        grid: tuple[int, int],
-        gaussians: Tensor,
-        parameters: Tensor | None = None,
-        axes: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        self.grid, self.gaussians, self.parameters, self.axes = grid, gaussians, parameters, axes
+    grid: tuple[int, int]
+    """(h, w) in tokens."""
+    gaussians: Tensor  # [B, L, H, T, 4]
+    parameters: Tensor | None = None
+    """[B, ...], of a teacher with per-image parameters."""
+    axes: Sequence[tuple[Tensor, Tensor]] = ()
+    """For each block the factors [B, H, T, h] and [B, H, T, w] of its map, if computed."""
 
     @torch.no_grad()
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,16 +88,15 @@ class Teacher(nn.Module):
     """A ViT whose blocks hold :class:`~gaupipe.attention.gaussian.GaussianAttention`.
 
     The raw numbers of a Gaussian are prior[block, head, query] plus the image's residual. The
-    per-image parameters are that residual itself, or with a ``compression`` (embedding, hidden) an
-    embedding that a :class:`Decoder` turns into it. The prior is learned from every image; without
-    one it stays where it starts, at mean 0 and std 1.
+    per-image parameters are that residual, or with a ``compression`` (embedding, hidden) an
+    embedding that a :class:`Decoder` turns into it. Without ``prior`` the prior is not learned and
+    stays at mean 0 and std 1.
 
-    With ``predicts`` there are no per-image parameters: the residual of a query is a linear map of
-    the query's token, one for each block and head (``predictor``), which starts at 0. The prior
-    then starts on the query's own token.
+    With ``predicts`` there are no per-image parameters: the residual is a linear map of the query's
+    token, one for each block and head (``predictor``), which starts at 0. The prior then starts on
+    the query's own token.
 
-    ``passes`` is the number of sampled passes behind one prediction; None reads through the exact
-    expected map.
+    ``passes`` is the number of sampled passes of one prediction; None: one exact pass.
     """
 
     def __init__(
@@ -123,25 +116,17 @@ class Teacher(nn.Module):
         self.parametrisation, self.passes = parametrisation, passes
         self.grid: tuple[int, int] = tuple(vit.patch_embed.grid_size)
         self.layers, self.heads = len(vit.blocks), block.attn.num_heads
-        self.raw_shape = (
-            self.layers,
-            self.heads,
-            self.grid[0] * self.grid[1],
-            RAW_SIZE[parametrisation],
-        )
+        tokens, size = self.grid[0] * self.grid[1], RAW_SIZE[parametrisation]
+        self.raw_shape = (self.layers, self.heads, tokens, size)
         start = initial_raw(parametrisation)
+        self.predictor = self.decoder = None
         if predicts:
             start = raw_at_tokens(parametrisation, self.grid, START_STD)
+            zeros = torch.zeros(self.layers, self.heads * size, vit.embed_dim)
+            self.predictor = nn.Parameter(zeros)
         self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
-        outputs = self.heads * self.raw_shape[-1]
-        self.predictor = (
-            nn.Parameter(torch.zeros(self.layers, outputs, vit.embed_dim)) if predicts else None
-        )
-        self.decoder = (
-            Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
-            if compression
-            else None
-        )
+        if compression:
+            self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
 
     @property
     def per_image_shape(self) -> tuple[int, ...]:
@@ -150,8 +135,8 @@ class Teacher(nn.Module):
 
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
-        """The weights of its ViT, for a student that starts from them, and by the names of a
-        student the shared prior of each block in ``loc_scale`` and what predicts Gaussians."""
+        """The weights of its ViT, for a student that starts from them, with the prior of each block
+        in ``loc_scale`` and the predictor by the names of a student."""
         gaussians = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
         log_std = gaussians[..., 2:].clamp_min(1e-6).log()
         shared = {"prior": torch.cat([gaussians[..., :2], log_std], dim=-1)}
@@ -164,8 +149,7 @@ class Teacher(nn.Module):
         }
 
     def sha256(self, per_image: BucketedState | None = None) -> str:
-        """A digest of the weights and of the per-image parameters, each of which one rank reads.
-        Collective."""
+        """A digest of the weights and of the per-image parameters. Collective."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):
             digest.update(name.encode())

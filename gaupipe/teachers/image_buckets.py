@@ -51,15 +51,15 @@ class BucketedState:
             return self.states[0].read(image_ids)
         first = next(iter(self.states.values()))
         parameters = torch.empty(len(image_ids), *first.initial.shape)
-        for where, state, ids in self._parts(image_ids):
-            parameters[where] = state.read(ids)
+        for batch, state, ids in self._parts(image_ids):
+            parameters[batch] = state.read(ids)
         return parameters
 
     def update(self, image_ids: Tensor, gradient: Tensor) -> None:
         """As :meth:`ImageState.update`."""
         gradient = gradient.to("cpu")
-        for where, state, ids in self._parts(image_ids):
-            state.update(ids, gradient[where])
+        for batch, state, ids in self._parts(image_ids):
+            state.update(ids, gradient[batch])
 
     def commit(self) -> None:
         """As :meth:`ImageState.commit`."""

@@ -6,13 +6,12 @@ backward their gradient updates them at once. Every image occurs once per epoch,
 as one optimizer step over all images at the end of the epoch, without holding the gradients of all
 images (*GauTransformer, section 3.3.1*).
 
-An image's parameters and their two Adam moments lie side by side in one *record*, in memory or in a
-file. Records in files are kept twice: an epoch reads each image's committed record and writes the
-updated one to the other place. :meth:`ImageState.commit` makes what was updated since the last
-commit the committed record. A process killed at any moment has therefore destroyed nothing that the
-last checkpoint needs, and a checkpoint says only which of its two records each image has, the
-record's checksum and the image's step count: nine bytes an image. A record is compared with its
-checksum the first time it is read after a checkpoint was loaded.
+An image's parameters and their two Adam moments form one *record*, in memory or in a file. Files
+have two places for each record: an update reads the committed record and writes the new one to the
+other place, and :meth:`ImageState.commit` makes the new ones the committed ones. A process killed
+at any moment has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says
+only each image's place, checksum and step count: nine bytes an image. A record is compared with
+its checksum the first time it is read after a checkpoint was loaded.
 
 Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
 """
@@ -125,11 +124,8 @@ class ImageState:
         self.steps[image_ids] = steps
 
     def commit(self) -> None:
-        """Commits all updates so far. In files they are safely stored when this returns.
-
-        A checkpoint belongs after this and before the next update. Between two commits the record
-        of the first stays whole.
-        """
+        """Commits all updates so far. In files they are safely stored when this returns. A
+        checkpoint belongs after this and before the next update."""
         self._records.commit()
 
     def chunks(self) -> Iterator[Tensor]:
@@ -233,12 +229,9 @@ class FileRecords:
     """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
 
     Read and written by position, not mapped into memory: a first touch of a mapped page costs a
-    page fault, and a write reads the page from disk before it overwrites it
-    (``benchmarks/image_state.py`` has both).
-
-    ``files.json`` has the number of commits whose records are intact: writes have begun on top of
-    the last of them, never of a later one. A checkpoint that the files have left behind is
-    recognised by it.
+    page fault, and a write reads the page from disk before it overwrites it. ``files.json`` has the
+    number of commits whose records are intact: by it a checkpoint that the files have left behind
+    is recognised.
     """
 
     def __init__(self, folder: Path, num_images: int, words: int) -> None:

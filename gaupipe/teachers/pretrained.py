@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +46,21 @@ def load_vit(
         folder = Path(os.path.expanduser(teacher.removeprefix(LOCAL)))
         if not folder.is_dir():
             raise UserError(f"there is no folder {folder}: {remedy}")
-        model = load_folder(folder, remedy, arguments)
-    else:
-        with _of_setting():
-            config = published(teacher)
-        if cached_weights(config) is None:
+        return VitTeacher(load_folder(folder, remedy, arguments), data, teacher)
+    try:
+        if cached_weights(published(teacher)) is None:
             check_fit(teacher, arguments, data)
-        with _of_setting():
-            model = pretrained(teacher, arguments, download)
+        model = pretrained(teacher, arguments, download)
+    except UserError as error:
+        if str(error).startswith(SETTING):
+            raise
+        raise UserError(f"{SETTING}: {error}") from None
     return VitTeacher(model, data, teacher)
 
 
-@contextlib.contextmanager
-def _of_setting() -> Iterator[None]:
-    """Puts the name of the setting before messages."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{SETTING}: {error}") from None
-
-
 def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:
-    """Raises UserError for a model of timm's that is no teacher for the data, whatever its weights
-    are: before they are fetched."""
+    """Raises UserError for a model of timm's that is no teacher for the data whatever its weights
+    are, before they are fetched."""
     for device in ("meta", "cpu"):  # the first takes no memory; not every model runs there
         try:
             with torch.device(device):
@@ -79,11 +69,10 @@ def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:
             return
         try:
             VitTeacher(model, data, name)
+            return
         except UserError:
             if device == "cpu":
                 raise
-        else:
-            return
 
 
 def pretrained(
@@ -93,11 +82,10 @@ def pretrained(
     right: str = RIGHT,
     consent: str = "download=true",
 ) -> nn.Module:
-    """A timm model with its weights from this machine, or from the hub where ``download`` allows
-    it.
+    """A timm model with its weights from this machine, or with ``download`` from the hub.
 
-    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which says what
-    name would be ``right`` and how to give the ``consent`` to a download.
+    ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which names a
+    ``right`` name and how to give the ``consent`` to a download.
     """
     config = published(name, right)
     file = cached_weights(config)
@@ -165,7 +153,7 @@ def _files(config: Any) -> tuple[str, str]:
 def _fetched(name: str, config: Any) -> str:
     """The weights of a model on the hub, fetched to this machine."""
     repository, revision = _repository(config)
-    problem: Exception | None = None
+    problem = ""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     logger.setLevel(logging.ERROR)  # of every attempt that failed it writes a line
@@ -177,16 +165,14 @@ def _fetched(name: str, config: Any) -> str:
                 why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else f"no connection to {ENDPOINT}"
                 raise UserError(f"the weights of {name} could not be fetched: {why}") from None
             except EntryNotFoundError as error:  # no such file there: maybe the other one is
-                problem = problem or error
+                problem = problem or _one_line(error)
             except Exception as error:  # no leave to read it, a full disk
-                problem = error
+                problem = _one_line(error)
                 break
     finally:
         logger.setLevel(level)
-    raise UserError(
-        f"the weights of {name} could not be fetched from {repository}: {_one_line(problem)}"
-    )
+    raise UserError(f"the weights of {name} could not be fetched from {repository}: {problem}")
 
 
-def _one_line(error: Exception | None) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,19 +31,18 @@ SETTING = "phase_a.teacher"
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
 
 
+@dataclass(eq=False)
 class VitMaps:
-    """The attention of a batch as a ViT shows it.
+    """The attention of a batch from a ViT."""
 
-    blocks      for each block [B, H, T, T] float32, from patches to patches, rows sum to 1
-    grid        (h, w) in patches
-    dropped     [L, H]: the mean share of a patch's attention that class and register tokens had
-    divergence  [L, H], after Gaussians were fitted: the KL that is left, mean over images and
-                queries
-    """
-
-    def __init__(self, blocks: Sequence[Tensor], grid: tuple[int, int], dropped: Tensor) -> None:
-        self.blocks, self.grid, self.dropped = blocks, grid, dropped
-        self.divergence: Tensor | None = None
+    blocks: Sequence[Tensor]
+    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1."""
+    grid: tuple[int, int]
+    """(h, w) in patches."""
+    dropped: Tensor
+    """[L, H]: the mean share of a patch's attention that class and register tokens had."""
+    divergence: Tensor | None = None
+    """[L, H], after Gaussians were fitted: the KL that is left, mean over images and queries."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -115,13 +115,12 @@ class VitTeacher(nn.Module):
             dropped.append(share.mean(0))
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))
 
-    def predict(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Logits [B, C] float32 of images as :meth:`forward_with_maps` takes them."""
         return self._finite(self.model(self._normalised(images)).float(), "its predictions")
 
     def _features(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The features of normalised images, and the map of each attention in the order of their
-        calls."""
+        """Features of normalised images, and the map of each attention."""
         maps: list[Tensor] = []
 
         def see(*arguments: Any, **keywords: Any) -> None:

@@ -37,17 +37,14 @@ class Loop:
     steps: StepLog
 
     def epochs(self) -> Iterator[Epoch]:
-        """The epochs that are left until the caller sets ``state.finished`` of what is updated.
+        """The epochs that are left until the caller sets ``state.finished``.
 
         The first one may go on in its middle (:attr:`Epoch.first`). When the caller comes back for
         the next, the epoch is written to ``folder``/metrics.jsonl and ``folder``/checkpoint.
-        Raises Stopped, with a checkpoint written, where a signal has asked for it.
+        Raises Stopped, with a checkpoint written, after a signal.
         """
-        state, pauses, checkpoint = (
-            self.update.state,
-            self.update.pauses,
-            self.folder / "checkpoint",
-        )
+        state, pauses = self.update.state, self.update.pauses
+        checkpoint = self.folder / "checkpoint"
         log = distributed.on_main(lambda: MetricsLog(self.folder / "metrics.jsonl", state.metrics))
         distributed.on_main(lambda: state.remove_superseded(checkpoint))
         with pauses:
@@ -67,11 +64,10 @@ class Loop:
                     raise Stopped(pauses.signal, f"after epoch {epoch.number + 1}")
 
     def is_last(self, epoch: Epoch) -> bool:
-        """Whether an epoch is the last of all."""
         return epoch.number + 1 == self.total
 
     def line(self, epoch: Epoch, text: str) -> None:
-        """Prints what there is to say of an epoch that has finished."""
+        """Prints the line of an epoch that has finished."""
         self.progress.line(
             f"{self.progress.label} epoch {epoch.number + 1}/{self.total}: {text}, "
             f"{epoch.seconds:.1f} s"
@@ -82,8 +78,7 @@ class Loop:
 def loop(
     settings: Settings, state: TrainingState, batches: Batches, folder: Path, label: str, total: int
 ) -> Iterator[Loop]:
-    """The training of ``state`` on ``batches`` for ``total`` epochs, of which some may be done,
-    with its bar, its log and its checkpoints."""
+    """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     with progress, StepLog(settings, folder, update, batches) as steps:
@@ -100,14 +95,12 @@ class Epoch:
     def __init__(self, loop: Loop) -> None:
         state = loop.update.state
         self.loop, self.number, self.first = loop, len(state.metrics), state.batches
-        """``first`` is the number of the batch to begin with: 0, or where a checkpoint was
-        written."""
+        """``first``: the number of the batch to begin with."""
         self.batches, self.images = self.first, 0
         self.started, self.processor_started = time.monotonic(), time.process_time()
         self.sums: dict[str, Tensor] = {}
         self.lists: dict[str, list[Any]] = {}
-        """What is measured now and then in the course of the epoch, for its metrics: JSON, the same
-        on all ranks."""
+        """Measurements within the epoch, for its metrics: JSON, the same on all ranks."""
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
         loop.steps.begin_line(state.epoch and state.epoch["line"])
@@ -116,9 +109,8 @@ class Epoch:
         self._seed()
 
     def follow(self, generators: Mapping[int, torch.Generator]) -> None:
-        """Keeps these generators in checkpoints within the epoch, and sets them to the state that
-        the checkpoint has. Their keys name them on all ranks. On another type of device than the
-        checkpoint's they start anew."""
+        """Saves these generators, which their keys name on all ranks, in checkpoints within the
+        epoch, and restores their state. On another type of device they start anew."""
         self._generators.update(generators)
         saved = self.loop.update.state.epoch or {"generators": {}}
         for name in generators.keys() & saved["generators"].keys():
@@ -130,7 +122,7 @@ class Epoch:
 
     def add(self, images: int, **values: Tensor) -> None:
         """Ends a batch of this many images, with the means of its losses over them. Writes a
-        checkpoint where one is due; raises Stopped then where a signal has asked for it."""
+        checkpoint where one is due, and raises Stopped then after a signal."""
         update = self.loop.update
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0) + value.detach() * images
@@ -145,8 +137,7 @@ class Epoch:
         self._seed()
 
     def means(self) -> dict[str, float]:
-        """The mean of each loss over the images of the epoch, those of all ranks. The time of
-        training ends here."""
+        """The mean of each loss over the images of all ranks. The time of training ends here."""
         if distributed.world_size() > 1:
             self.images = int(distributed.all_reduce_sum(torch.tensor(self.images)))
             sums = torch.stack([*self.sums.values()])
@@ -156,8 +147,7 @@ class Epoch:
         return {name: (total / self.images).item() for name, total in self.sums.items()}
 
     def finish(self, **metrics: Any) -> None:
-        """Sets the epoch's line in metrics.jsonl: ``metrics`` beside its number, time and speed,
-        and :attr:`lists`."""
+        """Sets the epoch's line in metrics.jsonl."""
         self.metrics = {
             "epoch": self.number + 1,
             **metrics,
@@ -168,10 +158,8 @@ class Epoch:
         }
 
     def _seed(self) -> None:
-        """Starts torch's generators for the next batch."""
-        words = np.random.SeedSequence(
-            (self.loop.seed, self.number, self.batches, distributed.rank())
-        )
+        entropy = (self.loop.seed, self.number, self.batches, distributed.rank())
+        words = np.random.SeedSequence(entropy)
         torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))
 
     def _save(self) -> None:

@@ -1,8 +1,9 @@
-"""Where a training can be watched, beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights &
-Biases and trackio, each an extra of the package of the same name.
+"""Loggers of a training beside its metrics.jsonl and steps.jsonl: TensorBoard, Weights & Biases
+and trackio, each an extra of the same name.
 
-A logger gets numbers by name and step, and never the same step twice: what a training
-that goes on from a checkpoint does again, its loggers have seen (:mod:`gaupipe.training.step_log`).
+A logger has ``log(step, values)``, numbers by name after so many batches of the training, and
+``close()``. It never gets a step twice, also of a training that goes on from a checkpoint
+(:mod:`gaupipe.training.step_log`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,9 @@ import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from gaupipe.system.errors import UserError
-
-
-class Logger(Protocol):
-    """One place to watch a training."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers by name, after ``step`` batches of the training. Steps do not decrease."""
-
-    def close(self) -> None:
-        """Nothing comes any more."""
 
 
 class TensorBoard:
@@ -46,8 +37,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, continued under its id. Its variables (WANDB_MODE=offline,
-    WANDB_ENTITY, ...) count."""
+    """A run of Weights & Biases, continued under its id; variables such as WANDB_MODE count."""
 
     needs = "wandb"
 
@@ -69,8 +59,8 @@ class WandB:
 
 
 class Trackio(WandB):
-    """A run of trackio, which has the interface of Weights & Biases and keeps runs on this machine.
-    It is continued under its name, which therefore ends in the run's id."""
+    """A run of trackio, which has the interface of Weights & Biases. It is continued under its
+    name, which therefore ends in the run's id."""
 
     needs = "trackio"
 
@@ -79,11 +69,11 @@ class Trackio(WandB):
 
 
 LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
-"""By the names that the setting ``log.to`` takes, which are those of the extras too."""
+"""By the names of ``log.to`` and of the extras."""
 
 
 def check(names: Sequence[str]) -> None:
-    """Raises UserError for a logger whose package is not installed, or not as a whole."""
+    """Raises UserError for a logger whose package cannot be imported."""
     for name in names:
         try:
             importlib.import_module(LOGGERS[name].needs)

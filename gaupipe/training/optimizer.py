@@ -22,20 +22,16 @@ def build_optimizer(
     steps_per_epoch: int,
     extra_groups: Sequence[dict[str, Any]] = (),
 ) -> tuple[torch.optim.Optimizer, Any]:
-    """timm's optimizer for ``vit`` and timm's schedule with linear warm-up, stepped with the update
-    number.
+    """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own, which follow the same schedule.
-    Raises UserError for what timm cannot make.
+    ``extra_groups`` are parameter groups with rates of their own. Raises UserError for what timm
+    cannot make.
     """
 
     def groups(_vit: nn.Module) -> list[dict[str, Any]]:
-        return [
-            *param_groups_weight_decay(
-                vit, optim.weight_decay, no_weight_decay_list=vit.no_weight_decay()
-            ),
-            *extra_groups,
-        ]
+        undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
+        decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
+        return [*decayed, *extra_groups]
 
     try:
         optimizer = create_optimizer_v2(

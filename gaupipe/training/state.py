@@ -16,13 +16,13 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_buckets import BucketedState
 
 Network = TypeVar("Network", bound=nn.Module)
-"""What is trained: a ViT, or the teacher with Gaussians."""
+"""A ViT, or the teacher with Gaussians."""
 
 
 @dataclass
 class TrainingState(Generic[Network]):
-    """Everything that a checkpoint holds. Epochs draw their random numbers from (seed, epoch), and
-    the schedule is a function of the update number, so nothing else is needed to go on."""
+    """Everything that a checkpoint holds. Random numbers follow from (seed, epoch), and the rate
+    from the update number, so nothing else is needed to go on."""
 
     modules: Network
     optimizer: torch.optim.Optimizer
@@ -31,15 +31,14 @@ class TrainingState(Generic[Network]):
     precision: str = "float32"
     per_image: BucketedState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
-    """Settings, data and teacher of the training; a checkpoint with other ones is refused."""
+    """Settings, data and teacher; a checkpoint with other ones is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
     epoch: dict[str, Any] | None = None
-    """How far the epoch after those of ``metrics`` has come, as
-    :class:`gaupipe.training.epochs.Epoch` saves it; None between two epochs."""
+    """The epoch that has begun, as :class:`gaupipe.training.epochs.Epoch` saves it; None between
+    two epochs."""
     best: dict[str, Any] | None = None
-    """{"epoch": its number from 1, "modules": the state of :attr:`kept` after it} of the epoch
-    that :meth:`keep_best` found best; None where it was not asked."""
+    """{"epoch": number from 1, "modules": state of :attr:`kept`} after the best epoch so far."""
 
     def __post_init__(self) -> None:
         device = next(self.modules.parameters()).device
@@ -57,8 +56,8 @@ class TrainingState(Generic[Network]):
         return self.epoch["batches"] if self.epoch else 0
 
     def keep_best(self, metrics: dict[str, Any]) -> int:
-        """Copies the weights if the epoch with these ``metrics``, which has just been trained, has
-        a better "val_acc" than all before it. Returns the number of epochs since the best one."""
+        """Copies the weights if the latest epoch, with these ``metrics``, has a better "val_acc"
+        than all before it. Returns the number of epochs since the best one."""
         best = max(self.metrics, key=lambda entry: entry["val_acc"], default=None)
         if best is None or metrics["val_acc"] > best["val_acc"]:
             best = metrics
@@ -68,9 +67,9 @@ class TrainingState(Generic[Network]):
         return metrics["epoch"] - best["epoch"]
 
     def save(self, folder: Path) -> None:
-        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``, so that a reader finds
-        the old one or the new one, never a part. Rank 0 writes it once the per-image parameters of
-        all ranks are on the disk."""
+        """Writes ``folder/state.pt``, and its digest to ``SHA256SUMS``: a reader sees the old one
+        or the new one, never a part. Rank 0 writes it once the per-image parameters of all ranks
+        are on the disk."""
         per_image = None
         if self.per_image is not None:
             within = f"_{self.batches:07d}" if self.epoch else ""
@@ -84,8 +83,7 @@ class TrainingState(Generic[Network]):
         distributed.on_main(write)
 
     def remove_superseded(self, folder: Path) -> None:
-        """Deletes what earlier saves, killed ones too, left in ``folder`` beside the last
-        checkpoint."""
+        """Deletes files of earlier and of killed saves."""
         if self.per_image is not None:
             self.per_image.remove_superseded(folder)
 
@@ -151,5 +149,5 @@ class TrainingState(Generic[Network]):
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether :meth:`TrainingState.save` has written to ``folder``."""
+    """True if :meth:`TrainingState.save` has written to ``folder``."""
     return (folder / "state.pt").is_file()

@@ -8,7 +8,7 @@ import json
 import math
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.training.loggers import LOGGERS, Logger
+from gaupipe.training.loggers import LOGGERS
 from gaupipe.training.update import Update
 
 
@@ -38,17 +38,16 @@ class StepLog:
         waits_data      share of the time that the training waited for images
         waits_maps      share of the time that the training waited for stored maps
 
-    A training that goes on from a checkpoint removes the lines after it. Loggers cannot take back
-    what they were told: ``folder``/log.json has how far that is, and they are told no step twice.
+    A training that goes on from a checkpoint removes the lines after it. Loggers are told no step
+    twice: ``folder``/log.json has how far they were told.
     """
 
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
-        """``batches`` are those of the training."""
         self.folder, self.update, self.batches = folder, update, batches
         self.settings, self.every = settings, settings.log.every
         self.sums: dict[str, Tensor] = {}
         self.images = 0
-        self._loggers: list[Logger] = []
+        self._loggers: list[Any] = []
 
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +58,7 @@ class StepLog:
         return self
 
     def _open(self) -> None:
-        """Opens what rank 0 writes to. Raises UserError where a logger cannot be opened, such as
-        one whose service refuses."""
+        """Opens steps.jsonl and the loggers. Raises UserError for one that cannot be opened."""
         if self.every:
             remove_later(self.folder / "steps.jsonl", self.update.batch)
         parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
@@ -92,12 +90,11 @@ class StepLog:
         return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
 
     def pause(self, seconds: float) -> None:
-        """Time that is none of the training's."""
+        """Leaves out time that is none of the training's."""
         self._since += seconds
 
     def batch(self, epoch: int, images: int, losses: Mapping[str, Tensor]) -> None:
-        """Counts a batch of this many images, with the means of its losses over them; epochs count
-        from 0."""
+        """Counts a batch of this many images, with the means of its losses over them."""
         if not self.every or not distributed.is_main():
             return
         for name, value in losses.items():
@@ -135,19 +132,17 @@ class StepLog:
         self._tell("steps", step, {f"step/{name}": value for name, value in values.items()})
         self.begin_line()
 
-    def _tell(self, what: str, number: int, values: Mapping[str, float]) -> None:
-        """Gives the loggers numbers that they have not had yet."""
-        if self._loggers and self._is_new(what, number):
-            for logger in self._loggers:
-                logger.log(self.update.batch, values)
+    def _tell(self, event: str, number: int, values: Mapping[str, float]) -> None:
+        for logger in self._new(event, number):
+            logger.log(self.update.batch, values)
 
-    def _is_new(self, what: str, number: int) -> bool:
-        """Whether the loggers have not been told of this yet; from now on they have."""
-        if number <= self.told[what]:
-            return False
-        self.told[what] = number
+    def _new(self, event: str, number: int) -> Sequence[Any]:
+        """The loggers, unless they were told of this event before. From now on they were."""
+        if not self._loggers or number <= self.told[event]:
+            return ()
+        self.told[event] = number
         write_whole(self.folder / "log.json", json.dumps(self.told) + "\n")
-        return True
+        return self._loggers
 
 
 def read_told(path: Path) -> dict[str, Any]:

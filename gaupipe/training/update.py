@@ -16,22 +16,20 @@ from gaupipe.training.state import TrainingState
 
 
 class Update:
-    """What one batch does to the network: its gradients and, every ``accumulate`` batches, a
-    step."""
+    """The backward pass of each batch and, every ``accumulate`` batches, a step."""
 
     def __init__(self, state: TrainingState, steps: int, pauses: Pauses | None = None) -> None:
-        """``steps`` is the number of batches in an epoch. ``pauses`` are told of each step, and
-        learn with each batch what the other ranks request; None requests
-        nothing."""
+        """``steps`` is the number of batches in an epoch. ``pauses`` learn with each batch what
+        the other ranks request."""
         self.state, self.steps, self.pauses = state, steps, pauses or Pauses()
         self.losses: nn.Module | None = None
         self.batch = len(state.metrics) * steps + state.batches
         self.stepped = False
-        """Whether the network made a step after the last batch."""
+        """True if the network made a step after the last batch."""
         self.grad_norm: Tensor | None = None
         """The norm of the gradient in the last step, before it was clipped."""
         self.log_norm = False
-        """Whether somebody wants the norm where gradients are not clipped."""
+        """Compute the norm also where gradients are not clipped."""
         self.device = next(state.modules.parameters()).device
         self.parameters = [
             parameter for group in state.optimizer.param_groups for parameter in group["params"]
@@ -48,8 +46,8 @@ class Update:
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """The context of a forward pass: the settings' precision, and gradients that wait for the
-        last of the batches that are accumulated before ranks exchange them."""
+        """The context of a forward pass: autocast, and no exchange of gradients before the last of
+        the accumulated batches."""
         dtype = getattr(torch, self.state.precision)
         waits: contextlib.AbstractContextManager = contextlib.nullcontext()
         if isinstance(self.losses, DistributedDataParallel) and not self._steps_now():
@@ -58,14 +56,14 @@ class Update:
             yield
 
     def _steps_now(self) -> bool:
-        """Whether the network makes a step after this batch."""
+        """True if the network makes a step after this batch."""
         step = self.batch % self.steps + 1
         return step % self.state.optim.accumulate == 0 or step == self.steps
 
     def __call__(self, loss: Tensor, weight: float = 1.0) -> None:
-        """Goes back from the loss of one batch, the mean over its images on this rank, of that
+        """The backward pass of one batch's loss, the mean over its images on this rank, of that
         :attr:`~gaupipe.data.batches.Batch.weight`. Raises ErrorOnAllRanks for a loss that is not
-        finite, on any rank."""
+        finite."""
         state, accumulate = self.state, self.state.optim.accumulate
         epoch, step = divmod(self.batch, self.steps)
         state.schedule.step_update(self.batch)
@@ -133,9 +131,9 @@ class Update:
 class Rehearsed(nn.Module):
     """DistributedDataParallel ``losses`` for an epoch that goes on in its middle.
 
-    DistributedDataParallel sums the gradients of its first backward pass in one order, and in
-    another one from then on, which is that in which they came. Three ranks or more see the
-    difference in the last bits. So the first batch goes forward and back once without effect.
+    DistributedDataParallel sums the gradients of its first backward pass in another order than
+    those of later ones, which three ranks or more see in the last bits. So the first batch goes
+    forward and back once without effect.
     """
 
     def __init__(self, losses: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
@@ -145,14 +143,12 @@ class Rehearsed(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         if not self.rehearsed:
             self._rehearse(arguments)
-            self.rehearsed = True
+        self.rehearsed = True
         return self.losses(*arguments)
 
     def _rehearse(self, arguments: tuple) -> None:
-        waits, self.losses.require_backward_grad_sync = (
-            self.losses.require_backward_grad_sync,
-            True,
-        )
+        waits = self.losses.require_backward_grad_sync
+        self.losses.require_backward_grad_sync = True
         device = self.trained[0].device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             losses = self.losses(*arguments)

@@ -120,7 +120,7 @@ class Training:
     def read(self) -> Run:
         """The finished run from its files. Raises UserError where they are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
-        kept_epochs.check(self.folder, len(metrics))
+        kept_epochs.entry(self.folder, len(metrics))
         costs = json.loads((self.folder / COSTS_FILE).read_text())
         scores = json.loads((self.folder / TEST_FILE).read_text()) if self.test else {}
         return Run(

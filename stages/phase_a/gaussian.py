@@ -24,7 +24,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import PhaseASettings, RowSettings, Settings
+from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.teachers.gaussian import Teacher
@@ -66,8 +66,8 @@ def run(
     force    starts a job that memory or disk do not seem to hold
     data     the data set of the settings, where it has been read already
     students
-             False leaves out whether a student of these settings could learn from the teacher: a
-             comparison's teacher has students of other settings, which are checked by themselves
+             False does not check that a student of these settings can learn from the teacher: a
+             comparison's students have settings of their own
 
     Raises UserError before anything is written.
     """
@@ -80,8 +80,7 @@ def run(
         images = data or load_data(request.data, request.download)
         check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
         if not request.phase_a.learns_gaussians:
-            teacher = trained_vit.check(request, images, students)
-            return teacher or trained_vit.training(request, images)
+            return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
     job = ranks.resolve(run_dir, resolve)
@@ -99,20 +98,15 @@ def run(
 def check(
     settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
 ) -> TeacherJob[Teacher]:
-    """The teacher before its training. Raises UserError for what neither phase could do, or,
-    without ``students``, phase A; and, unless ``force``, for what the machine cannot hold."""
+    """The teacher before its training. Raises UserError for settings that do not fit, and, unless
+    ``force``, for what the machine cannot hold."""
     with torch.device("meta"):  # what does not fit is said before it is allocated
         teacher = build_teacher(settings, data)
     if students:
         check_student(settings, data, MapShape.of(teacher), teacher.weights())
-        check_export(
-            chosen(settings),
-            settings.augment,
-            teacher,
-            teacher.grid,
-            settings.phase_a.learns_of_images,
-            prefix="export.",
-        )
+        per_image = settings.phase_a.learns_of_images
+        export = chosen(settings)
+        check_export(export, settings.augment, teacher, teacher.grid, per_image, prefix="export.")
     if not force:  # before any per-image parameter is made
         plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
         check_resources(plan, run.path)
@@ -229,10 +223,7 @@ def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]
 def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
     """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
     a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
-    parameters = None
-    if job.per_image is not None and image_ids is not None:
-        parameters = job.per_image.gather(image_ids, job.device)
-    gaussians = job.teacher.gaussians(parameters)
+    gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
     return gaussians.expand(count, *gaussians.shape[1:])
 
 
@@ -255,22 +246,19 @@ def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
 @torch.no_grad()
 def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
-    shared prior alone; a teacher that predicts Gaussians sees no difference. One sampled pass in
-    ``stochastic`` mode."""
-    job.teacher.eval()
-    draws = Draws(job, batches.buckets)
+    shared prior alone. One sampled pass in ``stochastic`` mode."""
+    teacher, draws = job.teacher.eval(), Draws(job, batches.buckets)
     draws.seed(job.settings.seed)
-
-    passes = None if job.teacher.passes is None else 1
+    passes = None if teacher.passes is None else 1
 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
             gaussians = None
-            if not job.teacher.predicts_gaussians:
+            if not teacher.predicts_gaussians:
                 gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
             generator = draws.generators[bucket]
-            yield job.teacher.predict(batch.images, gaussians, passes, generator), batch.labels
+            yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
     return score(predictions())
 
@@ -283,22 +271,15 @@ def build(
     to_read: bool = False,
     with_images: bool = True,
 ) -> TeacherJob[Teacher]:
-    """Everything phase A needs, freshly started; per-image parameters beyond the memory budget
-    are to lie in ``folder``/rows. ``to_read``: a teacher that is not trained any more, which has
-    the parameters of all images and not only of this rank's; ``with_images`` False leaves them out.
-    Writes nothing; raises UserError for what is wrong."""
+    """Phase A, freshly started; per-image parameters beyond the memory budget are to lie in
+    ``folder``/rows. ``to_read``: a teacher that is not trained any more, with the parameters of all
+    images and not only of this rank's; ``with_images`` False leaves them out. Writes nothing;
+    raises UserError."""
     device = select_device(settings.device, settings.threads)
     teacher = build_teacher(settings, data)
     per_image = None
     if with_images and settings.phase_a.learns_of_images:
-        per_image = build_per_image(
-            settings.phase_a.rows,
-            Buckets(len(data.train), settings.data.num_buckets),
-            teacher.per_image_shape,
-            folder / "rows",
-            settings.seed,
-            to_read=to_read,
-        )
+        per_image = build_per_image(settings, data, teacher.per_image_shape, folder, to_read)
     return TeacherJob(settings, data, device, teacher.to(device), per_image)
 
 
@@ -318,16 +299,10 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
 
 
 def build_per_image(
-    rows: RowSettings,
-    buckets: Buckets,
-    shape: tuple[int, ...],
-    folder: Path,
-    seed: int,
-    *,
-    to_read: bool = False,
+    settings: Settings, data: ImageData, shape: tuple[int, ...], folder: Path, to_read: bool
 ) -> BucketedState:
-    """The per-image parameters of this rank's buckets, or ``to_read`` of all, at their start: of
-    this ``shape``, in memory or, beyond the budget, in files in ``folder``."""
+    """The start of the per-image parameters, of this ``shape``."""
+    rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
     in_files = per_image_in_files(rows, buckets.images, math.prod(shape))
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
@@ -335,9 +310,9 @@ def build_per_image(
             len(image_ids),
             torch.zeros(shape),
             lr=rows.lr,
-            folder=folder / f"bucket-{bucket:04d}" if in_files else None,
+            folder=folder / "rows" / f"bucket-{bucket:04d}" if in_files else None,
             initial_std=rows.initial_std,
-            seed=seed,
+            seed=settings.seed,
             drawn_as=torch.from_numpy(image_ids),
             to_read=to_read,
         )
@@ -349,14 +324,15 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     """The optimizer of the network and its schedule, freshly started."""
     phase, teacher = job.settings.phase_a, job.teacher
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
+    lr, decay = phase.optim.lr, phase.optim.weight_decay
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
     if teacher.predictor is not None:
-        groups.append({"params": [teacher.predictor], "lr": phase.optim.lr, "weight_decay": 0.0})
+        groups.append({"params": [teacher.predictor], "lr": lr, "weight_decay": 0.0})
     if teacher.decoder:
-        decoder = {"params": list(teacher.decoder.parameters()), "lr": phase.optim.lr}
-        groups.append({**decoder, "weight_decay": phase.optim.weight_decay})
+        decoder = [*teacher.decoder.parameters()]
+        groups.append({"params": decoder, "lr": lr, "weight_decay": decay})
     optimizer, schedule = build_optimizer(teacher.vit, phase.optim, phase.max_epochs, steps, groups)
     return TrainingState(
         teacher,
@@ -376,9 +352,9 @@ def load(
     download: bool = False,
     with_images: bool = True,
 ) -> TeacherJob:
-    """The finished teacher of a run, in eval mode. ``download`` fetches published weights that are
-    not on this machine; ``with_images`` False leaves out the per-image parameters. Raises UserError
-    if phase A has not finished."""
+    """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
+    ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
+    finished."""
     settings = run.settings()
     if download:
         settings = settings.model_copy(update={"download": True})

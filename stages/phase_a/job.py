@@ -1,5 +1,4 @@
-"""A teacher on the data of a run, whatever it is: what phase A, export, verification and phase B
-ask of it."""
+"""A teacher of any kind on the data of a run."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
 @dataclass
 class TeacherJob(Generic[Kind]):
-    """A teacher on the data of a run; ``per_image`` is None for a teacher without parameters of
-    single images."""
+    """A teacher on the data of a run; ``per_image`` is None for one without such parameters."""
 
     settings: Settings
     data: ImageData
@@ -41,13 +39,8 @@ class TeacherJob(Generic[Kind]):
 
     @property
     def shape(self) -> MapShape:
-        """Of the teacher's maps."""
+        """The shape of the teacher's maps."""
         return MapShape.of(self.teacher)
-
-    @property
-    def has_parameters_of_images(self) -> bool:
-        """Whether the teacher keeps numbers of single images."""
-        return self.settings.phase_a.learns_of_images
 
     def batches(self, split: Split, batch_size: int | None = None) -> Batches:
         """Batches of a split, by default of the size for evaluation."""
@@ -55,33 +48,31 @@ class TeacherJob(Generic[Kind]):
         size = batch_size or data.eval_batch_size
         return Batches(split, self.data, self.device, size, data.workers, data.num_buckets)
 
+    def parameters(self, image_ids: Tensor) -> Tensor | None:
+        """The per-image parameters [B, ...] of training images, on the device."""
+        return None if self.per_image is None else self.per_image.read(image_ids).to(self.device)
+
     def forward_with_maps(
         self, batch: Batch, generator: torch.Generator
     ) -> tuple[Tensor, Attention]:
         """The log-probabilities [B, C] of a batch of training images and their attention.
         ``generator`` is for draws."""
-        parameters = None
-        if self.per_image is not None:
-            parameters = self.per_image.gather(batch.ids, self.device).detach()
+        parameters = self.parameters(batch.ids)
         return self.teacher.forward_with_maps(batch.images, parameters, generator)
 
+    @cached_property
     def sha256(self) -> str:
         """A digest of everything that a finished teacher has learned. Collective."""
-        return self._sha256
-
-    @cached_property
-    def _sha256(self) -> str:
         return self.teacher.sha256(self.per_image)
 
     def common_sha256(self) -> str:
-        """:meth:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
+        """:attr:`sha256`, which has to be the same on all ranks. Raises ErrorOnAllRanks, on every
         rank, where ranks hold other teachers."""
-        sha256 = self.sha256()
         distributed.check_same(
-            {f"teacher {self.settings.phase_a.teacher}, sha256": sha256},
+            {f"teacher {self.settings.phase_a.teacher}, sha256": self.sha256},
             "every process should load the same trained weights",
         )
-        return sha256
+        return self.sha256
 
     def notes(self) -> dict[str, Any]:
         """The teacher's settings in the attributes of its store, as JSON."""
@@ -96,8 +87,8 @@ class TeacherJob(Generic[Kind]):
 def started(
     run: RunDirectory, settings: Settings, data: ImageData, state: TrainingState, resume: bool
 ) -> Iterator[None]:
-    """Holds a run directory while its teacher is trained, with the request written to it and the
-    ``state`` of its last checkpoint."""
+    """Holds a run directory while its teacher is trained: writes the settings and loads the last
+    checkpoint."""
     with run.locked():
         distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
         distributed.on_main(lambda: run.start(settings, data, resume))
@@ -106,7 +97,7 @@ def started(
 
 
 def write_digest(run: RunDirectory, job: TeacherJob) -> None:
-    """Writes the digest of a finished teacher, which does not change any more. Collective."""
+    """Writes the digest of a finished teacher. Collective."""
     if not distributed.broadcast(run.teacher_sha256.is_file()):
-        sha256 = job.sha256()
+        sha256 = job.sha256
         distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))

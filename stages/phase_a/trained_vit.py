@@ -13,7 +13,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from gaupipe.data.splits import ImageData, Split
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.settings import Settings
@@ -28,7 +28,7 @@ from gaupipe.system.progress import read_metrics
 from gaupipe.teachers.pretrained import LOCAL, load_vit
 from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import score
+from gaupipe.training.scores import score_model
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
 from gaupipe.vit.saving import save_student
@@ -69,22 +69,26 @@ def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
     return of_phase | {"the data set": data.sha256}
 
 
-def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | None:
-    """Raises UserError for what neither phase could do with the teacher that the settings name,
-    or, without ``students``, phase A. Returns it where it was trained before."""
+def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
+    """The teacher that the settings name, or the training of a new one. Raises UserError for what
+    neither phase could do with it, or, without ``students``, phase A."""
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
         if students:
             check_student(settings, data, MapShape.of(vit), weights_of_patches(vit))
             check_store(settings, vit)
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
-        return None
+        return training(settings, data)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
         check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
         check_store(settings, job.teacher)
-        check_predictions(job)
+        if settings.phase_b.alpha and not job.teacher.predicts:
+            raise UserError(
+                f"phase_b.alpha: the teacher {settings.phase_a.teacher} predicts no classes: set "
+                "phase_b.alpha=0, and phase_b.beta to what the labels are to weigh"
+            )
     return job
 
 
@@ -100,15 +104,6 @@ def check_store(settings: Settings, teacher: nn.Module) -> None:
     height, width = grid = MapShape.of(teacher).grid
     export = chosen(settings, tokens=height * width)
     check_export(export, settings.augment, teacher, grid, prefix="export.")
-
-
-def check_predictions(job: VitJob) -> None:
-    """Raises UserError for a loss that needs predictions of a teacher that makes none."""
-    if job.settings.phase_b.alpha and not job.teacher.predicts:
-        raise UserError(
-            f"phase_b.alpha: the teacher {job.settings.phase_a.teacher} predicts no classes: set "
-            "phase_b.alpha=0, and phase_b.beta to what the labels are to weigh"
-        )
 
 
 def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
@@ -133,8 +128,8 @@ def keep(job: TeacherTraining, vit: VisionTransformer, folder: Path) -> None:
 
 
 def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
-    """Takes a teacher that was trained before into a run directory. Scores it, once, and returns
-    the metrics: one entry, of epoch 0. Without a head for the classes the accuracies are None."""
+    """Takes a teacher that was trained before into a run directory and scores it once. Returns the
+    metrics: one entry, of epoch 0; without a head for the classes its accuracies are None."""
     job.common_sha256()
     if run.teacher_digest() is not None:
         check_unchanged(job, run)
@@ -154,17 +149,11 @@ def measure(job: VitJob) -> dict[str, Any]:
     started = time.monotonic()
     metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
     if job.teacher.predicts:
-        train, val = (score_split(job, split) for split in (job.data.train, job.data.val))
+        splits = job.data.train, job.data.val
+        train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
         metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
     rate = len(job.data.train) / (time.monotonic() - started)
     return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
-
-
-@torch.inference_mode()
-def score_split(job: VitJob, split: Split) -> dict[str, float]:
-    """Accuracy and loss of the teacher on a split."""
-    predict, batches = job.teacher.predict, job.batches(split)
-    return score((predict(batch.images), batch.labels) for batch in batches.of_rank())
 
 
 def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:
@@ -201,7 +190,7 @@ def unfinished(run: RunDirectory) -> UserError:
 
 def check_unchanged(job: VitJob, run: RunDirectory) -> None:
     """Raises UserError for another teacher than the run's."""
-    if job.sha256() != run.teacher_digest():
+    if job.sha256 != run.teacher_digest():
         raise UserError(
             f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that {run.path} "
             "was started with: its weights have changed; restore them, or start another run"

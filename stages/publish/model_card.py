@@ -115,7 +115,7 @@ def training_lines(student: TrainedStudent) -> list[str]:
     ]
     if phase.keep == "best":
         lines.append(
-            f"weights: of epoch {kept_epochs.of_student(student.folder)}, the best by "
+            f"weights: of epoch {kept_epochs.entry(student.folder)['epoch']}, the best by "
             "val_acc, so they were chosen on the validation images"
         )
     if not student.distilled:

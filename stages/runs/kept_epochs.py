@@ -46,54 +46,20 @@ def save(state: TrainingState[VisionTransformer], folder: Path, keep: str, data:
 
 
 def finished(folder: Path) -> bool:
-    """Whether ``folder``/student is there, and its saving was not interrupted."""
+    """True if ``folder``/student was saved, to the end."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return json.loads((folder / FILE).read_bytes())["sha256"] is not None
     return False
 
 
-def check(folder: Path, epochs: int) -> dict[str, Any]:
-    """The content of student.json. Raises UserError where ``folder``/student ended after another
-    number of epochs than its metrics: files of two trainings were copied into one folder."""
-    entry = _read(folder)
-    if entry["last"] != epochs:
-        raise UserError(
-            f"{folder}: student.json is of {entry['last']} epochs of training, metrics.jsonl has "
-            f"{epochs}: the files are not of one training; remove the folder, and it is "
-            "trained again"
-        )
-    return entry
-
-
-def of_student(folder: Path) -> int:
-    """The number of the epoch, from 1, that ``folder``/student is of. Raises UserError where
-    student.json is damaged or of other weights."""
-    return _read(folder)["epoch"]
-
-
-def entry_of_student(folder: Path, metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line of ``metrics`` for the epoch that ``folder``/student is of. Raises UserError as
-    :func:`check` and :func:`of_student` do."""
-    return metrics[check(folder, len(metrics))["epoch"] - 1]
-
-
-def _write(folder: Path, entry: dict[str, Any]) -> None:
-    write_whole(folder / FILE, json.dumps(entry) + "\n")
-
-
-def _weights(folder: Path) -> str | None:
-    """The digest of the weights in ``folder``/student; None where it is not listed."""
-    return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    """The content of student.json. Raises UserError for what cannot be read, and where the weights
-    beside it are others."""
+def entry(folder: Path, epochs: int | None = None) -> dict[str, Any]:
+    """The content of student.json: its "epoch" is the number, from 1, that ``folder``/student is
+    of. Raises UserError for a file that is damaged or of other weights, and where the training had
+    another number of ``epochs``: files of two trainings were copied into one folder."""
     path = folder / FILE
     try:
         entry = json.loads(path.read_bytes())
-        epochs = range(1, entry["last"] + 1)
-        if not {entry["epoch"], entry["last"]} <= {*epochs}:
+        if not {entry["epoch"], entry["last"]} <= {*range(1, entry["last"] + 1)}:
             raise ValueError("it names an epoch that has not been")
         sha256 = entry["sha256"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -103,4 +69,19 @@ def _read(folder: Path) -> dict[str, Any]:
             f"{folder / 'student'}: student.json beside it is of other weights, as after an "
             f"interruption: {REMEDY}"
         )
+    if epochs is not None and entry["last"] != epochs:
+        raise UserError(
+            f"{folder}: student.json is of {entry['last']} epochs of training, metrics.jsonl has "
+            f"{epochs}: the files are not of one training; remove the folder, and it is "
+            "trained again"
+        )
     return entry
+
+
+def _write(folder: Path, entry: dict[str, Any]) -> None:
+    write_whole(folder / FILE, json.dumps(entry) + "\n")
+
+
+def _weights(folder: Path) -> str | None:
+    """The digest of the weights in ``folder``/student; None where it is not listed."""
+    return next(iter((digests.read(folder / "student") or {}).get("model.safetensors", [])), None)
