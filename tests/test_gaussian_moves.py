@@ -154,30 +154,6 @@ def test_a_crop_at_tokens_shows_the_part_of_the_map_that_it_shows_of_the_image(x
     )
 
 
-@given(
-    seed=st.integers(0, 1000),
-    offset=st.floats(-0.5, 0.5),
-    scale=st.floats(0.2, 2),
-    mirrored=st.booleans(),
-)
-@settings(max_examples=30, deadline=None)
-def test_any_view_looks_at_the_point_of_the_image_that_was_learned(seed, offset, scale, mirrored):
-    """All queries share one Gaussian, so that only the change of coordinates is left; and back
-    is the identity."""
-    grid = (4, 6)
-    where = geometry(((offset, -offset), (-scale if mirrored else scale, 2.2 - scale)))
-    stored = gaussians_of(seed, 1, 1, 1).expand(1, 1, 24, 4)
-    moved = move(stored, where, grid)
-    token_offset = np.array([offset * 6 / 5, -offset * 4 / 3])
-    np.testing.assert_allclose(
-        token_offset + where.scale.numpy() * moved[..., :2].numpy(), stored[..., :2], atol=1e-5
-    )
-    np.testing.assert_allclose(
-        np.abs(where.scale.numpy()) * moved[..., 2:].numpy(), stored[..., 2:], rtol=1e-5
-    )
-    torch.testing.assert_close(move(moved, inverse(where), grid), stored, atol=1e-5, rtol=1e-5)
-
-
 def test_images_of_a_batch_move_independently_and_one_prior_serves_them_all():
     where = geometry(((0.1, 0.0), (-0.5, 0.7)), ((0.0, 0.3), (1.0, 1.2)), ((0.0, 0.0), (1.0, 1.0)))
     prior = gaussians_of(5, 1, 2, 3, 16)
@@ -216,27 +192,6 @@ def test_mixed_precision_does_not_round_coordinates():
     with torch.autocast("cpu", torch.bfloat16):
         moved = move(stored, where, (4, 4))
     assert moved.dtype == torch.float32 and torch.equal(moved, move(stored, where, (4, 4)))
-
-
-def test_a_view_beyond_the_border_takes_the_border_querys_gaussian():
-    stored = gaussians_of(6, 1, 9)
-    moved = move(stored, token_shift((3, 3), 5, 0), (3, 3))
-    last_of_row = stored.view(1, 3, 3, 4)[:, :, 2:].expand(1, 3, 3, 4)
-    torch.testing.assert_close(
-        moved.view(1, 3, 3, 4)[..., 2:], last_of_row[..., 2:], atol=0, rtol=0
-    )
-
-
-def test_query_coordinates_of_a_view_are_the_positions_that_move_reads():
-    """Stored means that hold their own query's position come back as the view's own query
-    positions."""
-    grid, where = (
-        (5, 5),
-        geometry(((0.1, -0.15), (0.6, 0.7))),
-    )  # inside the image: nothing is clamped
-    position = centres(grid)
-    stored = torch.cat([position, torch.ones_like(position)], dim=-1)[None]
-    torch.testing.assert_close(move(stored, where, grid)[0, :, :2], position, atol=1e-5, rtol=0)
 
 
 def borders(grid: tuple[int, int], points: np.ndarray) -> np.ndarray:

@@ -16,7 +16,6 @@ import store
 from arguments import sets
 from gaupipe.attention.gaussian import predicted_gaussians
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.kinds import StoredGaussians
 from gaupipe.maps.gaussians import Geometry, expected_map, raw_at_tokens
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Teacher
@@ -208,38 +207,13 @@ def test_students_learn_from_it_and_are_shown_beside_it(run_dir):
 
 def test_its_maps_of_views_can_be_stored(run_dir, tmp_path):
     """The teacher sees views, so the store holds what it predicts for them, and nothing moves."""
-    changes = [
-        "augment={flip: true}",
-        *TINY,
-        "data.train_images=40",
-        "phase_a.max_epochs=1",
-    ]
+    changes = ["augment={flip: true}", *TINY, "data.train_images=40", "phase_a.max_epochs=1"]
     phase_a.run(config.load("digits", changes), tmp_path / "run")
     url = export_maps.run(tmp_path / "run", views=3)
     stored = store.open(url).gather(np.arange(120))["gaussians"].reshape(40, 3, -1)
     assert (stored[:, 0] != stored[:, 1]).any(1).sum() > 5  # some views are flipped, others not
     assert any((stored[:, a] == stored[:, b]).all(1).any() for a, b in ((0, 1), (1, 2)))
     assert phase_b.run(tmp_path / "run")[-1]["loss_feat"] > 0
-
-
-def test_a_training_that_goes_on_ends_as_one_that_was_not_interrupted(tmp_path):
-    small = [*TINY, "data.train_images=100", "phase_a.max_epochs=3"]
-    whole = phase_a.run(config.load("digits", small), tmp_path / "whole")
-    settings = config.load("digits", [*small, "checkpoint_minutes=0"])
-
-    class Stop(Exception):
-        pass
-
-    def stop(*_):
-        raise Stop
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(phase_a, "save_snapshot", stop)  # after the first epoch's training
-        with pytest.raises(Stop):
-            phase_a.run(settings, tmp_path / "parts")
-    parts = phase_a.run(settings, tmp_path / "parts", resume=True)
-    for name in ("train_loss", "train_acc", "val_acc"):
-        assert [entry[name] for entry in parts] == [entry[name] for entry in whole]
 
 
 @pytest.mark.parametrize(
@@ -255,17 +229,3 @@ def test_what_cannot_be_predicted_is_refused(change, message, in_process, tmp_pa
     code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *changes)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
-
-
-def test_gaussians_of_views_move_only_where_they_are_stored():
-    """What phase B reads from the store of unmoved images follows a flip."""
-    teacher = teacher_of()
-    torch.nn.init.normal_(teacher.predictor, std=0.2)
-    gaussians = teacher.look(torch.randn(1, 1, 8, 8))[1].detach()
-    stored = StoredGaussians(gaussians, (4, 4))
-    flip = Geometry(torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]))
-    as_grids = [
-        stored.map(0, geometry=geometry).view(4, 4, 4, 4, 4)  # [H, h, w, h, w]
-        for geometry in (None, flip)
-    ]
-    torch.testing.assert_close(as_grids[1], as_grids[0].flip(2, 4))

@@ -17,14 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 import store
-from gaupipe.maps.gaussians import (
-    RAW_SIZE,
-    Geometry,
-    expected_axes,
-    from_raw,
-    move,
-    outer,
-)
+from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
 from gaupipe.maps.views import from_top_k, move_map, top_k
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
@@ -40,7 +33,7 @@ Stored = dict[str, np.ndarray]
 
 
 Attention = GaussianMaps | VitMaps
-"""What a teacher's ``forward_with_maps`` returns beside its predictions."""
+"""The attention that a teacher's ``forward_with_maps`` returns."""
 
 
 class StoredGaussians:

@@ -73,9 +73,8 @@ def convert(model: Model, attention: str, **options) -> Model:
 def swap(
     old: nn.Module, attention_type: type[StudentAttention], options: dict, where: str
 ) -> StudentAttention:
-    """An attention of another class that shares the modules, and so the weights, of ``old``.
-    Raises UserError, naming ``where``, if ``old`` is neither one of timm's attentions with queries,
-    keys and values for each head nor one of gaupipe's."""
+    """An attention of another class that shares the modules of ``old``. Raises UserError, naming
+    ``where``, for a class that it does not know."""
     trained: Any = old
     if getattr(old, "compares", True) and getattr(old, "prior", None) is not None:
         raise UserError(
@@ -98,8 +97,7 @@ def swap(
 def like(
     old: Any, attention_type: type[StudentAttention], weight: torch.Tensor, **options: Any
 ) -> StudentAttention:
-    """An attention of a class with the sizes of ``old`` and the width, type and place of its
-    ``weight`` for queries, keys and values."""
+    """An attention with the sizes of ``old`` and the width, type and device of its ``weight``."""
     return attention_type(
         weight.shape[1],
         old.num_heads,
@@ -113,8 +111,8 @@ def like(
 
 @torch.no_grad()
 def with_one_matrix(old: Any, where: str) -> StudentAttention:
-    """An ``EvaAttention`` or ``AttentionRope`` as standard attention: what it keeps apart for
-    queries, keys and values in one matrix and one bias, everything else shared."""
+    """An ``EvaAttention`` or ``AttentionRope`` as standard attention: queries, keys and values in
+    one matrix and one bias, everything else shared."""
     if getattr(old, "num_kv_groups", 1) > 1:
         raise UserError(
             f"cannot convert {where}: it has {old.num_kv_heads} heads of keys for {old.num_heads} "

@@ -277,7 +277,7 @@ GauQwen3Config, GauQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
 
 
 def dispatches(model: PreTrainedModel) -> bool:
-    """Whether a model of transformers looks its attention up by name, if it has one of its own."""
+    """True if a model of transformers looks its attention up by name, or has none of its own."""
     module = sys.modules[type(model).__module__]
     return hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not any(
         "Attention" in name and getattr(member, "__module__", None) == module.__name__
