@@ -129,7 +129,7 @@ def test_a_rotary_models_frozen_weights_stay_frozen():
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("options", [{}, {"zz": False}], ids=str)
-def test_to_belief2_the_outputs_do_not_change(source, options):
+def test_to_belief2_the_outputs_do_not_change_and_it_is_saved(source, options, tmp_path):
     """*Belief2, proposition 1*."""
     model, x = trained_like(**SOURCES[source])
     converted = convert(model, "belief2", **options)
@@ -138,6 +138,9 @@ def test_to_belief2_the_outputs_do_not_change(source, options):
     torch.testing.assert_close(
         converted(x), before, rtol=1e-5, atol=1e-5 * before.abs().max().item()
     )
+    save_student(converted, tmp_path / "student")
+    again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
+    torch.testing.assert_close(again(x), converted(x), rtol=0, atol=0)
 
 
 def test_belief2_can_learn_what_standard_attention_cannot_after_conversion():
@@ -254,15 +257,6 @@ def test_frozen_weights_stay_frozen():
     model.blocks[0].attn.proj.weight.requires_grad_(False)
     proj = convert(model, "attentionx").blocks[0].attn.proj
     assert not proj.weight.requires_grad and proj.bias.requires_grad
-
-
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_converted_model_is_saved_and_comes_back(source, tmp_path):
-    model, x = trained_like(**SOURCES[source])
-    converted = convert(model, "belief2", activation="silu")
-    save_student(converted, tmp_path / "student")
-    again = timm.create_model(f"local-dir:{tmp_path / 'student'}", pretrained=True).eval()
-    torch.testing.assert_close(again(x), converted(x), rtol=0, atol=0)
 
 
 def test_a_gauvit_with_a_shrunken_ffn_converts_and_is_saved(tmp_path):

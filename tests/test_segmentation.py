@@ -154,22 +154,6 @@ def test_every_attention_starts_from_the_same_weights(segment, tmp_path, capsys)
     assert again == {name: runs[name] for name in ("belief", "standard")}
 
 
-def test_before_training_the_decoder_sees_the_students_tokens(segment, student):
-    """Of the patches, after the norm that the student has before its head."""
-    model = timm.create_model(f"local-dir:{student}", pretrained=True).eval()
-    images = torch.randn(2, 3, 8, 8)
-    x = model.forward_features(images).detach().numpy()
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
-    expected = x * model.fc_norm.weight.detach().numpy() + model.fc_norm.bias.detach().numpy()
-    tokens = segment.module.tokens_of(model, images).detach().numpy()
-    np.testing.assert_allclose(tokens, expected, rtol=1e-4, atol=1e-4)
-    with_class_token = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, depth=1, num_classes=0
-    )
-    tokens = segment.module.tokens_of(with_class_token.eval(), torch.randn(1, 3, 32, 32))
-    assert tokens.shape == (1, 4, 192)
-
-
 def test_patches_keep_their_place(segment, student):
     """A decoder that reads one channel gives, patch by patch, that channel of the tokens."""
     module = segment.module

@@ -265,14 +265,7 @@ def test_to_belief2_the_outputs_do_not_change(family):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_conversions_between_the_attentions():
-    """Belief to belief_star is exact and so is the way back; AttentionX's W changes its sign."""
-    model = model_of("llama", "belief")
-    ids = torch.randint(1, 61, (2, 9))
-    star = convert(model, "belief_star")
-    torch.testing.assert_close(star(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
-    back = convert(star, "belief")
-    torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
+def test_the_output_matrix_of_attentionx_changes_its_sign():
     plain = model_of("gpt2")
     turned = attentions(convert(plain, "attentionx", **NO_MASK))[0].c_proj.attention
     old = attentions(plain)[0].c_proj

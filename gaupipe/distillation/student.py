@@ -91,8 +91,9 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
 
 def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where: str) -> None:
     """Raises UserError unless each of the student's ``heads`` has a ``stored`` one."""
-    listed = isinstance(head_map, list)
-    if listed and (len(head_map) != heads or max(head_map, default=0) >= stored):
+    if isinstance(head_map, list) and (
+        len(head_map) != heads or max(head_map, default=0) >= stored
+    ):
         raise UserError(
             f"phase_b.head_map: should have {heads} entries, each 0 to {stored - 1}, got {head_map}"
         )

@@ -137,9 +137,8 @@ def axis_weights(mean: Tensor, std: Tensor, n: int) -> Tensor:
 
     With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an
     inner key is the second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what
-    lies beyond them. Large terms would cancel there, so R(a) is split into its kink max(0, m - a),
-    whose differences are exact, and a small even rest, which vanishes on both sides of the mean:
-    also the smallest weights have a small relative error.
+    lies beyond them. R(a) is split into its kink max(0, m - a), whose differences are exact, and a
+    small even rest: so the smallest weights, too, have a small relative error.
     """
     if n == 1:
         return torch.ones_like(mean).unsqueeze(-1)

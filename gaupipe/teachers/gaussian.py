@@ -211,7 +211,7 @@ class Teacher(nn.Module):
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
             gaussians.append(self.predicted(layer, tokens))
-            return attention(tokens, expected_axes(gaussians[-1], self.grid))
+            return attention.through(tokens, expected_axes(gaussians[-1], self.grid))
 
         logits = run_blocks(self.vit, images, attend)
         return logits, torch.stack(gaussians, dim=1)
@@ -276,12 +276,14 @@ class Teacher(nn.Module):
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
             if gaussians is None:
-                return attention(tokens, expected_axes(self.predicted(layer, tokens), self.grid))
+                return attention.through(
+                    tokens, expected_axes(self.predicted(layer, tokens), self.grid)
+                )
             if noise is None:
                 factors = expected_axes(gaussians[:, layer], self.grid)
                 if axes is not None:
                     axes.append(factors)
-                return attention(tokens, factors)
+                return attention.through(tokens, factors)
             return attention.at_points(
                 tokens, sample(gaussians[:, layer], noise[:, layer]), self.grid
             )
