@@ -322,12 +322,12 @@ def check_export(
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
-    export     as :func:`chosen` gives it
-    augment    what draws the views
+    export     from :func:`chosen`
+    augment    the settings that draw the views
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
-    per_image  whether the teacher has parameters of single images
-    prefix     what comes before ``kind``, ``k`` and ``views`` in messages
+    per_image  true for a teacher with parameters of single images
+    prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
     if (refusal := KINDS[name].refusal(teacher, per_image)) is not None:

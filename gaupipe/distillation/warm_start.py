@@ -62,11 +62,9 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
-    """Makes a student with log P of a prior in its scores compute what a teacher with the shared
-    prior alone does: :func:`warm_start`, which copies the prior too, and Q = 0. K keeps its start,
-    so that Q has a gradient.
-
-    Raises UserError for a student that has more than its teacher and Q and K.
+    """Makes a student with log P of a prior in its scores equal to a teacher with the shared prior
+    alone: :func:`warm_start` and Q = 0. K keeps its start, so that Q has a gradient. Raises
+    UserError for a student that has more than its teacher and Q and K.
     """
     warm_start(student, teacher)
     extra = [name for name, _ in student.named_parameters() if name not in teacher]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import timm
 from timm.models.vision_transformer import VisionTransformer
@@ -14,19 +14,17 @@ from gaupipe.settings import ModelSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.initialisation import start_weights
 
-if TYPE_CHECKING:
-    from gaupipe.data.splits import ImageData
-
 
 def build_vit(
     model: ModelSettings,
-    data: ImageData,
+    data: Any,
     attention: str = "standard",
     device: str | None = None,
     changes: tuple[str, dict[str, Any]] = ("model.args", {}),
     **options: Any,
 ) -> VisionTransformer:
-    """The timm model of the settings, sized for the data, its weights started.
+    """The timm model of the settings, sized for the data (``image_size``, ``channels``,
+    ``num_classes``), its weights started.
 
     ``device`` "meta" builds it without weights. ``changes`` are a setting, for messages, and its
     keywords, which win over those of ``model.args``. Raises UserError where it cannot be built, and

@@ -108,10 +108,10 @@ class GauViT(VisionTransformer):
     ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
-        attn_layer = bind_options(attention_type, options)
+        more = {}
         if "grid" in inspect.signature(attention_type).parameters:
-            grid = grid_of({**TIMM_ARGUMENTS, **kwargs})
-            attn_layer = bind_options(attention_type, options, grid=grid)
+            more["grid"] = grid_of({**TIMM_ARGUMENTS, **kwargs})
+        attn_layer = bind_options(attention_type, options, **more)
         block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
             kwargs["mlp_ratio"] = matching_mlp_ratio(
@@ -125,9 +125,10 @@ class GauViT(VisionTransformer):
                 f"attention {attention!r}: a class or register token has no place on the grid that "
                 "Gaussians lie on: take class_token and reg_tokens out"
             )
-        placement = ("device", "dtype")
-        self.gaupipe_args = {key: value for key, value in kwargs.items() if key not in placement}
-        self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
+        ours = dict(attention=attention, attention_options=options, rezero=rezero)
+        self.gaupipe_args = {**kwargs, **ours}
+        for placement in ("device", "dtype"):
+            self.gaupipe_args.pop(placement, None)
 
     def priors(self) -> set[str]:
         """Names of the Gaussians that its attentions have learned for their tokens."""
