@@ -56,6 +56,7 @@ def test_a_new_attention_is_a_file_and_a_line(packages):
     assert done.stderr.count("\n") == 1 and not (packages / "silent").exists()
 
 
+@pytest.mark.long
 def test_an_attention_without_maps_learns_from_soft_labels_alone(packages):
     small = ("--set", "phase_a.max_epochs=1", "--set", "phase_b.epochs=1")
     run = ("run", "digits", "--student", "mean", *small, "--run-dir")

@@ -127,27 +127,6 @@ def test_a_teacher_that_looks_only_at_what_is_hidden():
         )
 
 
-def test_hiding_the_diagonal_renormalises_the_teachers_row():
-    log_map = (
-        torch.randn(1, 1, 3, 3)
-        .masked_fill(torch.eye(3, dtype=torch.bool), -torch.inf)
-        .log_softmax(-1)
-    )
-    teacher = torch.tensor([[[[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [1.0, 0.0, 0.0]]]])
-    total = 0.0
-    for query, keys, target in [
-        (0, (1, 2), (0.6, 0.4)),
-        (1, (0, 2), (0.5, 0.5)),
-        (2, (0,), (1.0,)),
-    ]:
-        total += sum(
-            p * (torch.log(torch.tensor(p)) - log_map[0, 0, query, key])
-            for key, p in zip(keys, target, strict=True)
-        )
-    loss = feature_loss(log_map, teacher, hidden=torch.eye(3, dtype=torch.bool))
-    assert loss.item() == pytest.approx((total / 3).item(), rel=1e-4)
-
-
 def rows_by_loops(model, images) -> list[np.ndarray]:
     """Every block's attention of patches to patches, [B, H, 16, 16] float64: the softmax over
     all keys, in loops, without the prefix tokens and divided by what is left."""
@@ -230,31 +209,6 @@ def test_a_layer_map_and_mean_heads_and_a_dense_store():
         teacher = teacher_maps(stored, form, layers=[1, None, 0], heads="mean")
         _, loss = FeatureLoss(model)(images, teacher)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_a_finer_grid_looks_at_the_same_places_of_the_image():
-    """Every coarse token is 3 x 3 fine ones, whose middle one has its position: a narrow
-    Gaussian at a coarse token's centre is one at the middle fine token's."""
-    along = torch.linspace(-1, 1, 3)
-    stored = torch.zeros(B, L, H, 9, 4)
-    stored[..., 0], stored[..., 1] = (
-        along.repeat(3),
-        along.repeat_interleave(3),
-    )  # every query at itself
-    stored[..., 2:] = 1e-4
-    fine = TeacherMaps(StoredGaussians(stored, (3, 3)), [0, 1], (9, 9)).map(0)
-    fine = fine.view(B, H, 9, 9, 9, 9)
-    for y in (1, 4, 7):
-        for x in (1, 4, 7):
-            expected = torch.zeros(9, 9)
-            expected[y, x] = 1
-            torch.testing.assert_close(fine[0, 0, y, x], expected, atol=2e-3, rtol=0)
-    torch.testing.assert_close(
-        fine[0, 0, 2, 4, 2, 4].item(), 1.0, atol=2e-3, rtol=0
-    )  # between queries as well
-    torch.testing.assert_close(
-        fine[0, 0, 0, 0, 1, 1].item(), 1.0, atol=2e-3, rtol=0
-    )  # beyond the outermost query
 
 
 def test_a_grid_of_another_shape_gives_rows():

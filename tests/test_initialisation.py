@@ -121,6 +121,7 @@ def test_key_selection_is_kept_after_every_epoch(tmp_path):
     assert list(load_data(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]
 
 
+@pytest.mark.long
 def test_the_shipped_sweeps_can_be_run():
     names = config.shipped("sweeps")
     assert "loss_weights" in names

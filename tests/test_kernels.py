@@ -103,26 +103,6 @@ def test_heads_of_very_different_lengths(projection, compiled):
     torch._dynamo.reset()
 
 
-def test_the_perpendicular_component_is_orthogonal_to_v_and_not_longer_than_mh():
-    torch.manual_seed(0)
-    for width, size in ((2, 1e-6), (3, 1.0), (40, 1e6)):
-        m, v = torch.randn(64, width) * size, torch.randn(64, width)
-        d = perpendicular(m, v)
-        cosine = (d * v).sum(-1).abs() / (m.norm(dim=-1) * v.norm(dim=-1))
-        assert cosine.max() < 1e-5
-        assert (d.norm(dim=-1) <= m.norm(dim=-1) * (1 + 1e-6)).all()  # BeliefFormer, eq. 13
-
-
-def test_a_value_of_length_zero_takes_nothing_away():
-    m, v = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
-    v[1] = 0
-    v.requires_grad_()
-    d = perpendicular(m, v)
-    assert torch.equal(d[1], m[1])
-    d.square().sum().backward()
-    assert torch.equal(m.grad[1], 2 * m.detach()[1]) and torch.equal(v.grad[1], torch.zeros(4))
-
-
 def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_under_autocast():
     torch.manual_seed(0)
     m, v = torch.randn(2, 64, 768).bfloat16()

@@ -1,49 +1,16 @@
 """The three losses against numpy loops from the equations, and the schedule of gamma."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from gaupipe.distillation.losses import feature_loss, gamma_at, hard_loss, soft_loss
-from gaupipe.maps.gaussians import expected_map
 
 B, H, T, C = 2, 3, 5, 4
 
 
 def rows(seed: int) -> torch.Tensor:
     return torch.randn(B, H, T, T, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
-
-
-def sharpened(log_row: np.ndarray, temperature: float) -> np.ndarray:
-    scaled = np.exp(log_row / temperature)
-    return scaled / scaled.sum()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
-def test_feature_loss_is_the_kl_of_every_row(direction, temperature):
-    student, teacher = rows(0), rows(1)
-    total = 0.0
-    for b in range(B):
-        for h in range(H):
-            for q in range(T):
-                s = sharpened(student[b, h, q].double().numpy(), temperature)
-                t = sharpened(teacher[b, h, q].double().numpy(), temperature)
-                p, other = (t, s) if direction == "teacher_student" else (s, t)
-                total += sum(p[k] * np.log(p[k] / other[k]) for k in range(T))
-    loss = feature_loss(student, teacher.exp(), temperature, direction)
-    assert loss.item() == pytest.approx(total / (B * H * T), rel=1e-5)
-
-
-@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
-def test_feature_loss_gradient(direction):
-    scores = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    teacher = rows(3)[:1, :2, :3, :3].double().softmax(-1)
-    assert torch.autograd.gradcheck(
-        lambda s: feature_loss(s.log_softmax(-1), teacher, 1.7, direction), scores
-    )
 
 
 @pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
@@ -117,48 +84,6 @@ def test_a_key_the_teacher_gives_nothing_gets_nothing_at_any_temperature(tempera
     )
     assert loss.item() == pytest.approx(
         divergence(student, teacher, temperature, "teacher_student"), rel=1e-5
-    )
-
-
-@pytest.mark.parametrize("temperature", [1.0, 8.0])
-@pytest.mark.parametrize("direction", ["teacher_student", "student_teacher"])
-def test_the_divergence_from_gaussians_at_high_temperature(direction, temperature):
-    """Over the whole way from Gaussians to the loss in float32, against integrals of the
-    bilinear weights in float64."""
-    n, half = 8, 3.5
-    nodes, weights = np.polynomial.legendre.leggauss(300)
-
-    def axis(m: float, s: float) -> np.ndarray:
-        row = np.zeros(n)
-        for j in range(n):
-            for left, right in ((j - 1, j), (j, j + 1)):
-                if left >= 0 and right < n:
-                    u = (right - left) / 2 * nodes + (left + right) / 2
-                    density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi))
-                    row[j] += (weights * density * (1 - np.abs(u - j))).sum() / 2
-        row[0] += 0.5 * math.erfc(m / s / math.sqrt(2))
-        row[-1] += 0.5 * math.erfc((n - 1 - m) / s / math.sqrt(2))
-        return row
-
-    cases = [
-        (3.0, 4.2, 0.9, 0.8),
-        (0.0, 7.0, 1.1, 1.0),
-        (2.5, 3.5, 0.8, 1.5),
-        (-1.0, 6.2, 1.5, 0.9),
-    ]
-    teacher = np.stack([np.outer(axis(my, sy), axis(mx, sx)).ravel() for mx, my, sx, sy in cases])[
-        None, None
-    ]
-    gaussians = torch.tensor(
-        [[mx / half - 1, my / half - 1, sx / half, sy / half] for mx, my, sx, sy in cases]
-    )
-    maps = expected_map(gaussians, (n, n))[None, None]
-    student = torch.randn(
-        1, 1, len(cases), n * n, generator=torch.Generator().manual_seed(0)
-    ).log_softmax(-1)
-    expected = divergence(student.double().exp().numpy(), teacher, temperature, direction)
-    assert feature_loss(student, maps, temperature, direction).item() == pytest.approx(
-        expected, rel=1e-4
     )
 
 

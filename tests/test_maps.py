@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map, interpolate_queries
+from gaupipe.maps.gaussians import Geometry, expected_axes, expected_map
 from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.teachers import gaussian
 from gaupipe.teachers.vit import VitMaps
@@ -132,103 +132,11 @@ def test_a_flip_is_a_permutation(grid, axis):
     assert torch.equal(move_map(moved, views, grid), maps)
 
 
-def test_a_shift_by_whole_tokens_moves_rows_and_keys():
-    """One token to the right and two down: what lies outside is dropped, and the border's queries
-    stand in for those beyond it."""
-    h, w = grid = (5, 4)
-    maps = random_maps(5, 1, 2, 20, 20)
-    moved = move_map(maps, geometry(((2 / w, 4 / h), (1.0, 1.0))), grid).reshape(2, h, w, h, w)
-    stored = maps.reshape(2, h, w, h, w)
-    for y, x in np.ndindex(h, w):
-        inside = stored[:, min(y + 2, h - 1), min(x + 1, w - 1), 2:, 1:]
-        expected = torch.zeros(2, h, w)
-        expected[:, : h - 2, : w - 1] = inside / inside.sum((1, 2), keepdim=True)
-        torch.testing.assert_close(moved[:, y, x], expected, rtol=1e-6, atol=0)
-
-
-def test_what_loses_nothing_by_a_shift_keeps_every_bit():
-    """Attention that is all on keys that stay in the view."""
-    h, w = grid = (4, 6)
-    maps = torch.zeros(1, 1, h, w, h, w)
-    maps[..., 2:] = random_maps(6, 1, 1, h * w, h * (w - 2)).half().reshape(1, 1, h, w, h, w - 2)
-    view = geometry(((4 / w, 0.0), (1.0, 1.0)))
-    moved = move_map(maps.reshape(1, 1, h * w, h * w), view, grid).reshape(maps.shape)
-    assert torch.equal(moved[:, :, :, : w - 2, :, : w - 2], maps[:, :, :, 2:, :, 2:])
-    assert not moved[..., w - 2 :].any()
-
-
-def attention_of_positions(queries, keys, distance, width) -> np.ndarray:
-    """softmax over keys of -|query + distance - key|^2 / (2 width^2), (x, y) in the image."""
-    difference = queries[:, None] + np.asarray(distance) - keys[None]
-    scores = -(difference**2).sum(-1) / (2 * width**2)
-    rows = np.exp(scores - scores.max(-1, keepdims=True))
-    return rows / rows.sum(-1, keepdims=True)
-
-
-def places(grid, offset=(0, 0), scale=(1, 1)) -> np.ndarray:
-    """Where the tokens of a view lie in its image, border coordinates (x, y): [T, 2]."""
-    h, w = grid
-    view = np.array(
-        [[(2 * x + 1) / w - 1, (2 * y + 1) / h - 1] for y in range(h) for x in range(w)]
-    )
-    return np.asarray(offset) + np.asarray(scale) * view
-
-
-@pytest.mark.parametrize(
-    "offset, scale, limit",
-    [
-        ((0.0, 0.0), (-1.0, 1.0), 1e-6),
-        ((0.25, -0.5), (1.0, 1.0), 1e-6),
-        ((0.1, -0.1), (0.8, 0.8), 0.035),
-        ((-0.2, 0.15), (-0.6, 0.7), 0.035),
-    ],
-    ids=["flip", "shift", "crop", "small crop, mirrored"],
-)
-def test_attention_that_depends_on_positions_alone(offset, scale, limit):
-    """Against the same attention computed in the view: total variation of a row, mean over the
-    queries that lie between stored ones. Interpolation blurs by parts of a token, which a width of
-    two tokens hides."""
-    grid, distance, width = (8, 8), (0.1, -0.05), 0.5
-    inside = places(grid)
-    stored = attention_of_positions(inside, inside, distance, width)
-    seen = places(grid, offset, scale)
-    expected = attention_of_positions(seen, seen, distance, width)
-    keys_inside = (np.abs(seen) < 1).all(1)
-    expected = expected * keys_inside / (expected * keys_inside).sum(-1, keepdims=True)
-    maps = torch.from_numpy(stored).float()[None, None]
-    moved = move_map(maps, geometry((offset, scale)), grid)[0, 0].numpy()
-    far = np.abs(moved - expected).sum(-1) / 2
-    outermost = 1 - 1 / 8
-    far = far[(np.abs(seen) < outermost + 1e-6).all(1)].mean()
-    assert far < limit
-
-
-def test_rows_that_look_outside_the_view_are_uniform_inside():
-    """Everybody looks at the last token; the view is the left half, then one that also holds a
-    border beyond the image."""
-    maps = torch.zeros(1, 1, 16, 16)
-    maps[..., 15] = 1
-    moved = move_map(maps, geometry(((-0.5, 0.0), (0.5, 1.0))), (4, 4))
-    torch.testing.assert_close(moved, torch.full((1, 1, 16, 16), 1 / 16))
-    moved = move_map(maps, geometry(((-1.0, 0.0), (1.0, 1.0))), (4, 4)).reshape(16, 4, 4)
-    torch.testing.assert_close(moved[..., 2:], torch.full((16, 4, 2), 1 / 8))
-    assert not moved[..., :2].any()
-
-
 def test_half_precision_around_it_changes_nothing():
     maps, views = random_maps(7, 1, 2, 16, 16), geometry(VIEWS["crop"])
     expected = move_map(maps, views, (4, 4))
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(move_map(maps, views, (4, 4)), expected)
-
-
-def test_queries_alone():
-    """Rows of any keys, here positions, are interpolated between the queries."""
-    rows = torch.tensor([0.0, 1.0, 2.0, 3.0]).reshape(1, 1, 4, 1)
-    taken = interpolate_queries(rows, geometry(((0.25, 0.0), (1.0, 1.0))), (1, 4), (1, 4))
-    torch.testing.assert_close(taken.flatten(), torch.tensor([0.5, 1.5, 2.5, 3.0]))
-    taken = interpolate_queries(rows, None, (1, 4), (1, 2))
-    torch.testing.assert_close(taken.flatten(), torch.tensor([0.5, 2.5]))
 
 
 @pytest.mark.parametrize("k", [1, 4, 11, 12])
@@ -259,7 +167,7 @@ def test_weights_that_rounding_made_too_large():
     torch.testing.assert_close(restored.sum(-1), torch.ones(2))
 
 
-@pytest.mark.parametrize("prefix", [1, 3])
+@pytest.mark.parametrize("prefix", [0, 1, 3])
 def test_class_and_register_tokens_are_dropped(prefix):
     maps = random_maps(9, 2, 3, 8 + prefix, 8 + prefix)
     maps[0, 1, prefix + 2] = 0
@@ -270,14 +178,6 @@ def test_class_and_register_tokens_are_dropped(prefix):
     sums = kept.sum(-1, keepdims=True)
     expected = np.where(sums > 0, kept / np.where(sums > 0, sums, 1), 1 / 8)
     np.testing.assert_allclose(patches, expected, rtol=1e-5)
-
-
-def test_a_vit_without_such_tokens():
-    maps = random_maps(10, 2, 3, 8, 8)
-    patches, dropped = without_prefix(maps, 0)
-    assert patches is maps
-    assert dropped.shape == (2, 3)
-    assert not dropped.any()
 
 
 @pytest.mark.parametrize("at_once", [1, 50, 2**18])

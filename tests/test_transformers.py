@@ -226,18 +226,6 @@ def test_packed_sequences_do_not_see_each_other(attention):
     torch.testing.assert_close(logits, apart, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("attention", [*IMPLEMENTATIONS, "belief2"])
-@pytest.mark.parametrize("family", ["gpt2", "mistral"])
-def test_no_token_sees_its_future(family, attention):
-    model = model_of(family, attention)
-    ids = torch.randint(1, 61, (1, 9))
-    later = ids.clone()
-    later[0, 6:] = (later[0, 6:] + 7) % 61
-    before, after = model(ids).logits, model(later).logits
-    torch.testing.assert_close(before[:, :6], after[:, :6], rtol=0, atol=1e-6)
-    assert (before[:, 6:] - after[:, 6:]).abs().amin(0).max() > 1e-2
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("key", [key for key in ATTENTION if key != "gaussian"])
 def test_a_converted_attention_is_the_class_of_that_key(family, key):
@@ -277,14 +265,7 @@ def test_to_belief2_the_outputs_do_not_change(family):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_conversions_between_the_attentions():
-    """Belief to belief_star is exact and so is the way back; AttentionX's W changes its sign."""
-    model = model_of("llama", "belief")
-    ids = torch.randint(1, 61, (2, 9))
-    star = convert(model, "belief_star")
-    torch.testing.assert_close(star(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
-    back = convert(star, "belief")
-    torch.testing.assert_close(back(ids).logits, model(ids).logits, rtol=0, atol=3e-5)
+def test_the_output_matrix_of_attentionx_changes_its_sign():
     plain = model_of("gpt2")
     turned = attentions(convert(plain, "attentionx", **NO_MASK))[0].c_proj.attention
     old = attentions(plain)[0].c_proj

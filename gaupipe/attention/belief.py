@@ -32,7 +32,7 @@ class BeliefAttention(StudentAttention):
         self.head_gate = nn.Parameter(start) if gated else None
 
     def gates(self) -> Tensor:
-        """g of each channel [d], which is that of its head."""
+        """g of each channel [d]."""
         assert self.head_gate is not None
         return self.head_gate.repeat_interleave(self.head_dim)
 

@@ -11,7 +11,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gaupipe.attention.base import StudentAttention, merge_heads
+from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.kernels import pad_to
 from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
 from gaupipe.system.errors import UserError
@@ -91,45 +91,28 @@ class GaussianAttention(StudentAttention):
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
         return self.proj(mh)
 
-    # a map that is given comes before the masks
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        axes: tuple[Tensor, Tensor] | None = None,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rope: Tensor | None = None,
-    ) -> Tensor:
-        """The update [B, T, d] of tokens x [B, T, d] that read V through a whole map.
-
-        ``axes`` are the two factors ([B, H, T, h], [B, H, T, w]) of a given map, from
-        :func:`gaupipe.maps.gaussians.expected_axes` or :func:`gaupipe.maps.gaussians.point_axes`.
-        Without them the tokens predict it, under masks as for other attentions; ``rope`` is unused.
-        """
-        if axes is None:
-            return super().forward(x, attn_mask, is_causal)
+    def through(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
+        """The update [B, T, d] of tokens x [B, T, d] that read V through a given map, by its
+        factors ([B, H, T, h], [B, H, T, w]), from :func:`gaupipe.maps.gaussians.expected_axes` or
+        :func:`gaupipe.maps.gaussians.point_axes`."""
         v = self.values(x)
-        return self.update(outer(*axes).to(v.dtype) @ v)
+        return self.output(outer(*axes).to(v.dtype) @ v, v, x)
 
     def at_points(self, x: Tensor, points: Tensor, grid: Grid) -> Tensor:
         """The update [B, T, d] of tokens x [B, T, d] whose queries read V at ``points`` [B, H, T,
         2], (x, y) in normalised coordinates, by bilinear interpolation.
 
-        As :meth:`forward` with :func:`gaupipe.maps.gaussians.point_axes`. grid_sample is faster on
+        As :meth:`through` with :func:`gaupipe.maps.gaussians.point_axes`. grid_sample is faster on
         a CPU; on a GPU its gradient adds up in no fixed order, and a run would not repeat.
         """
         if x.device.type != "cpu":
-            return self(x, point_axes(points, grid))
+            return self.through(x, point_axes(points, grid))
         v = self.values(x)
         B, H, T, d_m = v.shape
         planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
         places = points.reshape(B * H, T, 1, 2)
         values = F.grid_sample(planes, places, "bilinear", "border", True)  # [B * H, d_m, T, 1]
-        return self.update(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype))
-
-    def update(self, heads: Tensor) -> Tensor:
-        """The update [B, T, d] from the values of the heads [B, H, T, d_m]."""
-        return self.proj_drop(self.proj(merge_heads(heads)))
+        return self.output(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype), v, x)
 
 
 def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -> nn.Parameter:

@@ -149,9 +149,8 @@ def flex_with_normaliser(
 
         size = hidden.shape[-1]
         mask = create_block_mask(visible, None, None, size, size, device=q.device)
-    heads, more = flex_attention(
-        q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
-    )
+    lse = AuxRequest(lse=True)
+    heads, more = flex_attention(q, k, v, block_mask=mask, scale=scale, return_aux=lse)
     assert more.lse is not None
     return heads, more.lse
 
@@ -172,9 +171,8 @@ class _AttentionWithNormaliser(torch.autograd.Function):
         v = pad_to(v, q.shape[-1])
         if hidden is not None:
             mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)
-        heads, log_normaliser = getattr(torch.ops.aten, CPU_KERNEL)(
-            q, k, v, attn_mask=mask, scale=scale
-        )
+        kernel = getattr(torch.ops.aten, CPU_KERNEL)
+        heads, log_normaliser = kernel(q, k, v, attn_mask=mask, scale=scale)
         ctx.save_for_backward(q, k, v, mask, heads, log_normaliser)
         return heads[..., : ctx.width], log_normaliser
 

@@ -20,10 +20,10 @@ class StandardAttention(StudentAttention):
     ``gauvit`` have timm's own ``Attention`` in its place, see :func:`in_steps`.
 
     With ``prior`` the scores are Q K' / sqrt(d_m) + log P, with P the expected map of a learned
-    Gaussian for each head and query: ``prior`` [H, T, 4], raw numbers (``loc_scale``), which starts
+    Gaussian for each head and query: raw numbers (``loc_scale``) ``prior`` [H, T, 4], at the start
     on the query's token with a std of one token. Where Q K' = 0 that is GauAttention with the
-    shared prior alone (*GauTransformer, eq. 8*). P needs the ``grid`` (h, w) of a ``gauvit`` model,
-    on which class and register tokens have no place.
+    shared prior alone (*GauTransformer, eq. 8*). P lies on the ``grid`` (h, w) of a ``gauvit``
+    model, which has no place for class and register tokens.
     """
 
     prior: nn.Parameter | None

@@ -39,7 +39,7 @@ class TeacherMaps:
     heads       for each head of the student the stored head it is compared with; None is all, and
                 "mean" compares every head with the mean over the teacher's heads
     geometry    where the views of the batch lie in the images that the maps are of
-    mixed       which images of the batch were mixed, and where
+    mixed       the images of the batch that were mixed
     """
 
     stored: StoredAttention
@@ -76,15 +76,11 @@ class FeatureLoss:
     """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
     divergence of their rows from the teacher's).
 
-    The update comes from the same fused kernel as in plain training, and no T x T map is kept for
-    the backward pass, so memory stays close to that of plain training. For an attention that hides
-    the diagonal, the teacher's rows lose theirs too and are renormalised.
-
-    A student may have class and register tokens, which the teacher has not: the rows of its patches
-    over the keys of patches are compared, renormalised (:func:`patch_map`).
-
-    The way to compare is chosen here, once for a training; ``compiled`` says that torch.compile
-    will be at work. Raises UserError for a student without attention maps.
+    Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
+    pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
+    Of a student with class and register tokens the rows of patches over patches are compared,
+    renormalised (:func:`patch_map`). ``compiled`` says that torch.compile will be at work. Raises
+    UserError for a student without attention maps.
     """
 
     def __init__(

@@ -17,14 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 import store
-from gaupipe.maps.gaussians import (
-    RAW_SIZE,
-    Geometry,
-    expected_axes,
-    from_raw,
-    move,
-    outer,
-)
+from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
 from gaupipe.maps.views import from_top_k, move_map, top_k
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
@@ -40,7 +33,7 @@ Stored = dict[str, np.ndarray]
 
 
 Attention = GaussianMaps | VitMaps
-"""What a teacher's ``forward_with_maps`` returns beside its predictions."""
+"""The attention that a teacher's ``forward_with_maps`` returns."""
 
 
 class StoredGaussians:
@@ -329,12 +322,12 @@ def check_export(
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
-    export     as :func:`chosen` gives it
-    augment    what draws the views
+    export     from :func:`chosen`
+    augment    the settings that draw the views
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
-    per_image  whether the teacher has parameters of single images
-    prefix     what comes before ``kind``, ``k`` and ``views`` in messages
+    per_image  true for a teacher with parameters of single images
+    prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
     if (refusal := KINDS[name].refusal(teacher, per_image)) is not None:

@@ -39,9 +39,8 @@ def feature_loss(
     hidden           keys that the student cannot see, bool broadcastable to [B, H, T, T]: the
                      teacher's map loses them too and is renormalised
 
-    A key that the teacher gives nothing adds nothing to KL(teacher || student). KL(student ||
-    teacher) would be infinite there: such a key counts as having the smallest normal number of the
-    map's type, 1.2e-38 in float32.
+    A key that the teacher gives nothing adds nothing to KL(teacher || student). In KL(student ||
+    teacher) it counts as the smallest normal number of the map's type, 1.2e-38 in float32.
     """
     if hidden is not None:
         teacher_map = without_keys(teacher_map, hidden)

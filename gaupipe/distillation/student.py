@@ -78,9 +78,7 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
             f"{schema.layers - 1}, got {phase.layer_map}"
         )
     if phase.gamma and all(layer is None for layer in layers):
-        raise UserError(
-            "phase_b.layer_map leaves no block to compare: set phase_b.gamma=0 for that"
-        )
+        raise UserError("phase_b.layer_map leaves no block to compare: set phase_b.gamma=0")
     check_heads(phase.head_map, shape.heads, schema.heads, where)
 
 
@@ -101,11 +99,9 @@ def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where
 
 
 def check_student(settings: Settings, data: ImageData, shape: MapShape, weights: Any) -> None:
-    """Raises UserError now for what phase B could not do with a teacher after hours of phase A.
-
-    ``shape`` is that of the teacher's maps, ``weights`` the state_dict of its ViT. Nothing is
-    computed: the student is built on the meta device.
-    """
+    """Raises UserError before phase A for a student that phase B could not train with a teacher's
+    maps of a ``shape`` and the ``weights`` (state_dict) of its ViT. Nothing is computed: the
+    student is built on the meta device."""
     phase, student = settings.phase_b, build_student(settings, data, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":

@@ -23,27 +23,22 @@ FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
 
 @torch.no_grad()
 def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
-    """Copies what a teacher's ViT (its state_dict) and the student have in common: patch and
-    position embedding, V, output projection, FFN, norms and head. Q and K of a trained ViT are
-    copied too; a teacher with Gaussian attention has none, and the student's keep their start.
+    """Copies the parameters that a teacher's ViT (its state_dict) and the student have in common.
+    Q and K keep their start if the teacher has Gaussian attention.
 
-    The output projection goes through the attention's ``start_from``: minus W in AttentionX, whose
-    update has MH with the opposite sign, and in Belief2 W_p = W. Class and register tokens and
-    their position embeddings, which the teacher has not, stay as they are. Raises UserError for a
-    student of another size.
+    The output projection goes through the attention's ``start_from``. Class and register tokens and
+    their position embeddings stay as they are. Raises UserError for a student of another size.
     """
     parts = parts_in_common(student)
+    values = (".attn.v.weight", ".attn.qkv.weight")
+    sizes = {name: part.shape for name, part in parts.items()}
     differs = [
         name
         for name, tensor in teacher.items()
-        if (name in parts and parts[name].shape != tensor.shape)
-        or (name.endswith((".attn.v.weight", ".attn.qkv.weight")) and name not in parts)
+        if sizes.get(name, None if name.endswith(values) else tensor.shape) != tensor.shape
     ]
-    differs += [
-        name
-        for layer in range(len(student.blocks))
-        if (name := f"blocks.{layer}.attn.proj.weight") not in teacher
-    ]
+    projections = [f"blocks.{layer}.attn.proj.weight" for layer in range(len(student.blocks))]
+    differs += [name for name in projections if name not in teacher]
     if any(name.endswith(".attn.qkv.weight") for name in teacher) and any(
         isinstance(block.attn, GaussianAttention) for block in student.blocks
     ):
@@ -67,11 +62,9 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
 
 @torch.no_grad()
 def hand_over(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
-    """Makes a student with log P of a prior in its scores compute what a teacher with the shared
-    prior alone does: :func:`warm_start`, which copies the prior too, and Q = 0. K keeps its start,
-    so that Q has a gradient.
-
-    Raises UserError for a student that has more than its teacher and Q and K.
+    """Makes a student with log P of a prior in its scores equal to a teacher with the shared prior
+    alone: :func:`warm_start` and Q = 0. K keeps its start, so that Q has a gradient. Raises
+    UserError for a student that has more than its teacher and Q and K.
     """
     warm_start(student, teacher)
     extra = [name for name, _ in student.named_parameters() if name not in teacher]
@@ -109,13 +102,12 @@ def fit_queries_and_keys(
     """Trains Q and K alone, block after block, until the student's attention maps look
     like given ones on these images.
 
-    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys: the expected
-            maps of the shared prior, or of each image; None leaves a block as it is
+    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys of patches; None
+            leaves a block as it is
     images  [N, C, height, width], on the student's device
 
-    Of a student with class and register tokens the attention from patches to patches is fitted.
-    Everything else of the student stays. Returns each block's divergence from its map
-    (*GauTransformer, eq. 9*) over the last batch. The draws of batches depend on ``seed`` alone.
+    Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the last batch. The
+    draws of batches depend on ``seed`` alone.
     """
     student.eval()
     divergences: list[float | None] = []

@@ -20,8 +20,7 @@ LEAST_STD = 0.3
 """Of the Gaussians that a fit starts from, in tokens: narrower ones have no gradient two tokens
 away."""
 HAT_VARIANCE = 1 / 6
-"""What linear interpolation adds to the variance of a point, in tokens squared, on average over
-where the point lies between two tokens."""
+"""The mean variance, in tokens squared, that linear interpolation adds to a point."""
 LONGEST_STEP = (1.5, 1.0)
 """Of a mean, in tokens, and of the logarithm of a std."""
 
@@ -50,8 +49,7 @@ def _fit_axis(marginal: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     n = marginal.shape[-1]
     extent = (n - 1) / 2
     if n == 1:
-        nothing = marginal.new_zeros(len(marginal))
-        return nothing, nothing, nothing
+        return (marginal.new_zeros(len(marginal)),) * 3
     numbers = _moments(marginal)  # [2, R]: mean and log std, in tokens
     cost, slope, information = _cross_entropy(marginal, numbers)
     damping = torch.full_like(cost, 0.1)
@@ -80,9 +78,8 @@ def _moments(marginal: Tensor) -> Tensor:
 
 def _cross_entropy(marginal: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """-sum p log q [R] of marginals p and the weights q of Gaussians (mean, log std) [2, R] in
-    tokens, its gradient [2, R], and the Fisher information [3, R] that a key drawn from q has of
-    (mean, mean), (mean, log std) and (log std, log std)."""
-
+    tokens, its gradient [2, R], and the Fisher information [3, R] of (mean, mean), (mean, log std)
+    and (log std, log std)."""
     n = marginal.shape[-1]
     extent, (mean, log_std) = (n - 1) / 2, numbers
     q = axis_weights((mean - extent) / extent, log_std.exp() / extent, n)  # [R, n]

@@ -72,11 +72,8 @@ def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
 
 
 def sample(gaussians: Tensor, noise: Tensor) -> Tensor:
-    """One point (x, y) [..., 2] from each Gaussian [..., 4], differentiable in its parameters (*eq.
-    5*).
-
-    ``noise`` [..., 2] is drawn from the standard normal distribution.
-    """
+    """One point (x, y) [..., 2] from each Gaussian [..., 4] (*eq. 5*); ``noise`` [..., 2] is
+    standard normal."""
     mean, std = gaussians.split(2, dim=-1)
     return mean + std * noise
 
@@ -94,10 +91,7 @@ def point_axes(points: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 def expected_axes(gaussians: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Expectation of :func:`point_axes` over each Gaussian [..., 4]: ([..., h], [..., w]), exact,
-    each summing to 1.
-
-    The bilinear weight is separable and the Gaussian axis-aligned, so the expected attention of a
-    query is the outer product of the two.
+    each summing to 1. The expected attention of a query is their outer product.
     """
     h, w = grid
     gaussians = gaussians.to(torch.promote_types(gaussians.dtype, torch.float32))
@@ -119,12 +113,8 @@ def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
 
 
 def token_stretch(grid: tuple[int, int]) -> list[float]:
-    """(x, y) of the border of the image in token coordinates of a grid (h, w): n / (n - 1).
-
-    On an axis of W pixels in n patches of W / n, a pixel position x is e = 2 x / W - 1 in border
-    coordinates, in which -1 and +1 are the image's borders, and s = e * n / (n - 1) in token
-    coordinates, as the outer centres lie half a patch inside. An axis of one token has one
-    position, 0, and the stretch 0.
+    """(x, y) of the border of the image in token coordinates of a grid (h, w): n / (n - 1), as the
+    outer centres lie half a patch inside. An axis of one token has the stretch 0.
     """
     h, w = grid
     return [n / (n - 1) if n > 1 else 0.0 for n in (w, h)]
@@ -135,12 +125,8 @@ def _pixels(s: Tensor, n: int) -> Tensor:
 
 
 def _hat(s: Tensor, n: int) -> Tensor:
-    """Weights [..., n] of linear interpolation at the normalised coordinate s [...].
-
-    Beyond the border the border key has weight 1. A point that lies exactly on a token or on the
-    border gets the mean of the derivatives at its two sides, as in :func:`axis_weights`, whose
-    limit for a std of 0 this function is.
-    """
+    """Weights [..., n] of linear interpolation at the normalised coordinate s [...]: the limit of
+    :func:`axis_weights` for a std of 0. At a kink the derivative is the mean of both sides."""
     if n == 1:
         return torch.ones_like(s).unsqueeze(-1)
     return _weights(_ramp(_distances(_pixels(s, n), n)))
@@ -151,9 +137,8 @@ def axis_weights(mean: Tensor, std: Tensor, n: int) -> Tensor:
 
     With R(a) = E[max(0, u - a)] = s * phi(z) + (m - a) * Phi(z), z = (m - a) / s, the weight of an
     inner key is the second difference R(j-1) - 2 R(j) + R(j+1), and the two border keys take what
-    lies beyond them. Large terms would cancel there, so R(a) is split into its kink max(0, m - a),
-    whose differences are exact, and a small even rest, which vanishes on both sides of the mean:
-    also the smallest weights have a small relative error.
+    lies beyond them. R(a) is split into its kink max(0, m - a), whose differences are exact, and a
+    small even rest: so the smallest weights, too, have a small relative error.
     """
     if n == 1:
         return torch.ones_like(mean).unsqueeze(-1)
@@ -173,25 +158,20 @@ def axis_weights(mean: Tensor, std: Tensor, n: int) -> Tensor:
 
 
 def _distances(u: Tensor, n: int) -> Tensor:
-    """How far the pixel coordinate u [...] lies right of each of n tokens: [..., n]."""
+    """Distances [..., n] of the pixel coordinate u [...] from each of n tokens on its left."""
     return u.unsqueeze(-1) - torch.arange(n, device=u.device, dtype=u.dtype)
 
 
 def _ramp(distance: Tensor) -> Tensor:
-    """distance[..., :-1] clamped to [0, 1], with the derivative one half at 0 and at 1.
-
-    ``clamp`` has the derivative 1 at both; ``maximum`` and ``minimum`` share it between equals.
-    """
+    """distance[..., :-1] clamped to [0, 1], with the derivative one half at 0 and at 1, where
+    ``clamp`` has 1; ``maximum`` and ``minimum`` share it between equals."""
     zero, one = distance.new_zeros(()), distance.new_ones(())
     return torch.minimum(torch.maximum(distance[..., :-1], zero), one)
 
 
 def _weights(slopes: Tensor, more: Tensor | None = None) -> Tensor:
     """Weights [..., n] of an axis from slopes [..., n-1]: the weight of all keys right of key j.
-
-    ``more`` is added to the slopes, but only after their differences were taken: so what is small
-    in it does not drown.
-    """
+    ``more`` slopes are added after the differences, so that small ones do not drown."""
     weights = pad(slopes, (1, 0), value=1.0) - pad(slopes, (0, 1))
     if more is not None:
         weights = weights + (pad(more, (1, 0)) - pad(more, (0, 1)))
@@ -200,13 +180,12 @@ def _weights(slopes: Tensor, more: Tensor | None = None) -> Tensor:
 
 @dataclass
 class Geometry:
-    """Where each view of a batch lies in its image: per axis, position in image = offset + scale *
-    position in view.
+    """The places of the views of a batch in their images: per axis, position in image = offset +
+    scale * position in view.
 
     offset, scale   [B, 2] float32, (x, y), in coordinates in which -1 and +1 are the outer
-                    *borders* of the image and of the view, which have the same size in pixels. So a
-                    geometry belongs to no grid: (0, 1) is the image itself, a scale below 0
-                    mirrors, below 1 in magnitude enlarges.
+                    *borders* of the image and of the view: (0, 1) is the image itself, a scale
+                    below 0 mirrors, below 1 in magnitude enlarges
     """
 
     offset: Tensor
@@ -257,10 +236,7 @@ def move(
 
 
 def interpolate_queries(
-    rows: Tensor,
-    geometry: Geometry | None,
-    grid: tuple[int, int],
-    new_grid: tuple[int, int],
+    rows: Tensor, geometry: Geometry | None, grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Tensor:
     """Something of the stored queries [B or 1, H, T, K] -> the same of the view's queries [B, H,
     T', K], float32 or float64.

@@ -106,8 +106,8 @@ def move_map(
 
 
 def _cells_covered(geometry: Geometry | None, axis: int, old: int, new: int) -> Tensor:
-    """How much of each of the ``old`` stored cells of an axis each of the ``new`` cells of the view
-    covers: parts of a stored cell, [B or 1, new, old] float64."""
+    """The parts of the ``old`` stored cells of an axis that the ``new`` cells of the view cover,
+    [B or 1, new, old] float64."""
     borders = torch.linspace(-1, 1, new + 1, dtype=torch.float64)
     borders = on_token(view_pixels(geometry, axis, old, borders) + 0.5)
     ends = torch.stack([borders[:, :-1], borders[:, 1:]]).sort(0).values  # a mirror swaps them

@@ -252,7 +252,7 @@ class Teacher(nn.Module):
                 axes.append(factors)
             if seen is not None:
                 seen.append(of_block)
-            return attention(tokens, factors)
+            return attention.through(tokens, factors)
 
         return run_blocks(self.vit, images, attend)
 

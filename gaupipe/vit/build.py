@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import timm
 from timm.models.vision_transformer import VisionTransformer
@@ -15,33 +15,20 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.initialisation import start_weights
 
 
-class DataSize(Protocol):
-    """The sizes of a data set that a model depends on."""
-
-    @property
-    def image_size(self) -> int: ...
-
-    @property
-    def channels(self) -> int: ...
-
-    @property
-    def num_classes(self) -> int: ...
-
-
 def build_vit(
     model: ModelSettings,
-    data: DataSize,
+    data: Any,
     attention: str = "standard",
     device: str | None = None,
     changes: tuple[str, dict[str, Any]] = ("model.args", {}),
     **options: Any,
 ) -> VisionTransformer:
-    """The timm model that the settings name, sized for the data, its weights started as the
-    settings say.
+    """The timm model of the settings, sized for the data (``image_size``, ``channels``,
+    ``num_classes``), its weights started.
 
-    ``device`` "meta" builds it without weights, to see whether it can be built. ``changes`` are a
-    setting, for messages, and its keywords, which win over those of ``model.args``. Raises
-    UserError where it cannot be built, and for images that patches do not cover.
+    ``device`` "meta" builds it without weights. ``changes`` are a setting, for messages, and its
+    keywords, which win over those of ``model.args``. Raises UserError where it cannot be built, and
+    for images that patches do not cover.
     """
     if not timm.is_model(model.name):
         near = difflib.get_close_matches(model.name, timm.list_models("gauvit_*"), n=1, cutoff=0)
@@ -60,12 +47,11 @@ def build_vit(
         start_weights(vit, model)
     except UserError:
         raise
-    except Exception as error:  # whatever timm's classes make of keywords they were not written for
+    except Exception as error:  # timm's classes raise many kinds for a wrong keyword
         if "unexpected keyword argument 'attention'" in str(error):
-            known = ", ".join(timm.list_models("gauvit_*_patch*"))
-            raise UserError(
-                f"model.name: {model.name} has no choice of attentions: take one of {known}"
-            ) from None
+            models = ", ".join(timm.list_models("gauvit_*_patch*"))
+            reason = f"has no choice of attentions: take one of {models}"
+            raise UserError(f"model.name: {model.name} {reason}") from None
         settings = f"model.args and {setting}" if changed else "model.args"
         raise UserError(
             f"{settings}: {model.name} cannot be built for {data.image_size}-pixel images with "

@@ -34,12 +34,11 @@ def visible_and_own(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> Tensor | None:
-    """The mask of gaupipe's attentions, uint8 [B, 1, T, S]: transformers' own mask, which says
-    which keys a query sees, in the bit VISIBLE, and the token's own key in the bit OWN.
+    """The mask of gaupipe's attentions, uint8 [B, 1, T, S]: transformers' mask in the bit VISIBLE,
+    the token's own key, which is not always among the last in a static cache, in the bit OWN.
 
-    In a static cache the own key is followed by keys that are not there yet, and only the positions
-    tell where it is. None where the last T of the S keys are the queries' own and the mask is
-    causal or, with one query, shows all.
+    None where the last T of the S keys are the queries' own and the mask is causal or, with one
+    query, shows all.
     """
     visible = sdpa_mask(
         batch_size=batch_size,
@@ -75,12 +74,11 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(MH, V), both [B, T, H, d_m]: the heads' weighted sums of values, and each token's own value.
 
-    ``query`` [B, H, T, .], ``key`` and ``value`` [B, H_kv, S, .] as a model of transformers has
-    them after its cache. ``attention_mask`` is one of :func:`visible_and_own`, or a user's own one
-    [B, 1 or H, T, S], boolean or additive; there the last T keys have to be the queries' own.
-    ``hide_own`` hides each token from itself. A query without a key gets MH = 0. With ``width`` the
-    rest of key and value is Z, which the query takes from its own token. Raises UserError for
-    cross-attention.
+    ``query`` [B, H, T, .], ``key`` and ``value`` [B, H_kv, S, .] come from a model's cache.
+    ``attention_mask`` is one of :func:`visible_and_own`, or a user's [B, 1 or H, T, S], boolean or
+    additive, with the queries' own keys last. ``hide_own`` hides each token from itself. A query
+    without a key gets MH = 0. With ``width`` the rest of key and value is Z, which the query takes
+    from its own token. Raises UserError for cross-attention.
     """
     for name in UNKNOWN:
         if kwargs.get(name) is not None:

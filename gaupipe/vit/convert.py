@@ -23,12 +23,11 @@ def convert(model: Model, attention: str, **options) -> Model:
     """A copy of a timm ``VisionTransformer`` (DeiT, DINOv2, class and register tokens, qk-norm and
     gates included) or ``Eva`` (EVA, EVA-02, DINOv3, Perception Encoder and others with rotary
     positions), pretrained or not, with its attention swapped for another of
-    :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common.
+    :data:`gaupipe.attention.ATTENTION`, every common weight kept.
 
-    Each attention says itself how it starts from another one's output matrices
-    (:meth:`~gaupipe.attention.base.StudentAttention.start_from`). AttentionX's update is (V -
-    gamma MH) W, so W (``proj.weight``, not the bias) changes its sign on the way to "attentionx"
-    and back. The outputs do not change
+    Output matrices start by :meth:`~gaupipe.attention.base.StudentAttention.start_from`:
+    AttentionX's update is (V - gamma MH) W, so W (``proj.weight``) changes its sign on the way to
+    "attentionx" and back. The outputs do not change
 
     * from "standard" to "belief2": phi is the identity unless given, W_p = W, and Z is too small
       for float32 to see (*Belief2, proposition 1*);
@@ -60,22 +59,21 @@ def convert(model: Model, attention: str, **options) -> Model:
     converted: Any = copy.deepcopy(model)  # gaupipe_args is no attribute that timm declares
     for layer, block in enumerate(converted.blocks):
         block.attn = swap(getattr(block, "attn", block), attention_type, options, f"block {layer}")
-    known = getattr(model, "gaupipe_args", None)
+    arguments = getattr(model, "gaupipe_args", None)
     timm_cfg = getattr(model, "pretrained_cfg", None)
-    if known is None and timm_cfg is not None:
-        known = dict(getattr(model, "_model_args", {}), base=timm_cfg["architecture"])
-        known.pop("attn_layer", None)
-    if known is not None:  # else the model was built by hand, and save_student will say so
-        converted.gaupipe_args = dict(known, attention=attention, attention_options=options)
+    if arguments is None and timm_cfg is not None:
+        arguments = dict(getattr(model, "_model_args", {}), base=timm_cfg["architecture"])
+        arguments.pop("attn_layer", None)
+    if arguments is not None:  # else the model was built by hand, and save_student will say so
+        converted.gaupipe_args = dict(arguments, attention=attention, attention_options=options)
     return converted
 
 
 def swap(
     old: nn.Module, attention_type: type[StudentAttention], options: dict, where: str
 ) -> StudentAttention:
-    """An attention of another class that shares the modules, and so the weights, of ``old``.
-    Raises UserError, naming ``where``, if ``old`` is neither one of timm's attentions with queries,
-    keys and values for each head nor one of gaupipe's."""
+    """An attention of another class that shares the modules of ``old``. Raises UserError, naming
+    ``where``, for a class that it does not know."""
     trained: Any = old
     if getattr(old, "compares", True) and getattr(old, "prior", None) is not None:
         raise UserError(
@@ -98,8 +96,7 @@ def swap(
 def like(
     old: Any, attention_type: type[StudentAttention], weight: torch.Tensor, **options: Any
 ) -> StudentAttention:
-    """An attention of a class with the sizes of ``old`` and the width, type and place of its
-    ``weight`` for queries, keys and values."""
+    """An attention with the sizes of ``old`` and the width, type and device of its ``weight``."""
     return attention_type(
         weight.shape[1],
         old.num_heads,
@@ -113,8 +110,8 @@ def like(
 
 @torch.no_grad()
 def with_one_matrix(old: Any, where: str) -> StudentAttention:
-    """An ``EvaAttention`` or ``AttentionRope`` as standard attention: what it keeps apart for
-    queries, keys and values in one matrix and one bias, everything else shared."""
+    """An ``EvaAttention`` or ``AttentionRope`` as standard attention: queries, keys and values in
+    one matrix and one bias, everything else shared."""
     if getattr(old, "num_kv_groups", 1) > 1:
         raise UserError(
             f"cannot convert {where}: it has {old.num_kv_heads} heads of keys for {old.num_heads} "

@@ -19,12 +19,10 @@ from gaupipe.vit.forward import embed
 
 @dataclass
 class BlockGeometry:
-    """Norms, and angles in degrees, of one block's attention, each [B, T] float32: a number per
-    image and token.
+    """Norms, and angles in degrees, of one block's attention, each [B, T] float32.
 
     X are the tokens that enter the block, MH the heads' weighted sums of V, D their part
-    perpendicular to V (in "xsa" head by head, else over all heads together) and W the output
-    projection without its bias.
+    perpendicular to V (in "xsa" head by head) and W the output projection without its bias.
     """
 
     mh_norm: Tensor
@@ -55,16 +53,8 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
         mh, v = attention.merge(attention.attend(q, k, v, None, False), tokens), merge_heads(v)
         d = attention.perpendicular(mh, v)
         mh_update, d_update = (F.linear(signal, attention.proj.weight) for signal in (mh, d))
-        blocks.append(
-            BlockGeometry(
-                norm(mh),
-                norm(d),
-                norm(mh_update),
-                norm(d_update),
-                angle(mh_update, x),
-                angle(d_update, x),
-            )
-        )
+        norms = norm(mh), norm(d), norm(mh_update), norm(d_update)
+        blocks.append(BlockGeometry(*norms, angle(mh_update, x), angle(d_update, x)))
         x = x + block.drop_path1(block.ls1(attention.proj_drop(attention.combine(mh, v))))
         x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
     return blocks

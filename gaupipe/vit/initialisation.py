@@ -1,4 +1,4 @@
-"""How a ViT's weights start: timm's way, wider, or mimetic."""
+"""The start of a ViT's weights: timm's way, wider, or mimetic."""
 
 from __future__ import annotations
 
@@ -49,10 +49,8 @@ def start_mimetic(vit: VisionTransformer) -> None:
     """
     dim = vit.embed_dim
     if dim % 4:
-        raise UserError(
-            f"model.init: a mimetic start needs an embed_dim that is a multiple of 4, got {dim}"
-        )
-    assert vit.pos_embed is not None, "a ViT without a position embedding has no mimetic start"
+        raise UserError(f"model.init=mimetic: embed_dim should be a multiple of 4, got {dim}")
+    assert vit.pos_embed is not None
     patches = build_sincos2d_pos_embed(vit.patch_embed.grid_size, dim=dim)
     vit.pos_embed[:, -len(patches) :] = patches  # others may lie in front of them
     for block in vit.blocks:
@@ -60,15 +58,10 @@ def start_mimetic(vit: VisionTransformer) -> None:
         v, proj = factors(dim, *VALUE_PROJECTION)
         attention.proj.weight.copy_(proj.mT)
         if hasattr(attention, "qkv"):
-            heads = [
-                factors(dim, *QUERY_KEY, rank=dim // attention.num_heads)
-                for _ in range(attention.num_heads)
-            ]
-            q, k = (
-                torch.cat(parts, dim=1)
-                for parts in zip(*((left, right.mT) for left, right in heads), strict=True)
-            )
-            attention.qkv.weight.copy_(torch.cat([q, k, v], dim=1).mT)
+            rank = dim // attention.num_heads
+            heads = [factors(dim, *QUERY_KEY, rank) for _ in range(attention.num_heads)]
+            columns = [q for q, _k in heads] + [k.mT for _q, k in heads] + [v]
+            attention.qkv.weight.copy_(torch.cat(columns, dim=1).mT)
         else:
             attention.v.weight.copy_(v.mT)
         for name, bias in attention.named_parameters():

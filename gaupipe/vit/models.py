@@ -70,8 +70,7 @@ class ReZeroBlock(Block):
 
 
 class NoFFN(nn.Module):
-    """Stands where a block has its FFN and adds nothing (*Belief2, table 3, "without FFN
-    layers"*)."""
+    """An FFN that adds nothing (*Belief2, table 3, "without FFN layers"*)."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
@@ -82,12 +81,8 @@ def without_ffn(block_class: Callable[..., Block]) -> Callable[..., Block]:
 
     def block_fn(*args, **kwargs) -> Block:
         block = block_class(*args, **{**kwargs, "mlp_ratio": 1})
-        block.norm2, block.mlp, block.ls2, block.drop_path2 = (
-            nn.Identity(),
-            NoFFN(),
-            nn.Identity(),
-            nn.Identity(),
-        )
+        block.norm2 = block.ls2 = block.drop_path2 = nn.Identity()
+        block.mlp = NoFFN()
         return block
 
     return block_fn
@@ -113,10 +108,10 @@ class GauViT(VisionTransformer):
     ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
-        attn_layer = bind_options(attention_type, options)
-        if takes_grid(attention_type):
-            grid = grid_of({**TIMM_ARGUMENTS, **kwargs})
-            attn_layer = bind_options(attention_type, options, grid=grid)
+        more = {}
+        if "grid" in inspect.signature(attention_type).parameters:
+            more["grid"] = grid_of({**TIMM_ARGUMENTS, **kwargs})
+        attn_layer = bind_options(attention_type, options, **more)
         block_fn: Callable[..., Block] = ReZeroBlock if rezero else kwargs.get("block_fn", Block)
         if match_params:
             kwargs["mlp_ratio"] = matching_mlp_ratio(
@@ -130,9 +125,10 @@ class GauViT(VisionTransformer):
                 f"attention {attention!r}: a class or register token has no place on the grid that "
                 "Gaussians lie on: take class_token and reg_tokens out"
             )
-        placement = ("device", "dtype")
-        self.gaupipe_args = {key: value for key, value in kwargs.items() if key not in placement}
-        self.gaupipe_args.update(attention=attention, attention_options=options, rezero=rezero)
+        ours = dict(attention=attention, attention_options=options, rezero=rezero)
+        self.gaupipe_args = {**kwargs, **ours}
+        for placement in ("device", "dtype"):
+            self.gaupipe_args.pop(placement, None)
 
     def priors(self) -> set[str]:
         """Names of the Gaussians that its attentions have learned for their tokens."""
@@ -142,11 +138,6 @@ class GauViT(VisionTransformer):
     def no_weight_decay(self) -> set[str]:
         """As timm's; and the priors, which would decay towards the middle of the grid."""
         return {*super().no_weight_decay(), *self.priors()}
-
-
-def takes_grid(attention_type: type[nn.Module]) -> bool:
-    """Whether an attention is made for the places of the tokens."""
-    return "grid" in inspect.signature(attention_type).parameters
 
 
 def grid_of(arguments: dict) -> tuple[int, int] | None:
@@ -160,11 +151,11 @@ def grid_of(arguments: dict) -> tuple[int, int] | None:
 
 def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
     """The FFN's width, over d, at which a block with this attention has as many parameters as one
-    with the standard attention, up to the smallest step that the FFN's width can take.
+    with the standard attention; 0 where nothing is left of the FFN.
 
-    ``arguments`` are all of timm's ``VisionTransformer``; what a width costs is counted in blocks
-    built from them without memory, so any FFN of timm's will do (``mlp_layer``). Returns 0, no FFN,
-    where nothing is left of it. Raises UserError where the attention adds more than the FFN has.
+    ``arguments`` are all of timm's ``VisionTransformer``. Parameters are counted in blocks without
+    memory, so with any ``mlp_layer``. Raises UserError where the attention adds more than the FFN
+    has.
     """
     dim = arguments["embed_dim"]
     hidden = int(dim * arguments["mlp_ratio"])
@@ -237,33 +228,21 @@ def _create_gauvit(variant: str, pretrained: bool, preset: dict, given: dict) ->
 @register_model
 def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
-    preset = dict(
-        img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1, num_classes=10
-    )
+    preset = dict(img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1)
     return _create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
-    preset = dict(
-        img_size=224,
-        patch_size=16,
-        embed_dim=768,
-        depth=8,
-        num_heads=12,
-        mlp_ratio=1,
-        num_classes=1000,
-    )
+    preset = dict(img_size=224, patch_size=16, embed_dim=768, depth=8, num_heads=12, mlp_ratio=1)
     return _create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
-    preset = dict(
-        img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2, num_classes=10
-    )
+    preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
     return _create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
 
 
@@ -280,10 +259,9 @@ def gauvit_converted(
     options = dict(attention_options or {})
     entrypoint: Any = model_entrypoint(base)
     if base in EVA_MODELS:  # they have no keyword for the attention
-        converted = convert(entrypoint(pretrained=False, **kwargs), attention, **options)
+        model: Any = convert(entrypoint(pretrained=False, **kwargs), attention, **options)
         if pretrained:
-            load_pretrained(converted, converted.pretrained_cfg, converted.num_classes)
-        model: Any = converted
+            load_pretrained(model, model.pretrained_cfg, model.num_classes)
     else:
         attention_type = bind_options(attention_class(attention), options)
         model = entrypoint(pretrained=pretrained, attn_layer=attention_type, **kwargs)

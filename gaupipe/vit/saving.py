@@ -40,17 +40,14 @@ def save_student(
     label_names: list[str] | None = None,
     **data_config,
 ) -> None:
-    """Writes a folder that ``timm.create_model("local-dir:FOLDER", pretrained=True)`` rebuilds the
-    model from: config.json and model.safetensors, with their digests in SHA256SUMS. A student that
-    is there is replaced as a whole, at no moment by a part of one, and stays if this one cannot be
-    written.
+    """Writes a folder for ``timm.create_model("local-dir:FOLDER", pretrained=True)``: config.json
+    and model.safetensors, with their digests in SHA256SUMS. An older student is replaced as a
+    whole, and stays if this one cannot be written.
 
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
-    loads without gaupipe; any other, and what
-    :func:`~gaupipe.vit.convert.convert` returns, needs ``import gaupipe``
-    first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
-    prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
-    that holds something else than a student.
+    loads without gaupipe; others need ``import gaupipe`` first. ``data_config`` is timm's
+    (``mean``, ``std``, ``crop_pct``, ...). Raises UserError for a model that ``timm.create_model``
+    did not build and for a folder that holds something else than a student.
     """
     if not hasattr(model, "pretrained_cfg"):
         raise UserError(
@@ -65,9 +62,7 @@ def save_student(
         )
     architecture, model_args = architecture_of(model)
     described: Any = copy.copy(model)  # with attributes that timm does not declare
-    described._model_args = (
-        model_args  # timm would add what create_model was given, gaupipe's keywords among it
-    )
+    described._model_args = model_args  # timm would add gaupipe's keywords
     described.pretrained_cfg = dict(
         described.pretrained_cfg,
         architecture=architecture,
@@ -89,14 +84,13 @@ def save_student(
 
 
 def _is_replaceable(folder: Path) -> bool:
-    """Whether a folder is empty or holds a student, perhaps a damaged one."""
+    """True for a folder that is empty or holds a student, perhaps a damaged one."""
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
     return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
 def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
-    """(timm architecture, model_args) that rebuild a model; a stock architecture where that is
-    enough."""
+    """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
     fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
@@ -113,11 +107,8 @@ def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
         return "gauvit_converted", args
     plain = args["attention"] == "standard" and not args["attention_options"]
     if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
-        return STOCK_ARCHITECTURE, {
-            name: value
-            for name, value in args.items()
-            if name in inspect.signature(VisionTransformer).parameters
-        }
+        keywords = inspect.signature(VisionTransformer).parameters
+        return STOCK_ARCHITECTURE, {name: args[name] for name in args if name in keywords}
     return notes["pretrained_cfg"]["architecture"], args
 
 
@@ -128,8 +119,8 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     ``arguments`` are further keywords of ``timm.create_model``. Files that SHA256SUMS lists are
     checked. Raises UserError, ending in ``remedy``, for a folder that is not whole.
     """
-    there = (folder / name for name in WEIGHTS if (folder / name).is_file())
-    weights = next(there, folder / WEIGHTS[0])
+    files = [folder / name for name in WEIGHTS]
+    weights = next(filter(Path.is_file, files), files[0])
     for file in (folder / "config.json", weights):
         if not file.is_file():
             raise UserError(f"{file} is not there: {remedy}")
@@ -140,27 +131,26 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
         check_normalisation(model.pretrained_cfg)
     except OSError:
         raise
-    except (
-        Exception
-    ) as error:  # json, safetensors and timm raise whatever a foreign file makes of them
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(
-            f"{folder} is damaged, or no model that timm reads ({reason[:200]}): {remedy}"
-        ) from None
+    except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
+        reason = f"is damaged, or no model that timm reads ({_reason(error)})"
+        raise UserError(f"{folder} {reason}: {remedy}") from None
     if not arguments:
         return model
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments).eval()
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{folder}: cannot be built with {arguments}: {reason[:200]}") from None
+        reason = f"cannot be built with {arguments}: {_reason(error)}"
+        raise UserError(f"{folder}: {reason}") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def check_sizes(folder: Path, weights: Path) -> None:
     """Raises ValueError unless a folder's config.json describes a model with these ``weights``.
 
-    timm adapts weights to another size where it can, without a word, and makes the model first,
-    however large. So the model is made on the meta device, which takes no memory.
+    timm adapts weights to another size without a word. The meta device takes no memory.
     """
     config = json.loads((folder / "config.json").read_bytes())
     if weights.suffix == ".bin":
@@ -175,13 +165,9 @@ def check_sizes(folder: Path, weights: Path) -> None:
     with torch.device("meta"):
         model = timm.create_model(f"local-dir:{folder}")
     built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if different := sorted(
-        name for name in built.keys() | stored.keys() if built.get(name) != stored.get(name)
-    ):
-        name = different[0]
-        raise ValueError(
-            f"{name} is {stored.get(name)} in {weights.name}, {built.get(name)} by config.json"
-        )
+    for name in sorted(built.keys() | stored.keys()):
+        if (here := built.get(name)) != (there := stored.get(name)):
+            raise ValueError(f"{name} is {there} in {weights.name}, {here} by config.json")
 
 
 def check_normalisation(config: Any) -> None:

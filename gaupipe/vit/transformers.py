@@ -83,7 +83,7 @@ def attentionx(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
     return torch.sub(v, mh, alpha=options.get("gamma", 1.0)), None
 
 
-def mh_and_v(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def converted(module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     """[MH, V] side by side [B, T, 2 H, d_m], for the :class:`Update` of a converted model."""
     attention = output_of(module).attention
     hide_own = getattr(attention, "mask_diagonal", False)
@@ -143,12 +143,9 @@ def attentions(model: nn.Module) -> list[Any]:
 
 
 class Converted(PreTrainedModel):
-    """A decoder of transformers with an attention of gaupipe, which its configuration names:
-    ``gau_attention``, a key of :data:`gaupipe.attention.ATTENTION`, and ``gau_options``, the
-    options of its class.
-
-    Raises UserError for an unknown attention or option.
-    """
+    """A decoder of transformers with an attention of gaupipe, by its configuration:
+    ``gau_attention``, a key of :data:`gaupipe.attention.ATTENTION`, and ``gau_options``. Raises
+    UserError for an unknown attention or option."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         attention_type = student_class(config.gau_attention, config.gau_options)
@@ -174,8 +171,8 @@ def student_class(key: str, options: dict | None) -> type[StudentAttention]:
 
 
 def insert(module: Any, config: Any, attention_type: type[StudentAttention]) -> None:
-    """Puts an :class:`Update` in the place of an attention's output projection, whose weights it
-    keeps. Matrices that stand beside it start as wide."""
+    """Puts an :class:`Update` in the place of an output projection, with its weights. Matrices
+    beside it start as wide."""
     options = config.gau_options or {}
     new = with_projection(output_of(module), attention_type, module, config, **options)
     weight = new.proj.weight
@@ -195,8 +192,7 @@ def insert(module: Any, config: Any, attention_type: type[StudentAttention]) -> 
 def with_projection(
     projection: Any, attention_type: type, module: Any, config: Any, **options: Any
 ) -> Any:
-    """An attention of gaupipe without queries, keys and values of its own, whose W is that of an
-    output projection of transformers."""
+    """An attention of gaupipe without Q, K and V, with the W of an output projection."""
     weight, bias = projection.weight, projection.bias
     new = attention_type(
         config.hidden_size,
@@ -217,16 +213,12 @@ def with_projection(
 
 def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted:
     """A copy of a decoder of transformers with another attention of
-    :data:`gaupipe.attention.ATTENTION`, every weight kept as far as the two have it in common;
-    ``options`` are those of the attention's class. ``save_pretrained`` and ``from_pretrained`` work
-    as ever, the latter after ``import gaupipe.transformers``.
+    :data:`gaupipe.attention.ATTENTION` and its ``options``, every common weight kept.
+    ``from_pretrained`` of a saved one needs ``import gaupipe.transformers``.
 
-    Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and what this function
-    returned. The outputs do not change in the cases that :func:`gaupipe.vit.convert.convert` names:
-    from standard attention to "belief2" (*Belief2, proposition 1*), from "belief" to "belief_star"
-    and "belief2", from "xsa" to "belief_star". For "attentionx" W changes its sign.
-
-    Raises UserError for an unknown attention or option, for "gaussian", and for another model.
+    Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and converted ones. For the
+    cases in which outputs do not change see :func:`gaupipe.vit.convert.convert`. Raises UserError
+    for an unknown attention or option, for "gaussian", and for another model.
     """
     attention_type = student_class(attention, options)
     options = {**attention_type.conversion_options, **options}
@@ -277,7 +269,7 @@ GauQwen3Config, GauQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
 
 
 def dispatches(model: PreTrainedModel) -> bool:
-    """Whether a model of transformers looks its attention up by name, if it has one of its own."""
+    """True if a model of transformers looks its attention up by name, or has none of its own."""
     module = sys.modules[type(model).__module__]
     return hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not any(
         "Attention" in name and getattr(member, "__module__", None) == module.__name__
@@ -286,11 +278,9 @@ def dispatches(model: PreTrainedModel) -> bool:
 
 
 def register() -> None:
-    """Makes the attentions known to transformers. A model that would compute another attention, or
-    fail, under their names is refused by UserError."""
-    functions = dict(
-        gau_belief=belief, gau_xsa=xsa, gau_attentionx=attentionx, gau_converted=mh_and_v
-    )
+    """Makes the attentions known to transformers. Models with an attention of their own are refused
+    by UserError."""
+    functions = {f"gau_{f.__name__}": f for f in (belief, xsa, attentionx, converted)}
     for name, function in functions.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, visible_and_own)
