@@ -10,9 +10,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -38,19 +37,10 @@ app = typer.Typer(
     "distil them.",
 )
 
-Student = Enum(  # type: ignore[misc]  # its members are the attentions that there are
-    "Student", {name: name for name in STUDENTS}, type=str
-)
-
-
-class Format(StrEnum):
-    onnx = "onnx"
-    pt2 = "pt2"
-
-
-class Encoding(StrEnum):
-    float16 = "float16"
-    uint8 = "uint8"
+if TYPE_CHECKING:
+    Student = str  # a checker does not run what lists the attentions
+else:
+    Student = Literal[STUDENTS]
 
 
 def _option(help: str, default: str, *names: str, **more: Any) -> Any:
@@ -181,7 +171,7 @@ def run(
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
-    lines = stage.run(settings, folder, student and student.value)
+    lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
 
 
@@ -216,7 +206,7 @@ def export_maps(
         ),
     ] = None,
     encoding: Annotated[
-        Encoding | None,
+        Literal["float16", "uint8"] | None,
         _option(
             "Format of the stored numbers.",
             "export.encoding of the settings, or what fits the kind",
@@ -292,7 +282,7 @@ def export_maps(
         repair=repair,
         shard_mb=shard_mb,
         force=force,
-        encoding=encoding and encoding.value,
+        encoding=encoding,
         k=k,
         views=views,
         teacher=teacher,
@@ -335,7 +325,7 @@ def phase_b(
     from stages import phase_b as stage
     from stages.runs.directory import RunDirectory
 
-    attention = student and student.value
+    attention = student
     stage.run(
         run_dir,
         attention,
@@ -368,7 +358,7 @@ def train(
     from stages.runs.directory import RunDirectory
 
     distributed.main_first(lambda: check_used(overrides or [], settings))
-    attention = student.value if student else settings.phase_b.student
+    attention = student or settings.phase_b.student
     stage.run(settings, folder, attention, resume=resume)
     print(RunDirectory(folder).student(attention, distilled=False) / "student")
 
@@ -458,8 +448,9 @@ def export_student(
     run_dir: RunDir = None,
     student: StudentName = None,
     format: Annotated[
-        Format, typer.Option(help="onnx, or pt2, the program that torch.export makes.")
-    ] = Format.onnx,
+        Literal["onnx", "pt2"],
+        typer.Option(help="pt2 is the program that torch.export makes."),
+    ] = "onnx",
     out: Annotated[
         Path | None,
         _option(
@@ -476,7 +467,7 @@ def export_student(
     from stages.publish import export_student as stage
 
     path, difference = stage.run(
-        run_dir, student, format=format.value, out=out, distilled=False if plain else None
+        run_dir, student, format=format, out=out, distilled=False if plain else None
     )
     print(f"{path}: logits agree with the student's to {difference:.1e}")
 
@@ -973,9 +964,7 @@ def _chosen_settings(
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.broadcast(
-        distributed.on_main(
-            lambda: settings_for(data, overrides, folder, student and student.value, plain=plain)
-        )
+        distributed.on_main(lambda: settings_for(data, overrides, folder, student, plain=plain))
     )
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)

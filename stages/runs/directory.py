@@ -236,14 +236,8 @@ def last_used() -> RunDirectory:
             f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is "
             "elsewhere"
         )
-
-    def last_use(run: RunDirectory) -> int:
-        lock = run.path / "lock"
-        return (
-            (lock if lock.is_file() else run.config).stat().st_mtime_ns
-        )  # older runs have no lock
-
-    return max(runs, key=last_use)
+    files = {run: (run.config, *run.path.glob("lock")) for run in runs}
+    return max(runs, key=lambda run: max(path.stat().st_mtime_ns for path in files[run]))
 
 
 @contextlib.contextmanager
