@@ -305,12 +305,7 @@ def phase_b(
             metavar="NAME",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        _option(
-            "Change a setting for this student; repeatable.", "none", "--set", metavar="PHASE_B.X=Y"
-        ),
-    ] = None,
+    overrides: Overrides = None,
     maps: Annotated[
         str | None,
         _option(
@@ -644,24 +639,19 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a store holds: a summary, or where one image's queries look. With --student, what a
-    student attends to."""
+    """The contents of a store: a summary, or the map of one image. With --student, the maps of a
+    student."""
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
 
     if image is None:
-        for option, value in (
-            ("--layer", layer),
-            ("--head", head),
-            ("--query", query),
-            ("--view", view),
-            ("--png", png),
-        ):
+        options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+        for option, value in options.items():
             if value is not None:
                 raise UserError(
-                    f"{option} {value}: shows one image's map: name the image with --image ID"
+                    f"--{option} {value}: shows one image's map: name the image with --image ID"
                 )
         _report(stage.summary(maps, run_dir, student), as_json)
         return
@@ -796,8 +786,8 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
-    steps, time."""
+    """Parameters, memory, disk, store sizes and, from a few steps, time of a run, before it
+    starts."""
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
         raise UserError("--plain plans for one process: leave --world-size out")
@@ -823,10 +813,8 @@ def plan(
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
     ended by Ctrl-C and SIGTERM, 1 anything else."""
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a terminal that cannot show a character shows a question mark
+    # a terminal that cannot show a character shows a question mark
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     here = distributed.launch()
@@ -869,7 +857,7 @@ def main() -> None:
 
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
-    """What is said when a training was stopped: how far it is, and the command that continues."""
+    """The line about a training that was stopped: how far it is, and the command that continues."""
     arguments = sys.argv[1:]
     if arguments[0] == "plan":  # whose few steps are in a folder that is gone
         return "gaupipe: interrupted"
@@ -917,7 +905,7 @@ def _run(run_dir: Path | None) -> Path:
 
 
 def _draws_blocks() -> bool:
-    """Whether the terminal can show the characters that maps are drawn with."""
+    """True if the terminal can show the characters that maps are drawn with."""
     try:
         "░█".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

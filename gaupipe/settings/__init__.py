@@ -57,19 +57,17 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(
         ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
     ),
-    **dict.fromkeys(
-        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
-        "no setting loads trained weights",
-    ),
-    **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
-    "attention": "see phase_b.student",
-    "attn_layer": "see phase_b.student",
+    **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
+    **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(
-        ("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
-        "gaupipe needs the whole model at one image size",
+        (
+            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+            *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
+            *("dynamic_img_size", "dynamic_img_pad"),
+        ),
+        "gaupipe trains the whole model, at one image size, from the start",
     ),
-    "dynamic_img_pad": "images have whole patches (see data.image_size)",
     "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
@@ -333,22 +331,22 @@ class PhaseASettings(Section):
 
     @property
     def learns_gaussians(self) -> bool:
-        """Whether the teacher is a ViT with Gaussian attention, not a trained ViT."""
+        """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
         return self.teacher == "gaussian"
 
     @property
     def learns_of_images(self) -> bool:
-        """Whether the teacher has parameters of single images."""
+        """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image in ("table", "embedding")
 
     @property
     def predicts_gaussians(self) -> bool:
-        """Whether the teacher predicts the Gaussians of an image from its tokens."""
+        """True if the teacher predicts the Gaussians of an image from its tokens."""
         return self.learns_gaussians and self.per_image == "predicted"
 
     @property
     def shares_prior(self) -> bool:
-        """Whether the teacher has Gaussians that all images share."""
+        """True if the teacher has Gaussians that all images share."""
         return self.learns_gaussians and self.prior
 
 
@@ -461,7 +459,7 @@ class BaselineSettings(Section):
 
 
 class LogSettings(Section):
-    """What can be watched of a training while it runs, beside the metrics of its epochs."""
+    """Views of a training while it runs, beside the metrics of its epochs."""
 
     to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where losses and metrics are shown: any of ``tensorboard``, ``wandb`` (Weights & Biases) and
