@@ -193,7 +193,7 @@ def check_same(values: Mapping[str, object], right: str) -> None:
 
 
 def is_lost(error: Exception) -> bool:
-    """True if another rank of this world no longer answers."""
+    """True if an error says that another rank of this world no longer answers."""
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _group().DistError) or "gloo" in str(error)

@@ -60,8 +60,8 @@ class RunDirectory:
         return self.path / "maps.zarr"
 
     def teacher_digest(self) -> str | None:
-        """The content of ``teacher_sha256``; None before phase A has finished. Raises UserError for a
-        damaged file."""
+        """The content of ``teacher_sha256``; None before phase A has finished. Raises UserError for
+        a damaged file."""
         if not self.teacher_sha256.is_file():
             return None
         text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()

@@ -1,5 +1,5 @@
-"""Checks of what the ranks of a world have in common, before a stage does any work: the folder that it
-writes to, the settings, the data set. A single process has nothing to compare."""
+"""Checks that the ranks of a world have the same folder, settings and data set, before a stage does
+any work. A single process has nothing to compare."""
 
 from __future__ import annotations
 
