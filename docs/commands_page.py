@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from enum import Enum
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
@@ -65,20 +64,13 @@ def parameters(function: Callable) -> Iterator[tuple[str, str, str]]:
 def choices(annotation: Any) -> list[str]:
     """The values of an option that takes one of several words."""
     kinds = (annotation, *get_args(annotation))
-    return [
-        f"`{member.value}`"
-        for kind in kinds
-        if isinstance(kind, type) and issubclass(kind, Enum)
-        for member in kind
-    ]
+    return [f"`{word}`" for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
 
 def default(info: ArgumentInfo | OptionInfo, value: Any) -> str:
     """What the command takes without the option, as its help says it."""
     if isinstance(info.show_default, str):
         return "" if info.show_default == "none" else info.show_default
-    if isinstance(value, Enum):
-        return str(value.value)
     return "" if value is None or isinstance(value, bool) else str(value)
 
 

@@ -10,9 +10,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -38,19 +37,10 @@ app = typer.Typer(
     "distil them.",
 )
 
-Student = Enum(  # type: ignore[misc]  # its members are the attentions that there are
-    "Student", {name: name for name in STUDENTS}, type=str
-)
-
-
-class Format(StrEnum):
-    onnx = "onnx"
-    pt2 = "pt2"
-
-
-class Encoding(StrEnum):
-    float16 = "float16"
-    uint8 = "uint8"
+if TYPE_CHECKING:
+    Student = str  # a checker does not run what lists the attentions
+else:
+    Student = Literal[STUDENTS]
 
 
 def _option(help: str, default: str, *names: str, **more: Any) -> Any:
@@ -181,7 +171,7 @@ def run(
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
-    lines = stage.run(settings, folder, student and student.value)
+    lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
 
 
@@ -216,7 +206,7 @@ def export_maps(
         ),
     ] = None,
     encoding: Annotated[
-        Encoding | None,
+        Literal["float16", "uint8"] | None,
         _option(
             "Format of the stored numbers.",
             "export.encoding of the settings, or what fits the kind",
@@ -292,7 +282,7 @@ def export_maps(
         repair=repair,
         shard_mb=shard_mb,
         force=force,
-        encoding=encoding and encoding.value,
+        encoding=encoding,
         k=k,
         views=views,
         teacher=teacher,
@@ -315,12 +305,7 @@ def phase_b(
             metavar="NAME",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        _option(
-            "Change a setting for this student; repeatable.", "none", "--set", metavar="PHASE_B.X=Y"
-        ),
-    ] = None,
+    overrides: Overrides = None,
     maps: Annotated[
         str | None,
         _option(
@@ -335,7 +320,7 @@ def phase_b(
     from stages import phase_b as stage
     from stages.runs.directory import RunDirectory
 
-    attention = student and student.value
+    attention = student
     stage.run(
         run_dir,
         attention,
@@ -368,7 +353,7 @@ def train(
     from stages.runs.directory import RunDirectory
 
     distributed.main_first(lambda: check_used(overrides or [], settings))
-    attention = student.value if student else settings.phase_b.student
+    attention = student or settings.phase_b.student
     stage.run(settings, folder, attention, resume=resume)
     print(RunDirectory(folder).student(attention, distilled=False) / "student")
 
@@ -458,8 +443,9 @@ def export_student(
     run_dir: RunDir = None,
     student: StudentName = None,
     format: Annotated[
-        Format, typer.Option(help="onnx, or pt2, the program that torch.export makes.")
-    ] = Format.onnx,
+        Literal["onnx", "pt2"],
+        typer.Option(help="pt2 is the program that torch.export makes."),
+    ] = "onnx",
     out: Annotated[
         Path | None,
         _option(
@@ -476,7 +462,7 @@ def export_student(
     from stages.publish import export_student as stage
 
     path, difference = stage.run(
-        run_dir, student, format=format.value, out=out, distilled=False if plain else None
+        run_dir, student, format=format, out=out, distilled=False if plain else None
     )
     print(f"{path}: logits agree with the student's to {difference:.1e}")
 
@@ -653,24 +639,19 @@ def inspect(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a store holds: a summary, or where one image's queries look. With --student, what a
-    student attends to."""
+    """The contents of a store: a summary, or the map of one image. With --student, the maps of a
+    student."""
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
 
     if image is None:
-        for option, value in (
-            ("--layer", layer),
-            ("--head", head),
-            ("--query", query),
-            ("--view", view),
-            ("--png", png),
-        ):
+        options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+        for option, value in options.items():
             if value is not None:
                 raise UserError(
-                    f"{option} {value}: shows one image's map: name the image with --image ID"
+                    f"--{option} {value}: shows one image's map: name the image with --image ID"
                 )
         _report(stage.summary(maps, run_dir, student), as_json)
         return
@@ -841,8 +822,8 @@ def plan(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a run needs before it starts: parameters, memory, disk, store sizes and, from a few
-    steps, time."""
+    """Parameters, memory, disk, store sizes and, from a few steps, time of a run, before it
+    starts."""
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
         raise UserError("--plain plans for one process: leave --world-size out")
@@ -868,10 +849,8 @@ def plan(
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
     ended by Ctrl-C and SIGTERM, 1 anything else."""
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a terminal that cannot show a character shows a question mark
+    # a terminal that cannot show a character shows a question mark
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     here = distributed.launch()
@@ -914,7 +893,7 @@ def main() -> None:
 
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
-    """What is said when a training was stopped: how far it is, and the command that continues."""
+    """The line about a training that was stopped: how far it is, and the command that continues."""
     arguments = sys.argv[1:]
     if arguments[0] == "plan":  # whose few steps are in a folder that is gone
         return "gaupipe: interrupted"
@@ -962,7 +941,7 @@ def _run(run_dir: Path | None) -> Path:
 
 
 def _draws_blocks() -> bool:
-    """Whether the terminal can show the characters that maps are drawn with."""
+    """True if the terminal can show the characters that maps are drawn with."""
     try:
         "░█".encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:
@@ -1009,9 +988,7 @@ def _chosen_settings(
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     settings, lines = distributed.broadcast(
-        distributed.on_main(
-            lambda: settings_for(data, overrides, folder, student and student.value, plain=plain)
-        )
+        distributed.on_main(lambda: settings_for(data, overrides, folder, student, plain=plain))
     )
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)

@@ -58,7 +58,7 @@ class TrainedStudent:
 
     @property
     def has_other_teacher(self) -> bool:
-        """Whether it learned from another teacher than its run's."""
+        """True if it learned from another teacher than its run's."""
         learned = recorded_store(self.folder)
         return learned is not None and learned["teacher_sha256"] != self.run.teacher_digest()
 

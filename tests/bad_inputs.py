@@ -272,6 +272,7 @@ COMMAND_LINE = [
         ("--name new --maps compressed/maps.zarr --set phase_b.warm_start=x", "warm_start"),
         ("--name new --maps ''", "--maps"),
         ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
+        ("--name new --set model.args.depth=2", "--set model.args.depth: belongs to the run"),
         ("--resume --set phase_b.epochs=3", "phase_b.epochs"),
         ("--resume --maps absent.zarr", "no attention-map store"),
         ("--student belief2 --resume --name standard", "is the name of an attention"),
@@ -617,37 +618,15 @@ RUNS = [
 ]
 
 STORES = [
-    *(
-        Row(f"inspect {MAPS}", message, write(f"{MAPS}/zarr.json", content))
-        for content, message in (
-            ("[]", "damaged"),
-            ('{"attributes": NaN}', "damaged"),
-            ('{"attributes": {"format": "gaupipe-maps", "num_images": NaN}}', "zarr.json"),
-            ("[" * 100_000, "damaged"),
-            ('{"zarr_format": 3, "node_type": "group", "attributes": {}}', "not a store"),
-            (b"\xff\xfe", "damaged"),
-        )
-    ),
+    # what the files of a store may hold is in test_store_fuzz
     *(
         Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
         for values, message in (
-            ({"num_images": 10**12}, "num_images"),
-            ({"num_images": True}, "num_images"),
-            ({"num_images": 50}, "gaussians/zarr.json"),
             ({"kind": "nonsense"}, "kind"),
-            ({"kind": "dense"}, "maps/zarr.json"),
-            ({"grid": [4, 0]}, "grid"),
             ({"grid": [10**5, 10**5]}, "image takes"),
-            ({"layers": None}, "layers"),
-            ({"heads": 10**30}, "heads"),
-            ({"encoding": "uint8"}, "gaussians/zarr.json"),
             ({"format": "other"}, "not a store"),
             ({"format_version": 99}, "format version 99"),
-            ({"images_per_shard": 10**9}, "images_per_shard"),
             ({"images_per_shard": 7}, "zarr.json"),
-            ({"complete": "yes"}, "complete"),
-            ({"files_sha256": {}}, "files_sha256"),
-            ({"extra": 1}, "extra"),
         )
     ),
     *(
@@ -720,10 +699,8 @@ STORES = [
             (exchange("shards.zarr/logits/c/0/0", "shards.zarr/logits/c/1/0"), "shard 0, logits"),
             (replace("shards.zarr/labels/c/0", MAPS + "/labels/c/0"), "labels"),
             (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
-            (write("shards.zarr/zarr.json", "[" * 100_000), "damaged"),
             (flip("shards.zarr/zarr.json"), "damaged"),
             (attributes("shards.zarr", complete=False), "incomplete"),
-            (attributes("shards.zarr", num_images=2 * 10**9), "zarr.json"),
             (attributes("shards.zarr", teacher_sha256="0" * 64), "not what was written for it"),
             (remove("shards.zarr/shard_sha256/c/1"), "shard 1"),
             (flip("shards.zarr/shard_sha256/c/0/0/0"), "shard 0"),
@@ -734,7 +711,6 @@ STORES = [
             (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json"),
         )
     ),
-    Row("verify shards.zarr", "format version 5", attributes("shards.zarr", format_version=5)),
     Row("verify bad", "bad", make("bad", link("bad"))),
     Row("verify --teacher", "another teacher", replace(MAPS, "other/maps.zarr")),
     Row("export-maps --repair", "another export", replace(MAPS, "other/maps.zarr")),
@@ -795,7 +771,6 @@ SWEEPS = [
         ("- {name: a, plain: maybe}", "plain"),
         ("- {name: a, kind: x}", "kind"),
         ("- {name: a, encoding: x}", "encoding"),
-        ("- {name: a, kind: embedding}", "embedding"),
         ("- {name: a, seed: 1}", "seed"),
         ("- {name: a, trials: [1]}", "trials"),
         ("- {name: a, trials: [{seed: 1}]}", "seed"),

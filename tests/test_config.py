@@ -112,14 +112,17 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("model.args={depth: 1, depth: 2}", "twice"),
         ("model.args={depth:1}", "'depth:1' is no keyword: write {name: value}, with a space"),
         ("model.args={num_heads: [2]}", "num_heads"),
-        ("model.args={depth: 1001}", "depth should be a whole number from 1 to 1000"),
+        (
+            "model.args={depth: 1001}",
+            "depth: input should be less than or equal to 1000",
+        ),
         ("model.args={embed_dim: 1e9}", "embed_dim"),
         ("model.args={patch_size: x}", "patch_size"),
         ("model.args={mlp_ratio: null}", "mlp_ratio"),
         ("model.args={drop_rate: 2}", "drop_rate"),
         ("model.args={pos_drop_rate: true}", "pos_drop_rate"),
         ("model.args={patch_drop_rate: 0.5}", "every token needs its place"),
-        ("model.args={qk_norm: x}", "qk_norm should be true or false"),
+        ("model.args={qk_norm: x}", "qk_norm: input should be a valid boolean"),
         *(
             (f"model.args={{{name}: 1}}", f"{name!r} cannot be given here")
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")

@@ -169,7 +169,10 @@ def assert_close(found: dict, expected: dict, tolerance: float) -> None:
                 assert found[path][number][name] == close, (path, number, name)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [case if case == "files" else pytest.param(case, marks=pytest.mark.long) for case in CASES],
+)
 def test_any_number_of_processes_trains_the_same(tmp_path, case):
     settings = config.load("digits", [*TINY, *CASES[case]])
     worlds = (1, 4) if case == "files" else (1, 2)
@@ -412,6 +415,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
     assert not (tmp_path / "new").exists() and tree(machines) == before
 
 
+@pytest.mark.long
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
@@ -431,6 +435,7 @@ def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     assert_close(results(tmp_path / "killed"), results(tmp_path / "unbroken"), 1e-5)
 
 
+@pytest.mark.long
 def test_three_ranks_continue_to_the_same_bits(tmp_path):
     """Rank 0 is killed after an epoch. Of three ranks the order of sums matters."""
     settings = config.load("digits", [*TINY, "data.buckets=6", "baseline.epochs=0"])
@@ -472,6 +477,7 @@ main()
 """
 
 
+@pytest.mark.long
 def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
     """Rank 1 is killed as it begins to write the parameters of its images after epoch 2."""
     overrides = sets(*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic")

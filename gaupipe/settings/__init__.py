@@ -6,12 +6,14 @@ setting is the :class:`~gaupipe.settings.sections.Scope` in its annotation.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
+    BaseModel,
+    ConfigDict,
     Field,
     ValidationError,
     model_validator,
@@ -55,39 +57,50 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(
         ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
     ),
-    **dict.fromkeys(
-        ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir"),
-        "no setting loads trained weights",
-    ),
-    **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
-    "attention": "see phase_b.student",
-    "attn_layer": "see phase_b.student",
+    **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
+    **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(
-        ("features_only", "out_indices", "scriptable", "exportable", "no_jit", "dynamic_img_size"),
-        "gaupipe needs the whole model at one image size",
+        (
+            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+            *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
+            *("dynamic_img_size", "dynamic_img_pad"),
+        ),
+        "gaupipe trains the whole model, at one image size, from the start",
     ),
-    "dynamic_img_pad": "images have whole patches (see data.image_size)",
     "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
 
-MAX_SIZE = {"depth": 1000, "num_heads": 1000, "embed_dim": 100_000, "patch_size": 10_000}
+Size = Annotated[int, Field(gt=0, le=10_000)]
 
 
-def _is_whole(value: Any, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= most
+class KnownModelArgs(BaseModel):
+    """The types of keywords of timm's VisionTransformer, which takes any other value silently or
+    after minutes."""
 
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
-
-
-YES_OR_NO = {
-    *("qkv_bias", "qk_norm", "scale_attn_norm", "scale_mlp_norm", "proj_bias", "class_token"),
-    *("no_embed_class", "pre_norm", "final_norm", "fc_norm", "fix_init"),
-}
-"""Keywords of timm's VisionTransformer that are true or false (``fc_norm`` may be null)."""
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    depth: Annotated[Size, Field(le=1000)] = 1
+    num_heads: Annotated[Size, Field(le=1000)] = 1
+    embed_dim: Annotated[int, Field(gt=0, le=100_000)] = 1
+    patch_size: Size | list[Size] | tuple[Size, ...] = 1
+    mlp_ratio: Annotated[float, Field(ge=0, le=1000)] = 1
+    drop_rate: Fraction = 0
+    pos_drop_rate: Fraction = 0
+    proj_drop_rate: Fraction = 0
+    attn_drop_rate: Fraction = 0
+    drop_path_rate: Fraction = 0
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    scale_attn_norm: bool | None = None
+    scale_mlp_norm: bool | None = None
+    proj_bias: bool | None = None
+    class_token: bool | None = None
+    no_embed_class: bool | None = None
+    pre_norm: bool | None = None
+    final_norm: bool | None = None
+    fc_norm: bool | None = None
+    fix_init: bool | None = None
 
 
 def _keywords(args: dict[str, Any]) -> dict[str, Any]:
@@ -100,32 +113,25 @@ def _keywords(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usable_model_args(args: dict[str, Any]) -> dict[str, Any]:
-    for name, value in args.items():
-        if name in MODEL_ARGS_ELSEWHERE:
-            raise ValueError(f"{name!r} cannot be given here: {MODEL_ARGS_ELSEWHERE[name]}")
-        sizes = value if name == "patch_size" and isinstance(value, list | tuple) else [value]
-        if name in MAX_SIZE and not all(_is_whole(size, MAX_SIZE[name]) for size in sizes):
-            raise ValueError(f"{name} should be a whole number from 1 to {MAX_SIZE[name]}")
-        if name.endswith(("drop_rate", "drop_path_rate")) and not _is_number(value, 0, 1):
-            raise ValueError(f"{name} should be a number from 0 to 1")
-        if name in YES_OR_NO and not isinstance(value, bool | None):
-            raise ValueError(f"{name} should be true or false")
-        if name == "mlp_ratio" and not _is_number(value, 0, 1000):
-            raise ValueError("mlp_ratio should be a number from 0 (no FFN) to 1000")
-    return args
+    for name in args.keys() & MODEL_ARGS_ELSEWHERE.keys():
+        raise ValueError(f"{name!r} cannot be given here: {MODEL_ARGS_ELSEWHERE[name]}")
+    return _validated(args, KnownModelArgs)
+
+
+def _validated(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """The ``values`` as they are. Raises ValueError unless ``model`` takes them."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        raise ValueError(problem(error, model)) from None
+    return values
 
 
 Keywords = Annotated[dict[str, Any], AfterValidator(_keywords)]
 ModelArgs = Annotated[Keywords, AfterValidator(_usable_model_args)]
 
 
-def _number_of_workers(value: Any) -> Any:
-    if value != "auto" and (isinstance(value, bool) or value not in range(1025)):
-        raise ValueError("should be auto or a whole number from 0 to 1024")
-    return value
-
-
-Workers = Annotated[int | Literal["auto"], BeforeValidator(_number_of_workers)]
+Workers = Annotated[int, Field(ge=0, le=1024)] | Literal["auto"]
 
 
 class DataSettings(Section):
@@ -325,22 +331,22 @@ class PhaseASettings(Section):
 
     @property
     def learns_gaussians(self) -> bool:
-        """Whether the teacher is a ViT with Gaussian attention, not a trained ViT."""
+        """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
         return self.teacher == "gaussian"
 
     @property
     def learns_of_images(self) -> bool:
-        """Whether the teacher has parameters of single images."""
+        """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image in ("table", "embedding")
 
     @property
     def predicts_gaussians(self) -> bool:
-        """Whether the teacher predicts the Gaussians of an image from its tokens."""
+        """True if the teacher predicts the Gaussians of an image from its tokens."""
         return self.learns_gaussians and self.per_image == "predicted"
 
     @property
     def shares_prior(self) -> bool:
-        """Whether the teacher has Gaussians that all images share."""
+        """True if the teacher has Gaussians that all images share."""
         return self.learns_gaussians and self.prior
 
 
@@ -442,18 +448,10 @@ class PhaseBSettings(Section):
         return self
 
 
-def _overrides_of_optim(overrides: dict[str, Any]) -> dict[str, Any]:
-    try:
-        OptimSettings.model_validate(overrides)
-    except ValidationError as error:
-        raise ValueError(problem(error, OptimSettings)) from None
-    return overrides
-
-
 class BaselineSettings(Section):
     """The baseline: the student's ViT, trained on the labels alone."""
 
-    optim: Annotated[Keywords, AfterValidator(_overrides_of_optim)] = {}
+    optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
     """Epochs of the baseline; null takes ``phase_b.epochs``. With 0 ``gaupipe run`` trains no
@@ -461,7 +459,7 @@ class BaselineSettings(Section):
 
 
 class LogSettings(Section):
-    """What can be watched of a training while it runs, beside the metrics of its epochs."""
+    """Views of a training while it runs, beside the metrics of its epochs."""
 
     to: list[Literal["tensorboard", "wandb", "trackio"]] = []
     """Where losses and metrics are shown: any of ``tensorboard``, ``wandb`` (Weights & Biases) and

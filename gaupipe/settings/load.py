@@ -110,7 +110,7 @@ def text_of(name: str) -> str:
 
 
 def read_yaml(source: str | Path, kind: str = "") -> Any:
-    """What a YAML file holds, or the one of this name that is :func:`shipped`. Raises UserError."""
+    """The value in a YAML file, or in the :func:`shipped` one of this name. Raises UserError."""
     path: Any = Path(source)
     if not path.is_file():
         if str(source) not in shipped(kind):
@@ -204,7 +204,7 @@ def _apply(tree: dict, override: str) -> None:
 
 
 def _is_text(key: str) -> bool:
-    """Whether the setting "a.b" is a text or a path, or none."""
+    """True if the setting "a.b" is a text or a path, or none."""
     *parents, leaf = key.split(".")
     try:
         annotation = fields_of(Settings, parents)[leaf].annotation

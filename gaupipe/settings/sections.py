@@ -70,7 +70,7 @@ def section_of(annotation: Any) -> type[Section] | None:
     return None
 
 
-def fields_of(section: type[Section], parents: Sequence[str]) -> dict[str, FieldInfo]:
+def fields_of(section: type[BaseModel], parents: Sequence[str]) -> dict[str, FieldInfo]:
     """The fields of the section inside ``section`` that ``parents`` lead to. Raises KeyError where
     they lead to none."""
     for parent in parents:
@@ -81,7 +81,7 @@ def fields_of(section: type[Section], parents: Sequence[str]) -> dict[str, Field
     return section.model_fields
 
 
-def problem(error: ValidationError, section: type[Section]) -> str:
+def problem(error: ValidationError, section: type[BaseModel]) -> str:
     """The first problem of the settings of a ``section`` in one line: where, what, and the
     value."""
     first = error.errors()[0]

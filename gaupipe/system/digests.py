@@ -95,12 +95,12 @@ def read(folder: Path) -> dict[str, list[str]] | None:
         return None
     sums: dict[str, list[str]] = {}
     for line in text.splitlines():
-        found = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
-        if not found:
+        entry = re.fullmatch(r"([0-9a-f]{64})  ([^/]+)", line)
+        if not entry:
             raise UserError(
                 f"{path} is damaged: a line of it is not 'SHA256  FILE'; restore it from a copy"
             )
-        sums.setdefault(found[2], []).append(found[1])
+        sums.setdefault(entry[2], []).append(entry[1])
     return sums
 
 

@@ -66,7 +66,7 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which logs, downloads and writes what there is once."""
+    """True if this is rank 0, which logs, downloads and writes what there is once."""
     return rank() == 0
 
 
@@ -183,17 +183,17 @@ def check_same(values: Mapping[str, object], right: str) -> None:
     if world_size() == 1:
         return
     (machine, expected), *others = all_gather_object((os.uname().nodename, dict(values)))
-    for number, (elsewhere, found) in enumerate(others, start=1):
-        for name in expected | found:
-            if found.get(name) != expected.get(name):
+    for number, (elsewhere, mine) in enumerate(others, start=1):
+        for name in expected | mine:
+            if mine.get(name) != expected.get(name):
                 raise ErrorOnAllRanks(
-                    f"{name}: {found.get(name)!s:.40} in rank {number} (on {elsewhere}), "
+                    f"{name}: {mine.get(name)!s:.40} in rank {number} (on {elsewhere}), "
                     f"{expected.get(name)!s:.40} in rank 0 (on {machine}): {right}"
                 )
 
 
 def is_lost(error: Exception) -> bool:
-    """Whether an error is that another rank of this world does not answer any more."""
+    """True if an error says that another rank of this world no longer answers."""
     if world_size() == 1 or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, _group().DistError) or "gloo" in str(error)

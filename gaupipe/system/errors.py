@@ -1,4 +1,4 @@
-"""What the command line shows without a traceback."""
+"""Errors that the command line shows without a traceback."""
 
 import signal
 import sys
@@ -22,7 +22,7 @@ class Stopped(BaseException):
 
 
 def mistake_of(error: BaseException) -> str | None:
-    """What to say of an error that the user can mend; None for any other, which is a bug."""
+    """The line about an error that the user can mend; None for any other, which is a bug."""
     store = sys.modules.get("store")  # where it has not been imported, it has raised nothing
     if isinstance(error, UserError) or (store and isinstance(error, store.StoreError)):
         return str(error)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import glob
 import os
 import secrets
 import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +17,10 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux's numbers for ``renameat2``."""
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is there with all of its text or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file that is there with all of its content or not at all."""
     with whole_file(path) as partial:
-        partial.write_text(text)
+        partial.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 @contextlib.contextmanager
@@ -40,17 +40,6 @@ def whole_file(path: Path) -> Iterator[Path]:
 def partial_prefix(path: Path) -> str:
     """The beginning of the names that a killed :func:`whole_file` may leave behind."""
     return f".{path.name[:100]}.partial-"
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file by one with this content, or leaves it as it is."""
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("xb") as file:
-            file.write(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -97,13 +86,10 @@ def alone_in(parent: Path) -> Iterator[bool]:
     knows no locks."""
     descriptor = os.open(parent, os.O_RDONLY)
     try:
-        try:
-            import fcntl
-
+        alone = False
+        with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # a killed process no longer holds it
             alone = True
-        except (ImportError, OSError):
-            alone = False
         yield alone
     finally:
         os.close(descriptor)
@@ -127,16 +113,8 @@ def _exchange(left: Path, right: Path) -> bool:
         renameat2 = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    return (
-        renameat2(
-            AT_FDCWD,
-            os.fsencode(left),
-            AT_FDCWD,
-            os.fsencode(right),
-            ctypes.c_uint(RENAME_EXCHANGE),
-        )
-        == 0
-    )
+    names = AT_FDCWD, os.fsencode(left), AT_FDCWD, os.fsencode(right)
+    return renameat2(*names, ctypes.c_uint(RENAME_EXCHANGE)) == 0
 
 
 def _replace_in_two_steps(fresh: Path, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the machine gives this process: processor cores, memory, disk."""
+"""The machine's means for this process: processor cores, memory, disk."""
 
 from __future__ import annotations
 

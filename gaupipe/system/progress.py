@@ -1,4 +1,4 @@
-"""How a job shows its progress: a bar on a terminal, one plain line per epoch elsewhere, and
+"""Progress of a job: a bar on a terminal, one plain line per epoch elsewhere, and
 metrics.jsonl."""
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Pauses:
         self.signal: int | None = None
         """The signal that some rank has received; all ranks know it."""
         self.late = False
-        """Whether the last checkpoint is old by the clock of rank 0; all ranks know it."""
+        """True if the last checkpoint is old by the clock of rank 0; all ranks know it."""
         self._handlers: dict[int, Any] = {}
         self.saved()
 
@@ -110,7 +110,7 @@ class Pauses:
 
     @property
     def due(self) -> bool:
-        """Whether there is to be a checkpoint after this step of the optimizer."""
+        """True if there should be a checkpoint after this step of the optimizer."""
         return self.late or self.signal is not None
 
     def saved(self) -> None:
@@ -131,7 +131,7 @@ def spared() -> Iterator[None]:
 
 
 def spare_worker(_number: int) -> None:
-    """What a process that reads images does first: it leaves Ctrl-C and the first SIGTERM to the
+    """Called first in a process that reads images. It leaves Ctrl-C and the first SIGTERM to the
     process that trains, and ends with it. torch's own watch is on the fork server, which lives as
     long as its children."""
     threading.Thread(target=_end_with_parent, daemon=True).start()

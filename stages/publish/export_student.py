@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_bytes
+from gaupipe.system.files import write_whole
 from stages.evaluate import load_student
 
 TOLERANCE = 1e-4
@@ -91,7 +91,7 @@ def run(
             f"{out}: the logits of the exported model differ from the student's by "
             f"{difference:.2g}, more than {TOLERANCE}"
         )
-    write_bytes(target, content)
+    write_whole(target, content)
     return out, difference
 
 

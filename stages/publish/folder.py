@@ -141,8 +141,8 @@ def upload(hub: HfApi | None, folder: Path, repo: str | None, private: bool) -> 
     assert hub is not None and repo is not None
     with in_one_line(f"--repo {repo}: not uploaded"):
         address = hub.create_repo(repo, private=private, exist_ok=True)
-        kept = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
-        files = [path for path in sorted(folder.iterdir()) if path.name not in kept]
+        stays = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
+        files = [path for path in sorted(folder.iterdir()) if path.name not in stays]
         hub.create_commit(
             address.repo_id,
             [CommitOperationAdd(path.name, path) for path in files],

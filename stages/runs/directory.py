@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import sys
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
@@ -59,8 +60,8 @@ class RunDirectory:
         return self.path / "maps.zarr"
 
     def teacher_digest(self) -> str | None:
-        """What ``teacher_sha256`` says; None before phase A has finished. Raises UserError for a
-        damaged file."""
+        """The content of ``teacher_sha256``; None before phase A has finished. Raises UserError for
+        a damaged file."""
         if not self.teacher_sha256.is_file():
             return None
         text = self.teacher_sha256.read_bytes().decode(errors="replace").strip()
@@ -84,7 +85,7 @@ class RunDirectory:
         ]
 
     def is_distilled(self, name: str | None = None) -> bool:
-        """Whether the student of this name, or with None the one trained last, is one of phase B.
+        """True if the student of this name, or with None the one trained last, is one of phase B.
 
         One of :mod:`stages.train` is not: one with this name that no student of phase B stands
         beside, and with None that of a run without a first phase. Raises UserError for what is no
@@ -113,15 +114,12 @@ class RunDirectory:
         if not path.is_file():
             return []
         try:
-            overrides = json.loads(path.read_bytes())
-        except (ValueError, RecursionError):
-            overrides = None
-        if not isinstance(overrides, list) or not all(isinstance(one, str) for one in overrides):
+            return TypeAdapter(list[str]).validate_json(path.read_bytes())
+        except ValidationError:
             raise UserError(
                 f"{path} is damaged: it should hold a list of settings such as "
                 '["phase_b.gamma=0.5"]; restore it from a copy'
-            )
-        return overrides
+            ) from None
 
     def with_overrides(self, overrides: Sequence[str]) -> Settings:
         """The run's settings with those of one student. Raises UserError for a setting in which
@@ -236,14 +234,8 @@ def last_used() -> RunDirectory:
             f"no run in {RUNS}/: 'gaupipe phase-a' starts one; --run-dir names one that is "
             "elsewhere"
         )
-
-    def last_use(run: RunDirectory) -> int:
-        lock = run.path / "lock"
-        return (
-            (lock if lock.is_file() else run.config).stat().st_mtime_ns
-        )  # older runs have no lock
-
-    return max(runs, key=last_use)
+    files = {run: (run.config, *run.path.glob("lock")) for run in runs}
+    return max(runs, key=lambda run: max(path.stat().st_mtime_ns for path in files[run]))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What the ranks of a world must have in common before a stage does any work: the folder that it
-writes to, the settings, the data set. A single process has nothing to compare."""
+"""Checks that the ranks of a world have the same folder, settings and data set, before a stage does
+any work. A single process has nothing to compare."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def token_near(folder: Path) -> Iterator[Token]:
 
 
 def sees(folder: Path, token: Token) -> bool:
-    """Whether this process finds the file of :func:`token_near`."""
+    """True if this process finds the file of :func:`token_near`."""
     name, below = token
     path = folder.absolute()
     above = len(path.parts) - len(below)

@@ -132,7 +132,7 @@ def per_image_bytes(images: int, size: int) -> int:
 
 
 def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
-    """Whether per-image parameters of ``size`` numbers exceed ``memory_budget_gb``."""
+    """True if per-image parameters of ``size`` numbers exceed ``memory_budget_gb``."""
     return per_image_bytes(images, size) > rows.memory_budget_gb * 1e9
 
 
