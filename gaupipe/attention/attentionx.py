@@ -15,7 +15,7 @@ class AttentionX(StudentAttention):
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
     ``gamma`` = 1; without it, gamma > 1 (3 for language). A token left without any key (the first
     one of a causal sequence) attends to nothing: MH = 0, update V W, and all its log-probabilities
-    are -inf, as the diagonal is. :func:`~gaupipe.attention.base.hidden_by` says which keys an
+    are -inf, as the diagonal is. ``gaupipe.attention.base.hidden_by`` says which keys an
     additive mask hides.
     """
 

@@ -47,7 +47,7 @@ def save_student(
 
     A ``gauvit`` with standard attention and ordinary blocks is saved as a stock timm model, which
     loads without gaupipe; any other, and what
-    :func:`~gaupipe.vit.convert.convert` returns, needs ``import gaupipe``
+    :func:`gaupipe.models.convert` returns, needs ``import gaupipe``
     first. ``data_config`` is timm's (``mean``, ``std``, ``crop_pct``, ...): how images are to be
     prepared. Raises UserError for a model that ``timm.create_model`` did not build and for a place
     that holds something else than a student.

@@ -225,7 +225,7 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     as ever, the latter after ``import gaupipe.transformers``.
 
     Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and what this function
-    returned. The outputs do not change in the cases that :func:`gaupipe.vit.convert.convert` names:
+    returned. The outputs do not change in the cases that :func:`gaupipe.models.convert` names:
     from standard attention to "belief2" (*Belief2, proposition 1*), from "belief" to "belief_star"
     and "belief2", from "xsa" to "belief_star". For "attentionx" W changes its sign.
 
