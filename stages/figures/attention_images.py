@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData
 
 from gaupipe.data.batches import Batches
 from gaupipe.data.buckets import Buckets
+from gaupipe.data.splits import ImageData
 from gaupipe.training.step_log import StepLog
 from stages.figures.key_attention import Attention, of_keys
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gaupipe.data.splits import ImageData
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
+from gaupipe.data.splits import ImageData
 from gaupipe.system.files import whole_file
 from gaupipe.training.epochs import Epoch
 from gaupipe.vit.diagnostics import mean_geometry

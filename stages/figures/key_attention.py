@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.settings import Settings
 from gaupipe.system import distributed

@@ -10,10 +10,10 @@ from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
-from gaupipe.data.splits import ImageData, Split
 from torch import Tensor
 
 from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import Settings

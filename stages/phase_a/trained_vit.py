@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gaupipe.data.splits import ImageData, Split
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.settings import Settings

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gaupipe.data.splits import ImageData
 from PIL import Image
 from torch import Tensor
 
 import store
 from gaupipe.data.cache import cache_folder
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.system.errors import UserError
 from stages.figures.key_attention import epochs_in, read
