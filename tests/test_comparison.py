@@ -51,11 +51,14 @@ def made_up(seed: int, accuracies: list[float], phase_a: int = 0) -> Run:
 
 
 def test_epochs_to_an_accuracy_count_from_one_to_the_first_that_reaches_it():
-    assert epochs_to([0.1, 0.5, 0.4, 0.6], 0.5) == 2
-    assert epochs_to([0.1, 0.5, 0.4, 0.6], 0.55) == 4
-    assert epochs_to([0.1, 0.5], 0.1) == 1
-    assert epochs_to([0.1, 0.5], 0.500001) is None
-    assert epochs_to([], 0.1) is None
+    for curve, accuracy, epochs in [
+        ([0.1, 0.5, 0.4, 0.6], 0.5, 2),
+        ([0.1, 0.5, 0.4, 0.6], 0.55, 4),
+        ([0.1, 0.5], 0.1, 1),
+        ([0.1, 0.5], 0.500001, None),
+        ([], 0.1, None),
+    ]:
+        assert epochs_to(curve, accuracy) == epochs
     assert Spread.of([3]) == Spread(3, None) and Spread.of([]) == Spread(None, None)
 
 
@@ -68,17 +71,14 @@ def test_speed_up_is_taken_seed_by_seed_with_and_without_phase_a():
     assert row["epochs_with_phase_a"].mean == 3  # 3 and 3
     assert row["speedup"].mean == pytest.approx((4 / 2 + 3 / 1) / 2)
     assert row["speedup_with_phase_a"].mean == pytest.approx((4 / 3 + 3 / 3) / 2)
-
-
-def test_a_share_is_of_the_references_final_accuracy_with_the_same_seed():
-    reference = [made_up(0, [0.2, 0.8]), made_up(1, [0.2, 0.4])]
-    cell = [made_up(1, [0.39, 0.41]), made_up(0, [0.5, 0.81])]
-    assert compare_at(cell, reference, share=1.0)["epochs"].mean == 2
-    assert compare_at(cell, reference, share=0.5)["epochs"].mean == 1
+    # a share is of the final accuracy with the same seed
+    cell = [made_up(1, [0.39, 0.91]), made_up(0, [0.5, 0.81])]
+    means = [compare_at(cell, reference, share=share)["epochs"].mean for share in (1.0, 0.4)]
+    assert means == [2, 1]
     # the reference has its own first passage, here before its last epoch
     early = [made_up(0, [0.2, 0.9, 0.8])]
-    row = compare_at([made_up(0, [0.8])], early)
-    assert compare_at(early, early)["epochs"].mean == row["speedup"].mean == 2
+    assert compare_at(early, early)["epochs"].mean == 2
+    assert compare_at([made_up(0, [0.8])], early)["speedup"].mean == 2
 
 
 def test_never_reached_gives_no_mean_and_no_speed_up():
@@ -86,8 +86,7 @@ def test_never_reached_gives_no_mean_and_no_speed_up():
     row = compare_at(cell, reference, target=0.8)
     assert row["reached"] == 1
     assert row["epochs"] == row["speedup"] == Spread(None, None)
-    row = compare_at(cell, reference, target=0.65)
-    assert row["reached"] == 2 and row["speedup"].mean == 1
+    assert compare_at(cell, reference, target=0.65)["speedup"].mean == 1
     row = compare_at(cell[:1], [made_up(0, [0.1])], target=0.8)  # the reference never gets there
     assert row["epochs"].mean == 1 and row["speedup"].mean is None
 
@@ -100,17 +99,21 @@ def test_differences_have_students_interval_and_p():
     draw = np.random.default_rng(0)
     for count, quantile in T_TABLE.items():
         values = draw.normal(0.01, 0.02, count)
-        found = Difference.of(list(values))
+        difference = Difference.of(list(values))
         error = np.sqrt(((values - values.mean()) ** 2).sum() / (count - 1) / count)
-        assert found.mean == pytest.approx(values.mean())
-        assert found.low == pytest.approx(values.mean() - quantile * error, rel=1e-3)
-        assert found.high == pytest.approx(values.mean() + quantile * error, rel=1e-3)
-        # p by integrating the density over both tails: x = tan(angle) makes the range finite
-        angles = np.linspace(np.arctan(abs(values.mean()) / error), np.pi / 2, 200_001)[:-1]
-        tail = (1 + np.tan(angles) ** 2 / (count - 1)) ** (-count / 2) / np.cos(angles) ** 2
-        xs = np.linspace(0, np.pi / 2, 200_001)[:-1]
-        whole = (1 + np.tan(xs) ** 2 / (count - 1)) ** (-count / 2) / np.cos(xs) ** 2
-        assert found.p == pytest.approx(np.trapezoid(tail, angles) / np.trapezoid(whole, xs), 1e-3)
+        assert difference.mean == pytest.approx(values.mean())
+        ends = values.mean() + quantile * error * np.array([-1, 1])
+        assert [difference.low, difference.high] == pytest.approx(ends, rel=1e-3)
+        # p by integrating the density over the tail: x = tan(angle) makes the range finite
+        angles = [
+            np.linspace(start, np.pi / 2, 200_001)[:-1]
+            for start in (np.arctan(abs(values.mean()) / error), 0)
+        ]
+        tail, whole = (
+            np.trapezoid((1 + np.tan(a) ** 2 / (count - 1)) ** (-count / 2) / np.cos(a) ** 2, a)
+            for a in angles
+        )
+        assert difference.p == pytest.approx(tail / whole, 1e-3)
     # higher with every one of three seeds is no evidence
     assert Difference.of([0.01, 0.002, 0.03]).p > 0.05
     assert Difference.of([0.01]) == Difference(0.01)
@@ -188,15 +191,13 @@ def test_the_default_cells_are_the_baselines_the_students_and_the_controls():
 
 
 def test_every_trial_of_the_default_cells_is_another_run():
-    for name in ("digits", "fashion_mnist"):
-        base = config.load(name)
-        cells = {cell.name: cell for cell in default_cells(base, ["standard"])}
-        for cell in cells.values():
-            start = resolve(cell, cells, {}, base)
-            trials = [apply(start, changes, "") for changes in cell.trials]
-            runs = {digest(as_run(trial, 0, baseline=cell.plain)) for trial in trials}
-            assert len(runs) == len(cell.trials)
-        assert len(cells[BASELINE].trials) == len(cells["distilled"].trials) == 8
+    base = config.load("fashion_mnist")
+    cells = {cell.name: cell for cell in default_cells(base, ["standard"])}
+    for cell in (cells[BASELINE], cells["distilled"]):
+        start = resolve(cell, cells, {}, base)
+        trials = [apply(start, changes, "") for changes in cell.trials]
+        runs = {digest(as_run(trial, 0, baseline=cell.plain)) for trial in trials}
+        assert len(runs) == len(cell.trials) == 8
 
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
@@ -228,17 +229,13 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     alone = "phase_a.per_image=none"
     assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
 
-
-def test_a_run_is_named_after_all_its_settings():
-    """Also after those that have their default: with another one it would be another run."""
     settings = as_run(config.load("digits"), 0, baseline=False)
-    flat = config.flatten(settings, Scope.ANYTIME)
-    names = [
-        name
+    flat = config.flatten(settings, Scope.ANYTIME)  # also those that have their default
+    changed = [
+        digest(apply(settings, {name: value / 2}, ""))
         for name, value in flat.items()
-        if isinstance(value, float) and not name.startswith("phase_a.")
+        if isinstance(value, float) and value and not name.startswith("phase_a.")
     ]
-    changed = [digest(apply(settings, {name: flat[name] / 2}, "")) for name in names if flat[name]]
     assert len(changed) > 5 and len({digest(settings), *changed}) == len(changed) + 1
 
 
@@ -271,17 +268,13 @@ def test_a_wrong_sweep_is_refused_in_one_line(entries, message):
 
 
 def test_an_entry_inherits_plain_from_the_cell_named_in_like():
-    cells = {
-        cell.name: cell
-        for cell in swept(
-            [
-                {"name": "longer", "plain": True, "phase_b.epochs": 3},
-                {"like": "longer", "phase_b.optim.lr": 0.1},
-                {"export.encoding": "uint8"},
-                {"like": None, "phase_b.gamma": 2},
-            ]
-        )
-    }
+    entries = [
+        {"name": "longer", "plain": True, "phase_b.epochs": 3},
+        {"like": "longer", "phase_b.optim.lr": 0.1},
+        {"export.encoding": "uint8"},
+        {"like": None, "phase_b.gamma": 2},
+    ]
+    cells = {cell.name: cell for cell in swept(entries)}
     assert cells["longer"].like == BASELINE and cells["lr 0.1"].plain
     assert cells["encoding uint8"].like == "distilled" and not cells["encoding uint8"].plain
     base = config.load("digits")
@@ -344,29 +337,17 @@ def test_trials_build_on_the_best_trial_of_the_cell_named_in_like(tmp_path):
     assert trainings["distilled"].phase_b.optim.lr == base.phase_b.optim.lr
 
 
-@pytest.mark.parametrize(
-    "names, is_comparison",
-    [
-        ([], True),
-        (["lock"], True),  # killed at once
-        (["lock", "students", "compare.json"], True),
-        (["lock", "teachers"], True),
-        (["students"], False),
-        (["lock", "config.yaml", "phase_a"], False),  # a run
-        (["lock", "zarr.json"], False),
-    ],
-)
-def test_the_folder_of_a_comparison_is_known_by_its_lock(names, is_comparison, tmp_path):
-    for name in names:
-        (tmp_path / name).touch()
-    if is_comparison:
-        check_folder(tmp_path)
-    else:
-        with pytest.raises(UserError, match="holds no comparison"):
-            check_folder(tmp_path)
-
-
-def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
+def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
+    comparisons = "", "lock", "lock students compare.json", "lock teachers"  # the second: killed
+    others = "students", "lock config.yaml phase_a", "lock zarr.json"
+    for number, names in enumerate([*comparisons, *others]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in names.split():
+            (folder / name).touch()
+        refused = pytest.raises(UserError, match="holds no comparison")
+        with refused if names in others else contextlib.nullcontext():
+            check_folder(folder)
     with locked(tmp_path / "c", "comparison"):
         code, _, err = in_process("compare", "digits", "--no-tune", "--run-dir", tmp_path / "c")
         assert (code, err.count("\n")) == (2, 1) and "is using this comparison" in err, err
@@ -375,23 +356,9 @@ def test_a_second_comparison_in_the_folder_is_refused(in_process, tmp_path):
 
 def test_a_plain_cell_changes_the_baselines_optimizer_and_epochs():
     """Which a configuration may name apart from phase B's."""
-    epochs, rates = ("phase_b.epochs=6", "baseline.epochs=9"), ("phase_b.optim.lr=3e-3",)
-    base = config.load("digits", [*epochs, *rates, "baseline.optim.lr=1e-3"])
-    entries = {
-        "longer": {"plain": True, "phase_b.epochs": 24},
-        "longest": {"plain": True, "baseline.epochs": 30},
-        "rate": {"plain": True, "like": None, "phase_b.optim.lr": 0.1},
-        "as it is": {"plain": True, "like": None},
-        "student": {"phase_b.gamma": 0.5},
-    }
-    cells = {c.name: c for c in swept([{"name": n, **e} for n, e in entries.items()], base)}
-
-    def phase(name, changes=()):
-        settings = apply(resolve(cells[name], cells, {}, base), dict(changes), "x")
-        return as_run(settings, 0, baseline=cells[name].plain).phase_b
-
-    found = {name: (phase(name).epochs, phase(name).optim.lr) for name in (BASELINE, *entries)}
-    assert found == {
+    changes = ["phase_b.epochs=6", "baseline.epochs=9", "phase_b.optim.lr=3e-3"]
+    base = config.load("digits", [*changes, "baseline.optim.lr=1e-3"])
+    expected = {
         BASELINE: (9, 1e-3),
         "as it is": (9, 1e-3),
         "rate": (9, 0.1),
@@ -399,7 +366,20 @@ def test_a_plain_cell_changes_the_baselines_optimizer_and_epochs():
         "longest": (30, 1e-3),
         "student": (6, 3e-3),
     }
-    assert phase("rate", {"phase_b.optim.lr": 0.2}.items()).optim.lr == 0.2
+    entries = [
+        {"name": "longer", "plain": True, "phase_b.epochs": 24},
+        {"name": "longest", "plain": True, "baseline.epochs": 30},
+        {"name": "rate", "plain": True, "like": None, "phase_b.optim.lr": 0.1},
+        {"name": "as it is", "plain": True, "like": None},
+        {"name": "student", "phase_b.gamma": 0.5},
+    ]
+    cells = {cell.name: cell for cell in swept(entries, base)}
+    for name, values in expected.items():
+        settings = resolve(cells[name], cells, {}, base)
+        phase = as_run(settings, 0, baseline=cells[name].plain).phase_b
+        assert (phase.epochs, phase.optim.lr) == values, name
+    trial = apply(resolve(cells["rate"], cells, {}, base), {"phase_b.optim.lr": 0.2}, "x")
+    assert as_run(trial, 0, baseline=True).phase_b.optim.lr == 0.2
 
 
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
@@ -442,18 +422,23 @@ def compare(folder, *arguments, seeds="0,1"):
     return [*map(str, ["compare", "digits", *options, *arguments]), *sets(*TINY)]
 
 
+def cells_of(folder: Path, name: str) -> dict[str, dict]:
+    results = json.loads((folder / f"{name}.json").read_text())
+    return {cell["cell"]: cell for cell in results["cells"]}
+
+
 def test_a_tiny_comparison(compared):
     folder, _, printed = compared
-    results = json.loads((folder / "mine.json").read_text())
-    by_name = {cell["cell"]: cell for cell in results["cells"]}
+    cells = cells_of(folder, "mine")
     students = ["distilled", "shuffled maps", "prior alone"]
-    assert list(by_name) == [
+    assert list(cells) == [
         *(BASELINE, *students, "plain longer", "gamma 0.5, encoding uint8", "tuned")
     ]
-    assert all(name in printed for name in by_name) and "Trials of tuned" in printed
+    assert all(name in printed for name in cells) and "Trials of tuned" in printed
     assert max(map(len, printed.splitlines())) <= 80
-    goals = [run["val_acc"][-1] for run in by_name[BASELINE]["runs"]]
-    for name, cell in by_name.items():
+    goals = [run["val_acc"][-1] for run in cells[BASELINE]["runs"]]
+    losses = {}
+    for name, cell in cells.items():
         runs, final, last = cell["runs"], cell["final"], cell["at"][-1]
         assert [run["seed"] for run in runs] == [0, 1] and last["share"] == 1
         assert {len(run["val_acc"]) for run in runs} == {3 if name == "plain longer" else 2}
@@ -464,73 +449,56 @@ def test_a_tiny_comparison(compared):
         if None not in reached:
             assert last["epochs"]["mean"] == np.mean(reached)
             assert last["epochs_with_phase_a"]["mean"] == np.mean(reached) + (not cell["plain"])
-        assert final["parameters"]["mean"] == parameters(folder / runs[0]["folder"]), name
-        spent = [entry["processor_seconds"] for entry in metrics_of(folder, runs[0])]
-        assert runs[0]["costs"]["processor_seconds"] == pytest.approx(sum(spent))
-    losses = [
-        [entry["loss_feat"] for run in by_name[name]["runs"] for entry in metrics_of(folder, run)]
-        for name in students
-    ]
-    assert len({*map(tuple, losses)}) == 3
-    trials = by_name["tuned"]["trials"]
+        weights = load_file(folder / runs[0]["folder"] / "student" / "model.safetensors")
+        assert final["parameters"]["mean"] == sum(array.size for array in weights.values())
+        metrics = (folder / runs[0]["folder"] / "metrics.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in metrics]
+        spent = sum(entry["processor_seconds"] for entry in entries)
+        assert runs[0]["costs"]["processor_seconds"] == pytest.approx(spent)
+        losses[name] = entries[0].get("loss_feat")
+    assert len({losses[name] for name in students}) == 3
+    trials = cells["tuned"]["trials"]
     assert [trial["settings"]["phase_b.optim.lr"] for trial in trials] == [5e-4, 3e-3]
     (taken,) = (trial for trial in trials if trial["taken"])
     assert taken["val_acc"] == max(trial["val_acc"] for trial in trials)
-    assert taken["val_acc"] == by_name["tuned"]["runs"][0]["val_acc"][-1]
-    check_multiply_adds(by_name)
-    check_differences(by_name)
+    assert taken["val_acc"] == cells["tuned"]["runs"][0]["val_acc"][-1]
     for name in ("mine", "key_selection"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
         assert "<svg" in (folder / f"{name}.svg").read_text()
 
 
-def metrics_of(folder: Path, run: dict) -> list[dict]:
-    return [json.loads(line) for line in (folder / run["folder"] / "metrics.jsonl").open()]
-
-
-def check_multiply_adds(by_name: dict) -> None:
+def test_the_costs_of_a_tiny_comparison(compared):
     """100 images, 2 or 3 epochs of the student, 1 of the teacher, which compares no queries."""
     settings = config.load("digits", TINY)
     vit = build_student(settings, load_data(settings.data))
-    forward = products_of(vit, tokens=16)
-    costs = {
-        name: [(run["costs"], run["phase_a_costs"]) for run in cell["runs"]]
-        for name, cell in by_name.items()
-    }
-    assert costs[BASELINE][0][0]["multiply_adds"] == 2 * 3 * 100 * forward
-    assert costs["plain longer"][1][0]["multiply_adds"] == 3 * 3 * 100 * forward
-    assert costs[BASELINE][0][1] == {}
-    student, teacher = costs["distilled"][0]
+    forward, cells = products_of(vit, tokens=16), cells_of(compared[0], "mine")
+    for name, epochs in ((BASELINE, 2), ("plain longer", 3)):
+        run = cells[name]["runs"][0]
+        assert run["costs"]["multiply_adds"] == epochs * 3 * 100 * forward
+        assert run["phase_a_costs"] == {}
+    run = cells["distilled"]["runs"][0]
+    student, teacher = run["costs"]["multiply_adds"], run["phase_a_costs"]["multiply_adds"]
     # the map of a Gaussian is separable: its two factors, 16 x 4 numbers each
-    assert student["multiply_adds"] >= 2 * 3 * 100 * forward
+    assert student >= 2 * 3 * 100 * forward
     scores = 2 * 16**2 * vit.embed_dim  # which the teacher has not, nor the weights of Q and K
     of_teacher = forward - scores - 2 * 16 * vit.embed_dim**2
-    assert (3 + 1) * 100 * of_teacher <= teacher["multiply_adds"] < (3 + 1) * 100 * forward
-    whole = by_name["distilled"]["final"]["multiply_adds"]["mean"]
-    assert whole == student["multiply_adds"] + teacher["multiply_adds"]
+    assert (3 + 1) * 100 * of_teacher <= teacher < (3 + 1) * 100 * forward
+    assert cells["distilled"]["final"]["multiply_adds"]["mean"] == student + teacher
 
 
-def check_differences(by_name: dict) -> None:
+def test_the_differences_of_a_tiny_comparison(compared):
     """Those of the two seeds, and those above the front of the two plain ViTs."""
-    reference = by_name[BASELINE]
-    assert reference["difference"] is reference["above_front"] is None
-    final = np.array([run["val_acc"][-1] for run in reference["runs"]])
-    for cell in [*by_name.values()][1:]:
-        own = [run["val_acc"][-1] for run in cell["runs"]]
-        difference, expected = cell["difference"], Difference.of(list(own - final))
-        assert difference["mean"] == pytest.approx(expected.mean)
-        assert (difference["p"], difference["low"]) == (expected.p, expected.low)
-        assert difference["verdict"] == "not decided"
-    longer = [run["val_acc"][-1] for run in by_name["plain longer"]["runs"]]
-    student = by_name["distilled"]  # dearer than both
-    above = [run["val_acc"][-1] for run in student["runs"]] - np.maximum(final, longer)
-    assert student["above_front"]["mean"] == pytest.approx(above.mean())
-
-
-def parameters(folder: Path) -> int:
-    """How many numbers the weights of a student have."""
-    weights = load_file(folder / "student" / "model.safetensors")
-    return sum(array.size for array in weights.values())
+    cells = cells_of(compared[0], "mine")
+    assert cells[BASELINE]["difference"] is cells[BASELINE]["above_front"] is None
+    final = {name: [run["val_acc"][-1] for run in cell["runs"]] for name, cell in cells.items()}
+    difference = cells["distilled"]["difference"]
+    expected = Difference.of(list(np.subtract(final["distilled"], final[BASELINE])))
+    assert difference["mean"] == pytest.approx(expected.mean)
+    assert (difference["p"], difference["low"]) == (expected.p, expected.low)
+    assert difference["verdict"] == "not decided"
+    highest = np.maximum(final[BASELINE], final["plain longer"])  # the student is dearer than both
+    above = np.subtract(final["distilled"], highest).mean()
+    assert cells["distilled"]["above_front"]["mean"] == pytest.approx(above)
 
 
 def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
@@ -547,31 +515,28 @@ def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
         *(f"plain.{kind}" for kind in ("json", "png", "svg")),
     }
     assert "with A ┃" not in out and "phase A ┃" not in out
-    results = json.loads((folder / "plain.json").read_text())
-    cells = {cell["cell"]: cell for cell in results["cells"]}
+    cells = cells_of(folder, "plain")
     assert list(cells) == [BASELINE, "no FFN", "diverges"]
     sizes = {name: cell["final"]["parameters"]["mean"] for name, cell in cells.items()}
     assert sizes["no FFN"] < sizes[BASELINE] and sizes["diverges"] is None
     assert cells["diverges"]["failed"] and "failed" in out
     # what was trained once is printed again
     again = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
-    assert again[1] == out and json.loads((folder / "plain.json").read_text()) == results
+    assert again[1] == out and cells_of(folder, "plain") == cells
 
 
 def test_finished_cells_are_not_run_again(compared, in_process):
     folder, sweep, _ = compared
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
-    code, out, err = in_process(
-        *compare(folder, "--sweep", sweep, "--jobs", 2, "--targets", "0.05,0.99")
-    )
+
+    def written():
+        return {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
+
+    before = written()
+    again = compare(folder, "--sweep", sweep, "--jobs", 2, "--targets", "0.05,0.99")
+    code, out, err = in_process(*again)
     assert code == 0 and "seed" not in err
-    assert "to 5 %" in out and "never" in out
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("state.pt")} == before
-    _, out, _ = in_process(*compare(folder, "--row", BASELINE, "--json"))
-    assert [cell["cell"] for cell in json.loads(out)["cells"]] == [BASELINE]
-    other = shutil.copy(
-        sweep, folder.parent / "few.yaml"
-    )  # its tables leave those of the other tests alone
+    assert "to 5 %" in out and "never" in out and written() == before
+    other = shutil.copy(sweep, folder.parent / "few.yaml")  # leaves the other tests their tables
     selected = ["--row", "plain longer", "--row", "shuffled maps"]
     code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))
     assert code == 0 and "seed" not in err
@@ -581,6 +546,7 @@ def test_finished_cells_are_not_run_again(compared, in_process):
     assert len(before) == teachers + students + tuned
 
 
+@pytest.mark.long
 def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "views.yaml"
     sweep.write_text(
@@ -593,22 +559,18 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     command = compare(folder, "--sweep", sweep, *rows, *sets(*views, "export.views=2"))
     code, _, err = in_process(*command)
     assert code == 0, err
-    cells = {
-        cell["cell"]: cell for cell in json.loads((folder / "views.json").read_text())["cells"]
-    }
+    cells = cells_of(folder, "views")
     assert {name: len(cell["runs"]) for name, cell in cells.items()} == dict.fromkeys(
         [BASELINE, "distilled", "xsa", "flips", "the images themselves"], 2
     )
-    drawn = []
-    for teacher in (path for path in (folder / "teachers").iterdir() if path.is_dir()):
-        stores = {path: store.open(path).schema for path in teacher.glob("*.zarr")}
-        assert sorted(schema.views for schema in stores.values()) == [1, 2, 2]
-        seed = RunDirectory(teacher).settings().seed
-        views = [schema.extra["views"] for schema in stores.values() if schema.views == 2]
-        assert [one["seed"] for one in views] == [seed, seed]
+    teachers = [path for path in (folder / "teachers").iterdir() if path.is_dir()]
+    for teacher in teachers:
+        schemas = [store.open(path).schema for path in teacher.glob("*.zarr")]
+        assert sorted(schema.views for schema in schemas) == [1, 2, 2]
+        views = [schema.extra["views"] for schema in schemas if schema.views == 2]
+        assert {one["seed"] for one in views} == {RunDirectory(teacher).settings().seed}
         assert {one["augment"]["flip"] for one in views} == {False, True}
-        drawn.append(seed)
-    assert sorted(drawn) == [0, 1]
+    assert sorted(RunDirectory(teacher).settings().seed for teacher in teachers) == [0, 1]
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*")}
     code, _, err = in_process(*command)
     assert code == 0, err
@@ -639,10 +601,8 @@ def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_proces
     code, out, err = in_process(*compare(folder, "--row", "distilled", *sets(*changes), seeds="0"))
     assert code == 0 and "failed" not in out, out
     assert "teacher, 0 epochs" in err, err
-    [found] = folder.glob("*.json")
-    results = json.loads(found.read_text())
-    distilled = {cell["cell"]: cell for cell in results["cells"]}["distilled"]
-    assert [run["phase_a_epochs"] for run in distilled["runs"]] == [0]
+    runs = cells_of(folder, "compare")["distilled"]["runs"]
+    assert [run["phase_a_epochs"] for run in runs] == [0]
 
 
 def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
@@ -669,6 +629,7 @@ def test_mistakes_give_one_line_and_write_nothing(in_process, tmp_path):
     assert (code, err.count("\n")) == (2, 1) and "holds no comparison" in err
 
 
+@pytest.mark.long
 def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, in_process, tmp_path):
     folder, sweep, _ = compared
     call = compare(tmp_path / "c", "--sweep", sweep, seeds="0")
@@ -685,8 +646,6 @@ def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, in_pr
     assert process.returncode == -signal.SIGKILL and not (tmp_path / "c" / "mine.json").exists()
     code, _, err = in_process(*call)
     assert code == 0, err
-    resumed = json.loads((tmp_path / "c" / "mine.json").read_text())
-    unbroken = json.loads((folder / "mine.json").read_text())
-    for cell, other in zip(resumed["cells"], unbroken["cells"], strict=True):
-        (run,) = cell["runs"]
-        assert run["val_loss"] == other["runs"][0]["val_loss"]
+    resumed, unbroken = (cells_of(path, "mine").values() for path in (tmp_path / "c", folder))
+    for cell, other in zip(resumed, unbroken, strict=True):
+        assert cell["runs"][0]["val_loss"] == other["runs"][0]["val_loss"]

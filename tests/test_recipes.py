@@ -22,6 +22,7 @@ from stages.plan import random_data
 
 PLAIN = (
     "attentions",
+    "baselines",
     "attentionx_gamma",
     "baselines",
     "belief2_signals",
@@ -64,20 +65,22 @@ def test_a_step_of_every_shipped_configuration(name):
     assert "head.weight" in changed and "blocks.0.attn.qkv.weight" in changed
 
 
+def resolved(base: Settings, sweep: str) -> dict[str, tuple[bool, Settings]]:
+    """By cell of a sweep whether it is plain, and its settings."""
+    defaults = default_cells(base, ["standard"], tune=False)
+    cells = sweep_cells(config.read_yaml(sweep, "sweeps"), sweep, defaults)
+    by_name = {cell.name: cell for cell in cells}
+    return {cell.name: (cell.plain, resolve(cell, by_name, {}, base)) for cell in cells}
+
+
 def counts(name: str, sweep: str) -> dict[str, int]:
     """Parameters of every cell of a sweep over a configuration."""
     base = config.load(name)
-    data, cells = data_of(name, base), swept(base, sweep)
-    by_name = {cell.name: cell for cell in cells}
+    data = data_of(name, base)
     return {
-        cell.name: count_parameters(build_student(resolve(cell, by_name, {}, base), data, "meta"))
-        for cell in cells
+        cell: count_parameters(build_student(settings, data, "meta"))
+        for cell, (_, settings) in resolved(base, sweep).items()
     }
-
-
-def swept(base: Settings, sweep: str):
-    defaults = default_cells(base, ["standard"], tune=False)
-    return sweep_cells(config.read_yaml(sweep, "sweeps"), sweep, defaults)
 
 
 def test_the_parameters_of_belief2s_tables():
@@ -119,21 +122,11 @@ def test_attentionxs_experiment_is_the_papers():
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 
-@pytest.mark.parametrize("sweep", PLAIN)
-def test_a_sweep_of_plain_runs_is_as_many_runs_as_cells(sweep):
-    base = config.load("fashion_mnist_plain", ["phase_b.epochs=12"])  # a number no cell has
-    cells = swept(base, sweep)
-    assert all(cell.plain for cell in cells) and cells[0].name == "plain ViT"
-    by_name = {cell.name: cell for cell in cells}
-    runs = [as_run(resolve(cell, by_name, {}, base), 0, baseline=True) for cell in cells]
-    assert len({digest(run) for run in runs}) == len(cells) > 3
-
-
 @pytest.mark.parametrize("sweep", config.shipped("sweeps"))
-def test_every_shipped_sweep_is_one(sweep):
-    base = config.load("fashion_mnist")
-    cells = swept(base, sweep)
-    by_name = {cell.name: cell for cell in cells}
-    for cell in cells:
-        resolve(cell, by_name, {}, base)
-    assert (sweep in PLAIN) == all(cell.plain for cell in cells)
+def test_every_shipped_sweep_is_as_many_runs_as_cells(sweep):
+    cells = resolved(config.load("cifar10_small"), sweep)
+    assert (sweep in PLAIN) == all(plain for plain, _ in cells.values())
+    runs = {
+        digest(as_run(settings, 0, baseline=plain), plain) for plain, settings in cells.values()
+    }
+    assert next(iter(cells)) == "plain ViT" and (len(runs) == len(cells) or sweep not in PLAIN)

@@ -140,11 +140,13 @@ def key_selection(comparison: Comparison) -> Figure | None:
         first_block = attention[:, :, 0]  # [epochs, images, T]
         extent = (0.5, len(attention) + 0.5, -0.5, tokens - 0.5)
         scale = dict(vmin=0, vmax=first_block.max(), extent=extent, interpolation="nearest")
-        for panel, keys in zip(column, first_block.transpose(1, 2, 0), strict=True):
-            panel.imshow(keys, aspect="auto", origin="lower", **scale)
+        drawn = []
+        for image, panel in enumerate(column):
+            keys = first_block[:, image].T  # [T, epochs]
+            drawn.append(panel.imshow(keys, aspect="auto", origin="lower", **scale))
             for axis in (panel.xaxis, panel.yaxis):
                 axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
-        figure.colorbar(column[0].images[0], ax=column, location="bottom", label="attention")
+        figure.colorbar(drawn[-1], ax=column, location="bottom", label="attention")
     for image, panel in enumerate(panels[:, 0], 1):
         panel.set_ylabel(f"image {image}: key")
     return figure

@@ -35,8 +35,7 @@ def as_run(settings: Settings, seed: int, *, baseline: bool) -> Settings:
     """The settings of one run. Settings that mean nothing to it go back to their defaults."""
     if baseline:
         settings = of_baseline(settings)
-    phase_a = settings.phase_a
-    changes: dict[str, Any] = {"keep": "last"}  # the epoch of the tables
+    phase_a, changes = settings.phase_a, dict[str, Any](keep="last")  # the epoch of the tables
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         changes["shuffle_maps"] = False
     if baseline:
