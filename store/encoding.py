@@ -62,7 +62,8 @@ class Numbers:
 
 
 class Embeddings(Numbers):
-    """Numbers of a learned embedding, of which zstd would take off a twentieth."""
+    """Numbers of a learned embedding. zstd would take a twentieth off them, and most of the time of
+    reading them."""
 
     compressed = False
 

@@ -170,7 +170,7 @@ def test_published_weights_are_taken_for_their_maps_alone():
     of_run = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
     assert of_run.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
     assert of_run.phase_b.head_map == "mean"
-    assert of_run.phase_b.match_grid and not of_run.phase_b.alpha
+    assert not of_run.phase_b.alpha
     assert of_run.baseline.epochs == of_run.phase_b.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 

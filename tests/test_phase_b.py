@@ -147,7 +147,6 @@ WAYS = {
     ],
     "other-grid-rezero": [
         "phase_b.model_args={patch_size: 1}",
-        "phase_b.match_grid=true",
         "phase_b.rezero=true",
     ],
 }

@@ -10,7 +10,7 @@ import pytest
 
 import store
 from processes import FORKS, exit_code
-from test_store import decoder_for, make_arrays, make_schema, write_store
+from test_store import make_arrays, make_schema, write_store
 
 SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
 
@@ -75,13 +75,3 @@ def test_four_processes_write_one_store(tmp_path, whole):
     assert [process.exitcode for process in processes] == [0, 0, 0, 0]
     assert contents(url) == whole and store.verify(url) == []
     assert store.open(url).complete
-
-
-def test_a_store_whose_creation_was_killed_goes_on_as_it_was(tmp_path):
-    url, schema = tmp_path / "s", make_schema(kind="embedding", embedding_dim=7)
-    options = {"decoder": decoder_for(schema), "shard_bytes": 4 * schema.bytes_per_image}
-    write_store(url, schema, make_arrays(schema), **options)
-    before = contents(url)
-    (url / "embeddings" / "zarr.json").unlink()
-    store.create(url, schema, resume=True, **options).finish()
-    assert contents(url) == before

@@ -151,7 +151,6 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
-        choices.choose("phase_b.match_grid", True)
     batch = next(size for fewer, size in BATCHES if images < fewer)
     choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
     choices.choose("phase_b.optim.lr", 2e-3, "the learning rate")
