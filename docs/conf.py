@@ -3,7 +3,8 @@
 The source is the whole repository: a link between two pages, to CONTRIBUTING.md or to a file of
 code is the same on the site and where the repository is shown. The site's own parts are made from
 the pages themselves: its menu from the list of pages in docs/README.md, the reference from the list
-of names in docs/reference.md, the options of docs/commands.md from the program.
+of names in docs/reference.md, the options of docs/commands.md and the tables of docs/settings.md
+from the program.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sphinx.application import Sphinx
 
 from gaupipe import __version__
 from gaupipe.cli import app as program
+from gaupipe.settings.page import page as all_settings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from commands_page import all_commands
@@ -83,11 +85,13 @@ def described(name: re.Match) -> str:
 
 
 def read(app: Sphinx, page: str, source: list[str]) -> None:
-    """Adds to three pages what only the site has."""
+    """Adds to four pages what only the site has."""
     if page == root_doc:
         source[0] += menu((Path(app.srcdir) / "docs/README.md").read_text())
     elif page == "docs/reference":
         source[0] = NAME.sub(described, source[0])
+    elif page == "docs/settings":
+        source[0] += "\n" + all_settings()
     elif page == "docs/commands":
         source[0] += "\n## Options\n\n" + all_commands(program)
 

@@ -84,7 +84,7 @@ def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
         "heads": model.blocks[0].attn.num_heads,
         "grid": list(model.patch_embed.grid_size),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "overrides": run.overrides(student.name, student.distilled),
+        "differs_from_run": run.differences(student.name, student.distilled),
         **read_metrics(student.folder / "metrics.jsonl")[-1],
     }
 

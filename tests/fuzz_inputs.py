@@ -97,7 +97,9 @@ def bad_setting(draw: random.Random, _finished: Path, _folder: Path) -> tuple[st
     (name, annotation), (other, of_other) = draw.choices(list(fields(Settings)), k=2)
     override = f"{name}={draw.choice(bad_values(annotation))}"
     if draw.random() < 0.3:
-        override = f"{mutated(draw, name.encode()).decode(errors='replace')}.x={draw.choice(WORDS)}"
+        unknown = mutated(draw, name.encode()).decode(errors="replace")
+        unknown += "_" * (unknown in dict(fields(Settings)))  # keywords may have any name
+        override = f"{unknown}.x={draw.choice(WORDS)}"
     overrides = [f"{other}={draw.choice(bad_values(of_other))}", override]
     overrides = overrides[draw.randrange(2) :]
     return loads(lambda: config.load("digits", overrides)), repr(overrides)[:200]

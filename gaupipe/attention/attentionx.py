@@ -15,7 +15,7 @@ class AttentionX(StudentAttention):
     ``mask_diagonal`` hides every token from itself before the softmax, for which the paper uses
     ``gamma`` = 1; without it, gamma > 1 (3 for language). A token without any key (the first one of
     a causal sequence) has MH = 0 and log-probabilities -inf. For the keys that an additive mask
-    hides see :func:`~gaupipe.attention.base.hidden_by`.
+    hides see ``gaupipe.attention.base.hidden_by``.
     """
 
     def __init__(self, *args, gamma: float = 1.0, mask_diagonal: bool = True, **kwargs) -> None:

@@ -1,8 +1,5 @@
-"""Every setting with its type, default and effect, from the settings' classes: for docs/settings.md
-and for ``gaupipe settings``.
-
-``python -m gaupipe.settings.page > docs/settings.md`` writes the page.
-"""
+"""Every setting with its type, default and effect, from the settings' classes: for
+``gaupipe settings`` and for docs/settings.md on the site."""
 
 from __future__ import annotations
 
@@ -20,22 +17,6 @@ from pydantic.fields import FieldInfo
 
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import Section, section_of
-
-OPENING = """\
-# Settings
-
-A run is described by a YAML file, and `--set` changes single settings of it:
-
-```sh
-gaupipe run mine.yaml --set phase_b.epochs=40 --set phase_b.optim.lr=0.002
-```
-
-A dot leads into a section: `phase_b.epochs` in the file is `epochs` under `phase_b`. A setting that
-the file leaves out has its default. An unknown name is refused.
-
-`gaupipe settings phase_b` prints a section in the terminal, `gaupipe settings digits` a shipped
-configuration. The command `python -m gaupipe.settings.page > docs/settings.md` writes this page.
-"""
 
 WORDS = {bool: "true or false", str: "text", int: "whole number", float: "number"}
 
@@ -72,8 +53,8 @@ def sections(
 
 
 def page() -> str:
-    """The page as Markdown. A section with the defaults of one before it has no table."""
-    texts = [OPENING]
+    """All settings as Markdown. A section with the defaults of one before it has no table."""
+    texts = []
     before: dict[str, str] = {}
     for place, defaults, settings in sections():
         text = f"## {place or 'The run'}\n\n{_wrapped(_markdown(type(defaults).__doc__ or ''))}\n"
@@ -174,7 +155,3 @@ def _wrapped(text: str) -> str:
 def _listed(values: list[str]) -> str:
     *most, last = values
     return f"{', '.join(most)} or {last}" if most else last
-
-
-if __name__ == "__main__":
-    print(page(), end="")

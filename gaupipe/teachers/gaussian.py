@@ -194,7 +194,7 @@ class Teacher(nn.Module):
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, GaussianMaps]:
         """(log-probabilities [B, C], attention) of images [B, channels, height, width] in eval
-        mode, with their ``parameters`` [B, *per_image_shape]; None: the prior alone.
+        mode, with their ``parameters`` ``[B, *per_image_shape]``; None: the prior alone.
         ``generator`` draws the points of sampled passes."""
         if self.predictor is not None:
             logits, gaussians = self.look(images)

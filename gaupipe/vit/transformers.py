@@ -217,7 +217,7 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
     ``from_pretrained`` of a saved one needs ``import gaupipe.transformers``.
 
     Takes the language models of GPT-2, Llama, Mistral, Qwen2 and Qwen3, and converted ones. For the
-    cases in which outputs do not change see :func:`gaupipe.vit.convert.convert`. Raises UserError
+    cases in which outputs do not change see :func:`gaupipe.models.convert`. Raises UserError
     for an unknown attention or option, for "gaussian", and for another model.
     """
     attention_type = student_class(attention, options)

@@ -121,6 +121,13 @@ class RunDirectory:
                 '["phase_b.gamma=0.5"]; restore it from a copy'
             ) from None
 
+    def differences(self, name: str, distilled: bool = True) -> dict[str, Any]:
+        """{"a.b": value} of the settings in which a student differs from the run."""
+        student = self.student_settings(name, distilled)
+        values = config.flatten(student)
+        changed = config.changed(self.settings(), student, Scope.ANYTIME)
+        return {key: values[key] for key in changed if key in values}
+
     def with_overrides(self, overrides: Sequence[str]) -> Settings:
         """The run's settings with those of one student. Raises UserError for a setting in which
         students of one teacher cannot differ."""
