@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from rich.table import Table
 from rich.text import Text
 from timm.data import create_transform, resolve_model_data_config
@@ -107,16 +106,22 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
 
 
-def preparation(model: Any, image_size: int | None = None) -> Any:
-    """A function from an RGB image of Pillow to the model's input [channels, height, width],
-    scaled, cropped and normalised as the model's config says, at its ``image_size`` or another."""
+def reader(model: Any, image_size: int | None = None) -> Callable[[Path], Tensor]:
+    """A function from an image file to the model's input [channels, height, width], scaled,
+    cropped and normalised as the model's config says, at its ``image_size`` or another. It raises
+    UserError for a file that cannot be read."""
     config = resolve_model_data_config(model)
     if image_size is not None:
         config["input_size"] = (config["input_size"][0], image_size, image_size)
     to_tensor: Any = create_transform(**config, is_training=False)
-    if config["input_size"][0] == 1:
-        return lambda image: to_tensor(image.convert("L"))
-    return to_tensor
+    grey = config["input_size"][0] == 1
+
+    def read(path: Path) -> Tensor:
+        with refusing(str(path)), path.open("rb") as file:
+            image = read_rgb(file, path.name)
+        return to_tensor(image.convert("L") if grey else image)
+
+    return read
 
 
 def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Prediction]]:
@@ -124,13 +129,11 @@ def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Pre
 
     An image that cannot be read has a ``problem`` in place of classes.
     """
-    prepare = preparation(request.model)
+    read_input = reader(request.model)
 
     def read(path: Path) -> Tensor | str:
         try:
-            with refusing(str(path)), path.open("rb") as file:
-                image: Image.Image = read_rgb(file, path.name)
-            return prepare(image)
+            return read_input(path)
         except UserError as error:
             return str(error)
 

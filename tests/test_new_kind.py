@@ -40,7 +40,6 @@ class HeadMean(store.Kind):
 
 class HeadMeanKind(kinds.GaussianKind):
     name = "headmean"
-    needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32):
         return {"means": attention.maps(dtype).mean(2)}

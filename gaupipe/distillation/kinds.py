@@ -88,8 +88,6 @@ class GaussianKind:
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
 
     name = "gaussian"
-    needs_maps = False
-    """True if :meth:`arrays` are made of whole maps."""
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """The reason why a store of this kind cannot hold the maps of a teacher, with or without
@@ -116,7 +114,6 @@ class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
-    needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"maps": attention.maps(dtype)}
@@ -140,7 +137,6 @@ class TopKKind(GaussianKind):
     row is spread evenly over the other keys."""
 
     name = "topk"
-    needs_maps = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)

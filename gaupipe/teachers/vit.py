@@ -25,7 +25,7 @@ from gaupipe.data.splits import ImageData
 from gaupipe.maps.fits import fit_gaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
-from gaupipe.vit.capture import AttentionReader, attention_map
+from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
 
 SETTING = "phase_a.teacher"
 READABLE = "a ViT, DeiT, BEiT, EVA-02, DINOv2, DINOv3 or SigLIP model can be read"
@@ -78,9 +78,7 @@ class VitTeacher(nn.Module):
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.name = name
-        for module in self.model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = True  # else the module never calls what is read
+        use_fused_attention(self.model)
         self._check_images(data)
         self.num_classes = data.num_classes
         self.predicts = self.model.num_classes > 0

@@ -85,6 +85,14 @@ class AttentionReader(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def use_fused_attention(model: nn.Module) -> None:
+    """Makes a timm model attend by ``scaled_dot_product_attention``, whose calls can be seen."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = True
+
+
 @contextlib.contextmanager
 def capture(
     model: nn.Module,

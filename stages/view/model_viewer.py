@@ -9,6 +9,7 @@ import hashlib
 import io
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,9 @@ from PIL import Image
 from timm.data import resolve_model_data_config
 from torchvision.transforms import Normalize
 
-from gaupipe.data.decoding import read_rgb, refusing
 from gaupipe.system.errors import UserError
-from gaupipe.vit.capture import capture
-from stages.predict import class_names, image_files, load_model, preparation
+from gaupipe.vit.capture import capture, use_fused_attention
+from stages.predict import class_names, image_files, load_model, reader
 from stages.view.gallery import PAGE
 from stages.view.viewer import prediction
 from stages.view.wire import pack
@@ -110,16 +110,15 @@ class ModelViewer:
     ) -> None:
         self.name, self.model, self.images, self.note = name, model, images, note
         self.gallery = FileGallery(images)
-        for module in model.modules():
-            if hasattr(module, "fused_attn"):
-                module.fused_attn = True  # else it never calls what is captured
-        self._prepare = preparation(model, image_size)
+        use_fused_attention(model)
+        self._read = reader(model, image_size)
         config = resolve_model_data_config(model)
         mean, std = torch.tensor(config["mean"]), torch.tensor(config["std"])
         self._to_pixels = Normalize((-mean / std).tolist(), (1 / std).tolist())
         self._one_at_a_time = threading.Lock()
         self._names = class_names(model, getattr(model, "num_classes", 0) or 0)
         self._shape: dict[str, Any] = {}
+        self._latest = lru_cache(maxsize=1)(self._message)
 
     def start(self) -> None:
         """Does nothing: everything is computed when it is asked for."""
@@ -153,6 +152,9 @@ class ModelViewer:
 
     def image(self, image: int, view: int = 0) -> bytes:
         """The maps [L, H, N, N] float32 of an image, and the model's prediction."""
+        return self._latest(image)
+
+    def _message(self, image: int) -> bytes:
         inputs = self._input(image)[None]  # [1, channels, height, width]
         with self._one_at_a_time, torch.inference_mode():
             try:
@@ -212,9 +214,7 @@ class ModelViewer:
     def _input(self, image: int) -> torch.Tensor:
         """An image as the model takes it: [channels, height, width], normalised."""
         self.check(image)
-        path = self.images[image]
-        with refusing(str(path)), path.open("rb") as file:
-            return self._prepare(read_rgb(file, path.name))
+        return self._read(self.images[image])
 
 
 def token_names(count: int) -> list[str]:

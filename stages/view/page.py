@@ -67,14 +67,11 @@ def bundle() -> str:
 
 def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
     """Everything that the page shows of an image, binary messages as base64."""
-    views = range(viewer.about()["views"])
+    views, has_pixels = range(viewer.about()["views"]), viewer.status()["pixels"]["ready"]
     snapshots = [who for who, (_, images, _) in viewer.snapshots.items() if image in images]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views],
-        "pixels": [
-            None if not viewer.status()["pixels"]["ready"] else encoded(viewer.pixels(image, view))
-            for view in views
-        ],
+        "pixels": [encoded(viewer.pixels(image, view)) if has_pixels else None for view in views],
         "students": {
             name: [encoded(viewer.student(name, image, view)) for view in views]
             for name in viewer.students
