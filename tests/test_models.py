@@ -167,7 +167,8 @@ SMALL = dict(img_size=32, depth=2)
 @pytest.mark.parametrize(
     "name, kwargs",
     [
-        *((PICO, dict(attention=key)) for key in STUDENTS),
+        *((PICO, dict(attention=key)) for key in ATTENTION),
+        (PICO, dict(attention_options={"prior": True})),
         (PICO, dict(rezero=True)),
         (PICO, dict(mlp_ratio=0)),
         ("vit_tiny_patch16_224", SMALL),
@@ -191,7 +192,8 @@ def test_forward_with_maps_is_the_models_own_forward_pass(name, kwargs):
         torch.testing.assert_close(row.exp().sum(-1), torch.ones(row.shape[:-1]))
 
 
-SAVED = [dict(attention=key) for key in STUDENTS] + [
+SAVED = [dict(attention=key) for key in ATTENTION] + [
+    dict(attention_options={"prior": True}),
     dict(attention="belief2", attention_options={"activation": "silu", "zz": False}),
     dict(attention="attentionx", attention_options={"gamma": 3.0, "mask_diagonal": False}),
     dict(attention="belief2", match_params=True, mlp_ratio=4),
