@@ -45,7 +45,6 @@ CASES = {
         "phase_b.optim.accumulate=2",
     ],
     "files": [
-        "phase_a.rows.memory_budget_gb=0",
         "phase_a.rows.initial_std=0.1",
         "phase_a.augment=true",
         "augment.flip=true",
@@ -419,7 +418,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
-    fast = ["phase_a.rows.memory_budget_gb=0", "baseline.epochs=0", "phase_b.gamma=0.1"]
+    fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
     settings = config.load("digits", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     generator, killed, size, codes = random.Random(0), 0, 2, [1]

@@ -243,9 +243,6 @@ class RowSettings(Section):
     initial_std: Weight = 0.0
     """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
     alike."""
-    memory_budget_gb: Weight = 2.0
-    """If the per-image parameters and their moments take more than this many GB, all of them lie in
-    files in the run directory; 0 always uses files."""
 
 
 class CompressionSettings(Section):

@@ -6,7 +6,6 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_resources, make_plan, per_image_in_files
+from stages.runs.resources import check_resources, make_plan
 
 LABEL_PASSES = 8
 """Forward passes with newly sampled points, over which a stochastic teacher's predictions are
@@ -271,10 +270,9 @@ def build(
     to_read: bool = False,
     with_images: bool = True,
 ) -> TeacherJob[Teacher]:
-    """Phase A, freshly started; per-image parameters beyond the memory budget are to lie in
-    ``folder``/rows. ``to_read``: a teacher that is not trained any more, with the parameters of all
-    images and not only of this rank's; ``with_images`` False leaves them out. Writes nothing;
-    raises UserError."""
+    """Phase A, freshly started; per-image parameters are to lie in ``folder``/rows. ``to_read``: a
+    teacher that is not trained any more, with the parameters of all images and not only of this
+    rank's; ``with_images`` False leaves them out. Writes nothing; raises UserError."""
     device = select_device(settings.device, settings.threads)
     teacher = build_teacher(settings, data)
     per_image = None
@@ -303,18 +301,16 @@ def build_per_image(
 ) -> BucketedState:
     """The start of the per-image parameters, of this ``shape``."""
     rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
-    in_files = per_image_in_files(rows, buckets.images, math.prod(shape))
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
         return ImageState(
             len(image_ids),
             torch.zeros(shape),
             lr=rows.lr,
-            folder=folder / "rows" / f"bucket-{bucket:04d}" if in_files else None,
+            folder=folder / "rows" / f"bucket-{bucket:04d}",
             initial_std=rows.initial_std,
             seed=settings.seed,
             drawn_as=torch.from_numpy(image_ids),
-            to_read=to_read,
         )
 
     return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
