@@ -146,9 +146,9 @@ def vit(**options) -> torch.nn.Module:
     return timm.create_model(PICO, depth=2, embed_dim=32, in_chans=1, **options).eval()
 
 
-def teacher_of(parametrisation: str = "loc_scale", predicts: bool = False) -> Teacher:
+def teacher_of(parametrisation: str = "loc_scale") -> Teacher:
     """One that has learned: nothing is at its start."""
-    teacher = Teacher(vit(attention="gaussian"), parametrisation, predicts=predicts).eval()
+    teacher = Teacher(vit(attention="gaussian"), parametrisation).eval()
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in teacher.parameters():
@@ -179,15 +179,10 @@ def test_a_student_that_a_prior_is_handed_to_is_the_teacher(parametrisation, tok
         assert block.attn.prior.grad.abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("predicts", [False, True])
-def test_a_student_gaussian_that_starts_from_the_teacher_is_the_teacher(predicts):
-    teacher, student, images = (
-        teacher_of(predicts=predicts),
-        vit(attention="gaussian"),
-        torch.randn(5, 1, 8, 8),
-    )
+def test_a_student_gaussian_that_starts_from_the_teacher_is_the_teacher():
+    teacher, student, images = teacher_of(), vit(attention="gaussian"), torch.randn(5, 1, 8, 8)
     warm_start(student, teacher.weights())
-    expected = teacher(images, None if predicts else teacher.gaussians(None))
+    expected = teacher(images, teacher.gaussians(None))
     torch.testing.assert_close(student(images), expected, atol=2e-6, rtol=1e-5)
 
 
@@ -244,7 +239,6 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path, in_process):
     [
         (["phase_a.teacher=vit"], "phase_a.teacher=gaussian"),
         (["phase_a.per_image=table"], "phase_a.per_image=none"),
-        (["phase_a.per_image=predicted"], "phase_a.per_image=none"),
         (["phase_a.mode=stochastic"], "phase_a.mode=expected"),
         (["phase_b.student=belief2"], "phase_b.student=standard"),
         (["phase_b.attention_options={}"], "prior: true"),

@@ -415,10 +415,6 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no embeddings"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
         (["export.views=2"], "export.views 2: the section augment draws nothing"),
-        (
-            ["phase_a.teacher=gaussian", "phase_a.per_image=predicted", "export.views=2"],
-            "export.views 2: the section augment draws nothing",
-        ),
         (["export.kind=dense", "export.k=4"], "export.k 4: a store of the kind dense has no k"),
         (["phase_a.teacher=gaussian", "export.views=3"], "export.views 3: Gaussians of images"),
     ],

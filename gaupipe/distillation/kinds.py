@@ -208,7 +208,7 @@ class PriorKind(GaussianKind):
     def refusal(self, teacher, per_image) -> str | None:
         if not isinstance(teacher, Teacher):
             return "a trained ViT has another map for each image; choose topk, dense or gaussian"
-        if per_image or teacher.predicts_gaussians:
+        if per_image:
             return (
                 "this teacher has Gaussians of single images (phase_a.per_image is not none); "
                 "choose gaussian or dense"
@@ -332,11 +332,10 @@ def check_export(
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
     if k is not None and k > grid[0] * grid[1]:
         raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
-    if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
+    if export.views is not None and isinstance(teacher, Teacher):
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT, or "
-            "phase_a.per_image=predicted"
+            "themselves; views are for a teacher that sees them: a trained ViT"
         )
     if export.views is not None and not augment.draws_views:
         raise UserError(

@@ -276,12 +276,11 @@ class PhaseASettings(Section):
     learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
-    per_image: Literal["table", "embedding", "predicted", "none"] = "table"
+    per_image: Literal["table", "embedding", "none"] = "table"
     """What makes the Gaussians of an image differ from the shared prior. ``table`` learns raw
     numbers for each training image. ``embedding`` learns an embedding for each training image and
-    block, and a decoder that turns it into raw numbers. With ``predicted`` each token predicts the
-    raw numbers of its own Gaussians by a learned linear map, so that unseen and augmented images
-    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior."""
+    block, and a decoder that turns it into raw numbers. With ``none`` all images have the
+    Gaussians of the shared prior."""
     compression: CompressionSettings = CompressionSettings()
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
@@ -307,11 +306,6 @@ class PhaseASettings(Section):
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
-        if self.predicts_gaussians and self.mode != "expected":
-            raise ValueError(
-                "per_image: predicted needs mode: expected: with sampled points every pass would "
-                "predict other Gaussians in later blocks"
-            )
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
@@ -319,11 +313,8 @@ class PhaseASettings(Section):
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.per_image in ("embedding", "predicted"):
-            raise ValueError(
-                f"per_image: a teacher {self.teacher!r} has no Gaussians, and none that are "
-                f"{self.per_image}"
-            )
+        if self.per_image == "embedding":
+            raise ValueError(f"per_image: a teacher {self.teacher!r} has no Gaussians to embed")
         return self
 
     @property
@@ -334,12 +325,7 @@ class PhaseASettings(Section):
     @property
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
-        return self.learns_gaussians and self.per_image in ("table", "embedding")
-
-    @property
-    def predicts_gaussians(self) -> bool:
-        """True if the teacher predicts the Gaussians of an image from its tokens."""
-        return self.learns_gaussians and self.per_image == "predicted"
+        return self.learns_gaussians and self.per_image != "none"
 
     @property
     def shares_prior(self) -> bool:

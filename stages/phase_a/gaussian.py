@@ -126,10 +126,8 @@ class TeacherLoss(nn.Module):
         parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
         noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
-        gaussians = None  # predicted ones are of the view already
-        if not self.teacher.predicts_gaussians:
-            gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-            gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
         logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
         return cross_entropy(logits, batch.labels)
 
@@ -170,7 +168,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
             val_acc = None  # an image that is not trained has the shared prior alone
-            if phase.prior or phase.predicts_gaussians:
+            if phase.prior:
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
@@ -208,11 +206,8 @@ class Draws:
 def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """The maps of each block, [B, H, T, T], of training images and their ids."""
 
-    def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        if job.teacher.predicts_gaussians:
-            gaussians = job.teacher.eval().look(images.to(job.device))[1]
-        else:
-            gaussians = gaussians_of(job, image_ids, len(image_ids))
+    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
+        gaussians = gaussians_of(job, image_ids, len(image_ids))
         return list(expected_map(gaussians, job.teacher.grid).unbind(1))
 
     return maps
@@ -220,8 +215,7 @@ def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]
 
 @torch.no_grad()
 def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
-    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
-    a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
+    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
     gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
     return gaussians.expand(count, *gaussians.shape[1:])
 
@@ -253,9 +247,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            gaussians = None
-            if not teacher.predicts_gaussians:
-                gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
@@ -291,7 +283,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         phase.parametrisation,
         phase.prior,
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
-        phase.predicts_gaussians,
         LABEL_PASSES if phase.mode == "stochastic" else None,
     )
 
@@ -324,8 +315,6 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
-    if teacher.predictor is not None:
-        groups.append({"params": [teacher.predictor], "lr": lr, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = [*teacher.decoder.parameters()]
         groups.append({"params": decoder, "lr": lr, "weight_decay": decay})
