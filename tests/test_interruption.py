@@ -45,7 +45,6 @@ CASES = {
         "phase_a.optim.accumulate=2",
         "phase_b.optim.ema=0.9",
         "augment.mixup=0.5",
-        "geometry_every=3",
         "baseline.epochs=0",
     ],
     "files": [

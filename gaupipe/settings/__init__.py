@@ -473,9 +473,6 @@ class Settings(Section):
     key_snapshots: Annotated[Count, Scope.WATCH] = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
-    geometry_every: Annotated[Count, Scope.WATCH] = 0
-    """Number of steps (batches) after which gaupipe measures what the attention of each block does
-    to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
