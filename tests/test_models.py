@@ -160,6 +160,7 @@ def test_without_ffn_the_blocks_are_attention_and_nothing_else():
             {"attention": "standard", "attention_options": {"gamma": 1}},
             "unknown option 'gamma' of StandardAttention",
         ),
+        ({"attn_layer": "gau_belief"}, "attn_layer: a gauvit model takes attention="),
     ],
 )
 def test_mistakes_are_named(kwargs, message):
@@ -177,6 +178,8 @@ def test_stock_timm_models_take_the_attention_by_key(key):
         and type(model.blocks[0].attn) is ATTENTION[key] is ATTN_LAYERS[f"gau_{key}"]
     )
     assert model(torch.randn(2, 3, 32, 32)).isfinite().all()
+    with pytest.raises(UserError, match=f"attn_layer 'gau_{key}x'; did you mean 'gau_{key}'"):
+        timm.create_model("deit_tiny_patch16_224", attn_layer=f"gau_{key}x")
 
 
 @pytest.mark.parametrize("key", STUDENTS)
