@@ -365,15 +365,58 @@ def evaluate(
     test: Annotated[
         bool, typer.Option("--test", help="The test split in place of the validation split.")
     ] = False,
+    data: Annotated[
+        Path | None,
+        _option(
+            "The images of this folder, which has a folder for each class.",
+            "the validation split",
+            "--data",
+            metavar="FOLDER",
+        ),
+    ] = None,
     plain: Plain = False,
+    out: Annotated[
+        Path | None,
+        _option(
+            "Write the prediction for each image: CSV, or JSON where the name ends in .json.",
+            "none",
+            metavar="FILE",
+        ),
+    ] = None,
+    confusion: Annotated[
+        Path | None, _option("Draw the confusion matrix.", "none", metavar="FILE.png")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy and loss of a trained student."""
-    run_dir = _run(run_dir)
-    from stages import evaluate as stage
+    """Accuracy of a trained student, over all and for each class, and its most confident
+    mistakes.
 
-    split = "test" if test else "val"
-    _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
+    Example: gaupipe evaluate --test --out predictions.csv --confusion confusion.png
+    """
+    if test and data is not None:
+        raise UserError(f"--test and --data {data}: choose one")
+    run_dir = _run(run_dir)
+    from stages import by_class
+    from stages import evaluate as stage
+    from stages.inspect_maps import check_output
+    from stages.publish.export_student import check_place
+
+    if out is not None:
+        check_place(out)
+    if confusion is not None:
+        check_output("--confusion", confusion, ".png")
+    scores = stage.run(
+        run_dir,
+        student,
+        split="test" if test else "val",
+        folder=data,
+        distilled=False if plain else None,
+        out=out,
+        confusion=confusion,
+    )
+    _report(scores if as_json else by_class.summary(scores), as_json)
+    if not as_json:
+        _print_rich(*by_class.tables(scores))
 
 
 @app.command()
