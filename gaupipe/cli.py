@@ -352,18 +352,46 @@ def evaluate(
     run_dir: RunDir = None,
     student: StudentName = None,
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
+    data: Annotated[
+        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
+    ] = None,
     plain: Plain = False,
+    out: Annotated[
+        Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
+    ] = None,
+    confusion: Annotated[
+        Path | None, _option("--confusion FILE.png", "Draw the confusion matrix.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy and loss of a trained student.
+    """Accuracy of a trained student, for each class too, and its most confident mistakes.
 
-    Example: `gaupipe evaluate --student belief2 --test`
+    Example: `gaupipe evaluate --test --out predictions.csv --confusion confusion.png`
     """
+    if test and data is not None:
+        raise UserError(f"--test and --data {data}: choose one")
     run_dir = _run(run_dir)
+    from stages import by_class
     from stages import evaluate as stage
+    from stages.inspect_maps import check_output
+    from stages.publish.export_student import check_place
 
-    split = "test" if test else "val"
-    _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
+    if out is not None:
+        check_place(out)
+    if confusion is not None:
+        check_output("--confusion", confusion, ".png")
+    scores = stage.run(
+        run_dir,
+        student,
+        split="test" if test else "val",
+        folder=data,
+        distilled=False if plain else None,
+        out=out,
+        confusion=confusion,
+    )
+    _report(scores if as_json else by_class.summary(scores), as_json)
+    if not as_json:
+        _print_rich(*by_class.tables(scores))
 
 
 @_command("Look")
