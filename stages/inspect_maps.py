@@ -26,9 +26,9 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import whole_file
 from gaupipe.system.progress import read_metrics
-from stages.evaluate import load_student
 from stages.runs.directory import RunDirectory
 from stages.student_maps import StudentMaps
+from stages.students import load_student
 
 TINY = torch.finfo(torch.float32).tiny
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"

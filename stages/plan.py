@@ -121,7 +121,7 @@ def plan_run(request: Request) -> dict[str, Any]:
     of_images = settings.phase_a.learns_of_images
     check_export(export, settings.augment, teacher, grid, of_images, prefix="export.")
     plan = make_plan(settings, teacher, data, request.images, request.world_size)
-    fits = mistake_in(lambda: check_memory("a step", plan.fixed_memory_bytes)) is None
+    fits = mistake_in(lambda: check_memory("a step", plan.memory_bytes)) is None
     store_bytes, maps = plan.store_bytes[str(export.kind)], request.run_dir / "maps.zarr"
     return {
         **dataclasses.asdict(plan),
@@ -237,7 +237,7 @@ def measure(request: Request, plan: Plan) -> dict[str, float]:
     where it reaches ``stop_accuracy``.
     """
     settings, small = request.settings, first_images(request)
-    short, count = two_epochs(settings, in_files=plan.per_image_in == "files"), len(small.train)
+    short, count = two_epochs(settings), len(small.train)
     with scratch_folder() as folder:
         job, train_a = measure_phase_a(short, small, folder)
         score_a = measure_scores(job, evaluation(request, small)) / count
@@ -296,12 +296,11 @@ def evaluation(request: Request, data: ImageData) -> Batches:
     return Batches(data.train, data, request.device, sizes.eval_batch_size, sizes.workers)
 
 
-def two_epochs(settings: Settings, in_files: bool = False) -> Settings:
-    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees;
-    per-image parameters lie in memory or ``in_files``, and in one bucket."""
+def two_epochs(settings: Settings) -> Settings:
+    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees, and
+    one bucket."""
     phase_a = settings.phase_a
-    rows = phase_a.rows.model_copy(update={"memory_budget_gb": 0 if in_files else math.inf})
-    changes = {"max_epochs": 2, "stop_accuracy": 1.0, "rows": rows}
+    changes = {"max_epochs": 2, "stop_accuracy": 1.0}
     return settings.model_copy(
         update={
             "phase_a": phase_a.model_copy(update=changes),

@@ -26,20 +26,25 @@ from gaupipe.vit.saving import load_folder
 
 RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"
 
+Classes = tuple[tuple[str, float], ...]
+"""(name of a class, its probability)."""
+
 
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of an image, the first of them first.
 
-    path     the image file
+    path     the image file; the image id where a data set has no files
     classes  (name of the class, probability), at most as many as were asked for; empty where the
              image could not be read
     problem  why the image could not be read; None where it was
+    label    the name of the image's class; None where it is not known
     """
 
-    path: Path
-    classes: tuple[tuple[str, float], ...] = ()
+    path: str
+    classes: Classes = ()
     problem: str | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,24 +147,27 @@ def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Pre
             paths = request.images[first : first + batch_size]
             inputs = list(pool.map(read, paths))
             readable = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
-            rows = iter(_most_probable(request, torch.stack(readable), top) if readable else ())
+            rows = iter(_classes(request, torch.stack(readable), top) if readable else ())
             yield [
-                Prediction(path, next(rows))
+                Prediction(str(path), next(rows))
                 if isinstance(tensor, Tensor)
-                else Prediction(path, problem=tensor)
+                else Prediction(str(path), problem=tensor)
                 for path, tensor in zip(paths, inputs, strict=True)
             ]
 
 
 @torch.inference_mode()
-def _most_probable(
-    request: Request, images: Tensor, top: int
-) -> list[tuple[tuple[str, float], ...]]:
-    """The ``top`` classes of images [B, channels, height, width], with their probabilities."""
+def _classes(request: Request, images: Tensor, top: int) -> list[Classes]:
+    """:func:`most_probable` of images [B, channels, height, width]."""
     probabilities = request.model(images.to(request.device)).float().softmax(-1).cpu()  # [B, C]
+    return most_probable(probabilities, request.class_names, top)
+
+
+def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -> list[Classes]:
+    """For each row of ``probabilities`` [B, C] its ``top`` classes, the most probable first."""
     values, classes = probabilities.topk(min(top, probabilities.shape[-1]))
     return [
-        tuple((request.class_names[c], p) for c, p in zip(row, of_row, strict=True))
+        tuple((class_names[c], p) for c, p in zip(row, of_row, strict=True))
         for row, of_row in zip(classes.tolist(), values.tolist(), strict=True)
     ]
 
@@ -174,22 +182,31 @@ def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Predict
     return predictions
 
 
+def as_row(prediction: Prediction) -> dict[str, Any]:
+    """{"path", "classes": [{"class", "probability"}]}, and the image's "label" where it is known,
+    otherwise its "problem"."""
+    classes = [{"class": name, "probability": round(p, 6)} for name, p in prediction.classes]
+    row: dict[str, Any] = {"path": prediction.path, "classes": classes}
+    if prediction.label is None:
+        return row | {"problem": prediction.problem}
+    return row | {"label": prediction.label}
+
+
 def as_csv(predictions: Sequence[Prediction]) -> str:
-    """A line for each image: path, class and probability of each of the most probable classes,
-    and the problem of an image that could not be read."""
-    most = max((len(prediction.classes) for prediction in predictions), default=0)
-    header = [f"{name}{'' if k == 0 else k + 1}" for k in range(most) for name in COLUMNS]
+    """A line for each image: path, label, class and probability of each of the most probable
+    classes, and problem."""
+    rows = []
+    for row in map(as_row, predictions):
+        for rank, best in enumerate(row.pop("classes"), 1):
+            row |= {f"{key}{'' if rank == 1 else rank}": value for key, value in best.items()}
+        rows.append(row)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    ordered = sorted(columns, key=lambda name: name == "problem")
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["path", *header, "problem"])
-    for prediction in predictions:
-        values = [value for name, p in prediction.classes for value in (name, f"{p:.6f}")]
-        padding = [""] * (len(header) - len(values))
-        writer.writerow([str(prediction.path), *values, *padding, prediction.problem or ""])
+    writer = csv.DictWriter(text, ordered, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
-
-
-COLUMNS = ("class", "probability")
 
 
 def table(predictions: Sequence[Prediction]) -> Table:
@@ -197,26 +214,17 @@ def table(predictions: Sequence[Prediction]) -> Table:
     rows = Table("image", "classes", box=None, pad_edge=False)
     for prediction in predictions:
         classes = ", ".join(f"{name} {p:.1%}" for name, p in prediction.classes)
-        rows.add_row(Text(str(prediction.path)), Text(prediction.problem or classes))
+        rows.add_row(Text(prediction.path), Text(prediction.problem or classes))
     return rows
 
 
-def as_json(predictions: Sequence[Prediction]) -> str:
-    """A list of ``{"path", "classes": [{"class", "probability"}], "problem"}``."""
-    described = [
-        {
-            "path": str(prediction.path),
-            "classes": [dict(zip(COLUMNS, pair, strict=True)) for pair in prediction.classes],
-            "problem": prediction.problem,
-        }
-        for prediction in predictions
-    ]
-    return json.dumps(described, indent=2) + "\n"
-
-
 def write(predictions: Sequence[Prediction], out: Path) -> None:
-    """Writes predictions as CSV, or as JSON where the name ends in ``.json``."""
-    write_whole(out, (as_json if out.suffix == ".json" else as_csv)(predictions))
+    """Writes predictions as CSV, or where the name ends in ``.json`` as JSON."""
+    if out.suffix == ".json":
+        text = json.dumps([as_row(prediction) for prediction in predictions], indent=2) + "\n"
+    else:
+        text = as_csv(predictions)
+    write_whole(out, text)
 
 
 def check_readable(predictions: Sequence[Prediction]) -> None:

@@ -20,9 +20,9 @@ from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import without_keys
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.vit.forward import forward_with_maps
-from stages.evaluate import load_student, open_maps
 from stages.phase_b import PhaseB
 from stages.runs.directory import RunDirectory
+from stages.students import load_student, open_maps
 
 
 @dataclass

@@ -149,7 +149,7 @@ def test_evaluate_agrees_with_the_metrics(finished, in_process):
     )
     scores = json.loads(out)
     assert scores["top1"] == metrics(folder / "run/phase_b/standard/metrics.jsonl")[-1]["val_acc"]
-    assert scores["images"] == 360 and scores["top5"] >= scores["top1"]
+    assert scores["images"] == 360 and "top5" not in scores  # of ten classes
 
 
 def test_inspect(finished, in_process):

@@ -1,5 +1,4 @@
-"""Per-image parameters: their own Adam, against torch's; in memory and in files; killed and
-continued."""
+"""Per-image parameters: their own Adam, against torch's; killed and continued."""
 
 import copy
 import os
@@ -12,12 +11,6 @@ import torch
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState, record_words
 from processes import exit_code, kill_this_process
-
-PLACES = ["memory", "files"]
-
-
-def folder_of(place, tmp_path):
-    return tmp_path / "rows" if place == "files" else None
 
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
@@ -36,13 +29,12 @@ def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
         state.commit()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(place, tmp_path):
+def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(tmp_path):
     """Each image has an Adam of its own, which counts the epochs that it is in."""
     N, shape = 10, (2, 3)
     torch.manual_seed(0)
     target = torch.randn(N, *shape)
-    state = ImageState(N, torch.zeros(shape), lr=0.1, folder=folder_of(place, tmp_path))
+    state = ImageState(N, torch.zeros(shape), lr=0.1, folder=tmp_path)
     references = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(N)]
     optimizers = [torch.optim.Adam([reference], lr=0.1) for reference in references]
     for seen in (9, 9, 9, 0, 3, 8, 9):  # image 9 is never seen
@@ -62,17 +54,16 @@ def test_stepping_each_image_at_once_equals_torch_adam_stepped_once_per_epoch(pl
 
 
 @pytest.mark.parametrize("stop_after", [2, None])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_epoch_without_a_checkpoint_is_repeated_exactly(place, stop_after, tmp_path):
+def test_an_epoch_without_a_checkpoint_is_repeated_exactly(stop_after, tmp_path):
     """Half an epoch after the checkpoint is thrown away, or a whole one; the run goes on as if it
     had never been."""
-    unbroken = ImageState(10, torch.zeros(6), lr=0.1)
+    unbroken = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path / "unbroken")
     train(unbroken, 5)
-    state = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
+    state = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path / "rows")
     train(state, 2)
     torch.save(state.state_dict(), tmp_path / "checkpoint.pt")
     train(state, 1, first_epoch=2, stop_after=stop_after)
-    again = ImageState(10, torch.zeros(6), lr=0.1, folder=folder_of(place, tmp_path))
+    again = ImageState(10, torch.zeros(6), lr=0.1, folder=tmp_path / "rows")
     again.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
     train(again, 3, first_epoch=2)
     assert torch.equal(again.parameters(), unbroken.parameters())
@@ -100,10 +91,6 @@ def test_files_that_do_not_belong_to_the_checkpoint_are_refused(tmp_path):
         fresh().load_state_dict(early)
     with pytest.raises(UserError, match="missing or unreadable"):
         fresh(tmp_path / "elsewhere").load_state_dict(early)
-    with pytest.raises(UserError, match="kept in files"):
-        fresh(None).load_state_dict(early)
-    with pytest.raises(UserError, match="kept in memory"):
-        fresh().load_state_dict(fresh(None).state_dict())
 
 
 def test_a_file_cut_short_is_noticed_and_half_an_epoch_is_no_checkpoint(tmp_path):
@@ -135,11 +122,10 @@ def test_release_frees_half_of_the_files_and_keeps_the_parameters(tmp_path):
     assert torch.equal(again.parameters(), parameters)
 
 
-def test_a_random_start_depends_on_seed_and_image_id_alone():
-    start = torch.full((2, 500), 3.0)
+def test_a_random_start_depends_on_seed_and_image_id_alone(tmp_path):
+    start = {"initial": torch.full((2, 500), 3.0), "lr": 0.1, "folder": tmp_path}
     few, many, other = (
-        ImageState(n, start, lr=0.1, initial_std=0.5, seed=seed)
-        for n, seed in ((5, 4), (20, 4), (5, 5))
+        ImageState(n, **start, initial_std=0.5, seed=seed) for n, seed in ((5, 4), (20, 4), (5, 5))
     )
     assert torch.equal(few.parameters(), many.parameters()[:5])
     assert torch.equal(many.gather(torch.tensor([17, 3])), many.parameters()[[17, 3]])
@@ -173,7 +159,7 @@ def train_and_save(folder: Path, kill: tuple[int, float] | None = None) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("pause", [0.0, 0.002, 0.01, 0.03])
 def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path, pause):
-    unbroken = ImageState(64, torch.zeros(2000), lr=0.1)
+    unbroken = ImageState(64, torch.zeros(2000), lr=0.1, folder=tmp_path / "unbroken")
     train(unbroken, EPOCHS, batch_size=4)
     for operations in (7, 19):
         assert exit_code(train_and_save, tmp_path, (operations, pause)) == -signal.SIGKILL

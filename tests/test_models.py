@@ -119,6 +119,8 @@ def test_stock_timm_models_take_the_attention_by_key(key):
     assert type(model) is VisionTransformer
     assert type(model.blocks[0].attn) is ATTENTION[key] is ATTN_LAYERS[f"gau_{key}"]
     assert model(images(model)).isfinite().all()
+    with pytest.raises(UserError, match=f"attn_layer 'gau_{key}x'; did you mean 'gau_{key}'"):
+        timm.create_model("deit_tiny_patch16_224", attn_layer=f"gau_{key}x")
 
 
 GRAPHS = [dict(attention=key) for key in ATTENTION] + [

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def test_probabilities_are_those_of_the_model_on_the_prepared_image(student, pic
 def test_folders_are_searched_and_unreadable_images_are_rows(student, pictures):
     request = predict.resolve(f"local-dir:{student / 'student'}", [pictures])
     predictions = predict.run(request, top=2, batch_size=2)
-    names = [str(prediction.path.relative_to(pictures)) for prediction in predictions]
+    names = [str(Path(prediction.path).relative_to(pictures)) for prediction in predictions]
     assert names == ["a/3.png", "b/1.png", "b/2.png", "b/broken.png"]
     assert [bool(prediction.problem) for prediction in predictions] == [False] * 3 + [True]
     alone = predict.run(predict.resolve(str(student), [pictures / "b" / "2.png"]), top=2)

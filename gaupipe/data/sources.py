@@ -148,27 +148,34 @@ def _folder_sources(
     left_out: LeftOut = []
     folders = layout(root)
     training = training_classes(folders.train, left_out)
-    numbers = {name: number for number, name in enumerate(training)}
     held_out = {
         folder: find_classes(folder, left_out) for folder in (folders.val, folders.test) if folder
     }
     for folder, classes in held_out.items():
-        if unknown := sorted(classes.keys() - numbers.keys()):
+        if unknown := sorted(classes.keys() - training.keys()):
             raise UserError(
                 f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
             )
 
-    def images_of(folder: Path, classes: dict[str, list[str]]) -> FileImages:
-        files = [file for images in classes.values() for file in images]
-        labels = [numbers[name] for name, images in classes.items() for _ in images]
-        return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
-
-    train = images_of(folders.train, training)
+    names = [*training]
+    train = labelled_images(folders.train, training, names, settings)
     others: dict[Path | None, FileImages] = {
-        folder: images_of(folder, classes) for folder, classes in held_out.items()
+        folder: labelled_images(folder, classes, names, settings)
+        for folder, classes in held_out.items()
     }
     say_left_out(root, left_out)
     return train, others.get(folders.val), others.get(folders.test)
+
+
+def labelled_images(
+    folder: Path, classes: dict[str, list[str]], names: Sequence[str], settings: DataSettings
+) -> FileImages:
+    """The images that :func:`find_classes` found in ``folder``; a label is the place of the image's
+    class in ``names``."""
+    numbers = {name: number for number, name in enumerate(names)}
+    files = [file for images in classes.values() for file in images]
+    labels = [numbers[name] for name, images in classes.items() for _ in images]
+    return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, names)
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:

@@ -49,6 +49,12 @@ class Split:
         fewer."""
         return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
 
+    def path(self, image_id: int) -> str:
+        """The path of an image's file; the image id where the images are in no files."""
+        if isinstance(self.source, FileImages):
+            return self.source.files.name(int(self.positions[image_id]))
+        return str(image_id)
+
     def image(self, image_id: int) -> np.ndarray:
         """One image as the model sees it before normalisation: uint8 [height, width, C]."""
         images, _ = self.source.__getitems__([int(self.positions[image_id])])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from stages.evaluate import load_student
+from stages.students import load_student
 
 TOLERANCE = 1e-4
 """Largest difference of a logit between the student and its export."""

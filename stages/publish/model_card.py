@@ -20,8 +20,8 @@ from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.teachers.pretrained import LOCAL
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
-from stages.evaluate import TrainedStudent, stores_of
 from stages.runs import kept_epochs
+from stages.students import TrainedStudent, stores_of
 
 SETTINGS = "settings.yaml"
 """The file of a published folder with the student's settings."""

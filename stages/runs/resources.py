@@ -14,7 +14,7 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.distillation.kinds import KINDS, GaussianKind, chosen
 from gaupipe.distillation.student import MapShape
-from gaupipe.settings import ExportSettings, RowSettings, Settings
+from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -42,15 +42,11 @@ class Plan:
     prior_parameters: int
     per_image_parameters: int
     """Those of all images together."""
-    per_image_in: str
-    """Where the per-image parameters are kept: ``memory``, ``files`` or ``none``."""
-    fixed_memory_bytes: int
-    """Of ``memory_bytes`` the part without per-image parameters."""
     memory_bytes: int
     """Memory of each process in phase A, on the CPU. The page cache of files comes on top, and
     gives way to other needs."""
     per_image_disk_bytes: int
-    """Both copies of every record, for per-image parameters in files."""
+    """Both copies of every record."""
     checkpoint_bytes: int
     """One checkpoint of phase A. The old one stays until the new one is complete."""
     phase_a_disk_bytes: int
@@ -72,27 +68,17 @@ def make_plan(
     images = len(data.train) if images is None else images
     prior = model.prior.numel() if isinstance(model, Teacher) else 0
     network = count_parameters(model) - prior
-    size, records, place = 0, 0, "none"
-    if phase.learns_of_images:
-        size = math.prod(model.per_image_shape)
-        records = per_image_bytes(images, size)
-        place = "files" if per_image_in_files(phase.rows, images, size) else "memory"
-    in_checkpoint = {
-        "none": 0,
-        "memory": records + 4 * images,  # and the step counts
-        "files": 9 * images + 4 * size,  # and the start of an image
-    }
-    checkpoint = 4 * copies(phase.optim.ema) * (network + prior) + in_checkpoint[place]
-    in_files = 2 * records if place == "files" else 0
-    fixed = training_memory(settings, model, data, phase.optim.ema, world_size)
+    checkpoint = 4 * copies(phase.optim.ema) * (network + prior)
+    size = math.prod(model.per_image_shape) if phase.learns_of_images else 0
+    if size:
+        checkpoint += 9 * images + 4 * size  # and the start of an image
+    in_files = 2 * per_image_bytes(images, size)
     return Plan(
         images=images,
         network_parameters=network,
         prior_parameters=prior,
         per_image_parameters=images * size,
-        per_image_in=place,
-        fixed_memory_bytes=fixed,
-        memory_bytes=fixed + (records // world_size if place == "memory" else 0),
+        memory_bytes=training_memory(settings, model, data, phase.optim.ema, world_size),
         per_image_disk_bytes=in_files,
         checkpoint_bytes=checkpoint,
         phase_a_disk_bytes=in_files + 2 * checkpoint,
@@ -129,11 +115,6 @@ def training_memory(
 def per_image_bytes(images: int, size: int) -> int:
     """Bytes of one copy of the per-image parameters, ``size`` numbers each, and their moments."""
     return images * record_words(size) * 4
-
-
-def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
-    """True if per-image parameters of ``size`` numbers exceed ``memory_budget_gb``."""
-    return per_image_bytes(images, size) > rows.memory_budget_gb * 1e9
 
 
 def store_bytes(settings: Settings, model: Any, images: int, classes: int) -> dict[str, int]:
@@ -196,8 +177,7 @@ def check_memory(job: str, needed: int) -> None:
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "
-            "lower data.batch_size, phase_a.rows.memory_budget_gb (per-image parameters then go "
-            "to files) or data.train_images, take a smaller model, or --force"
+            "lower data.batch_size or data.train_images, take a smaller model, or --force"
         )
 
 
