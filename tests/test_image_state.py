@@ -1,4 +1,4 @@
-"""Per-image parameters: their own Adam, against torch's; killed and continued."""
+"""Per-image parameters: their own Adam, against torch's; and continued."""
 
 import copy
 import os
