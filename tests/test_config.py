@@ -218,7 +218,7 @@ def test_what_a_scope_says():
 def test_the_baseline_has_the_optimizer_of_phase_b_but_for_its_own_settings():
     changes = ["phase_b.optim={lr: 0.5, betas: [0.1, 0.2]}", "baseline.optim={lr: 0.25}"]
     optim = config.load("digits", changes).baseline_optim
-    assert (optim.lr, optim.betas, optim.name) == (0.25, (0.1, 0.2), "adamw")
+    assert (optim.lr, optim.betas, optim.name) == (0.25, (0.1, 0.2), "muon")
 
 
 @pytest.mark.parametrize("name", config.shipped())

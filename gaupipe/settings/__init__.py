@@ -192,7 +192,7 @@ class ModelSettings(Section):
     depth: 6}``."""
     init_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
-    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "normal"
+    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "mimetic"
     """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
     2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
     set."""
@@ -205,9 +205,9 @@ class OptimSettings(Section):
     """The optimizer of the network's weights and the schedule of its learning rate, by timm's names
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
-    name: str = "adamw"
-    """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
-    lr: Rate = 1e-3
+    name: str = "muon"
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
+    lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of Adam's first and second moment."""
@@ -276,11 +276,11 @@ class PhaseASettings(Section):
     learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
-    per_image: Literal["table", "embedding", "none"] = "table"
+    per_image: Literal["table", "embedding", "none"] = "none"
     """What makes the Gaussians of an image differ from the shared prior. ``table`` learns raw
-    numbers for each training image. ``embedding`` learns an embedding for each training image and
-    block, and a decoder that turns it into raw numbers. With ``none`` all images have the
-    Gaussians of the shared prior."""
+    numbers for each training image, as in the GauTransformer paper. ``embedding`` learns an
+    embedding for each training image and block, and a decoder that turns it into raw numbers. With
+    ``none`` all images have the Gaussians of the shared prior."""
     compression: CompressionSettings = CompressionSettings()
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
@@ -355,7 +355,7 @@ class PhaseBSettings(Section):
     """Phase B: the student, an ordinary ViT, learns from the labels, the teacher's predictions and
     the stored maps."""
 
-    student: Annotated[StudentKey, Scope.COMMAND] = "standard"
+    student: Annotated[StudentKey, Scope.COMMAND] = "belief"
     """The student's attention."""
     attention_options: Keywords = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
@@ -366,7 +366,7 @@ class PhaseBSettings(Section):
     """Blocks without normalisation; each branch is multiplied by a learned scalar whose initial
     value is 0."""
     epochs: Positive = 12
-    """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
+    """Epochs of the student."""
     keep: Annotated[Literal["last", "best"], Scope.RESUME] = "last"
     """Which epoch the folder ``student`` is of: the last, or the one with the best accuracy on the
     validation images. The other one lies beside it. May be changed when a student is continued,
@@ -374,21 +374,22 @@ class PhaseBSettings(Section):
     patience: Positive | None = None
     """Early stopping: training ends when this many epochs in a row had no better accuracy on the
     validation images than the best before them. Null trains all epochs."""
-    alpha: Annotated[Weight, Scope.TEACHER] = 0.2
-    """Weight of L_soft, the cross-entropy with the teacher's predictions."""
-    beta: Annotated[Weight, Scope.TEACHER] = 0.1
+    alpha: Annotated[Weight, Scope.TEACHER] = 0.0
+    """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
+    paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
+    beta: Annotated[Weight, Scope.TEACHER] = 1.0
     """Weight of L_hard, the cross-entropy with the labels."""
-    gamma: Annotated[Weight, Scope.TEACHER] = 0.7
+    gamma: Annotated[Weight, Scope.TEACHER] = 0.1
     """Weight of L_feat, the divergence from the stored attention maps, at the start of the
     schedule."""
     gamma_schedule: Annotated[
         Literal["constant", "linear", "cosine", "stop_after"], Scope.TEACHER
-    ] = "constant"
+    ] = "stop_after"
     """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
     gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
     paper."""
     gamma_epochs: Annotated[Positive | None, Scope.TEACHER] = None
-    """Epochs until gamma is 0; null means all epochs."""
+    """Epochs until gamma is 0; null means a third of all epochs."""
     model_args: ModelArgs = {}
     """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: Annotated[list[Count | None] | None, Scope.TEACHER] = None
@@ -437,8 +438,8 @@ class BaselineSettings(Section):
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
-    """Epochs of the baseline; null takes ``phase_b.epochs``. With 0 ``gaupipe run`` trains no
-    baseline. For a comparison in which phase A counts, give the epochs of both phases together."""
+    """Epochs of the baseline. Null is as many as both phases have together, and ``phase_b.epochs``
+    where no teacher is trained. With 0 ``gaupipe run`` trains no baseline."""
 
 
 class LogSettings(Section):

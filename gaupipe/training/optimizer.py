@@ -24,14 +24,14 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own. Raises UserError for what timm
-    cannot make.
+    ``extra_groups`` are parameter groups with rates of their own. They are no matrices: timm's Muon
+    updates them as AdamW does. Raises UserError for what timm cannot make.
     """
 
     def groups(_vit: nn.Module) -> list[dict[str, Any]]:
         undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
         decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
-        return [*decayed, *extra_groups]
+        return [*decayed, *({**group, "use_fallback": True} for group in extra_groups)]
 
     try:
         optimizer = create_optimizer_v2(

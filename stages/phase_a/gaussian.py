@@ -73,7 +73,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = run.settled(settings)
+        request = run.with_baseline(run.settled(settings))
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)

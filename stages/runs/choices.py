@@ -153,8 +153,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_b.head_map", "mean")
     batch = next(size for fewer, size in BATCHES if images < fewer)
     choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
-    choices.choose("phase_b.optim.lr", 2e-3, "the learning rate")
-    choices.choose("phase_a.optim.lr", 2e-3)
+    choices.choose("phase_b.optim.lr", 4e-3, "the learning rate, of timm's Muon")
 
 
 def _choose_augmentation(
