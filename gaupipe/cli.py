@@ -518,6 +518,7 @@ def publish(
 @_command("Measure")
 def compare(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: Annotated[
         Path | None,
         _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
@@ -526,14 +527,14 @@ def compare(
     students: Annotated[
         str | None, _option("--students A,B", "Attentions of the students.", "phase_b.student")
     ] = None,
-    seeds: Annotated[str, _option("--seeds A,B", "Seeds of every line of the tables.")] = "0,1,2",
+    seeds: Annotated[str, _option("--seeds A,B", "Seeds of every row of the tables.")] = "0,1,2",
     sweep: Annotated[
         str | None,
-        _option("--sweep SWEEP", "Further cells: a YAML list of settings, or a shipped sweep."),
+        _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
     cells: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this cell and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -559,8 +560,9 @@ def compare(
 
     Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
     """
-    settings, _ = _settings(config, overrides, None)
-    folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
+    name = Path(config or "digits").stem if data is None else data.absolute().name
+    folder = run_dir or Path("runs") / f"compare-{name}"
+    settings, _ = _settings(config, overrides, folder, data)
     named = settings.phase_b.student if students is None else students
     attentions = _listed(
         "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
