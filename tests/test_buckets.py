@@ -54,13 +54,6 @@ def test_one_bucket_is_one_permutation_in_full_batches():
     assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
 
 
-def test_positions_count_the_members_of_a_bucket():
-    buckets = Buckets(1003, 3)
-    for bucket in range(3):
-        members = buckets.members(bucket)
-        assert (buckets.of(members) == bucket).all()
-        assert buckets.positions(members).tolist() == list(range(len(members)))
-    assert buckets.sizes().sum() == 1003
 
 
 @pytest.mark.parametrize(
