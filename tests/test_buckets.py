@@ -54,8 +54,6 @@ def test_one_bucket_is_one_permutation_in_full_batches():
     assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
 
 
-
-
 @pytest.mark.parametrize(
     "images,count,batch_size,world,words",
     [
