@@ -251,7 +251,7 @@ def test_the_ranks_write_what_the_plan_says(trained):
     planned = plan.run(RunDirectory(trained).settings(), trained, steps=0, world_size=2)
     files = (trained / "phase_a" / "checkpoint").glob("*.pt")
     written = sum(file.stat().st_size for file in files)
-    assert planned["phase_a_disk_bytes"] == pytest.approx(2 * written, rel=0.2)
+    assert planned["stages"]["phase_a"]["disk_bytes"] == pytest.approx(2 * written, rel=0.2)
 
 
 def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, trained):
