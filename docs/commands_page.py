@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import typer
 from typer.models import ArgumentInfo, OptionInfo
@@ -41,36 +41,18 @@ def parameters(function: Callable) -> Iterator[tuple[str, str, str]]:
     """(spelling, meaning, default) of each argument and option."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
-        annotation, *extras = get_args(hints[name])
+        extras = get_args(hints[name])[1:]
         info = next(extra for extra in extras if isinstance(extra, ArgumentInfo | OptionInfo))
-        values = choices(annotation)
-        metavar = info.metavar or ("" if annotation is bool else name.upper())
-        if isinstance(info, ArgumentInfo):
-            spelling = metavar
-        else:
-            # in Annotated[..., typer.Option("--set")] typer keeps the first name as a default
-            given = [info.default, *(info.param_decls or ())]
-            names = [given_name for given_name in given if str(given_name).startswith("-")]
-            if not names:  # typer's own, and for a flag its opposite
-                own = name.replace("_", "-")
-                names = [f"--{own}", f"--no-{own}"] if annotation is bool else [f"--{own}"]
-            spelling = " ".join(filter(None, [", ".join(names), "" if values else metavar]))
-        meaning = info.help or ""
-        if values:
-            meaning += f" One of {', '.join(values)}."
-        yield f"`{spelling}`", _cell(meaning), _cell(default(info, parameter.default))
-
-
-def choices(annotation: Any) -> list[str]:
-    """The values of an option that takes one of several words."""
-    kinds = (annotation, *get_args(annotation))
-    return [f"`{word}`" for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        spelling = info.metavar
+        if isinstance(info, OptionInfo):  # in Annotated typer keeps an option's name as a default
+            spelling = f"{info.default.replace('/', ', ')} {spelling}".strip()
+        yield f"`{spelling}`", _cell(info.help or ""), _cell(default(info, parameter.default))
 
 
 def default(info: ArgumentInfo | OptionInfo, value: Any) -> str:
     """What the command takes without the option, as its help says it."""
     if isinstance(info.show_default, str):
-        return "" if info.show_default == "none" else info.show_default
+        return info.show_default
     return "" if value is None or isinstance(value, bool) else str(value)
 
 

@@ -9,11 +9,12 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from gaupipe import __version__
 from gaupipe.attention import STUDENTS
@@ -29,12 +30,29 @@ IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
 
+
+def _untyped(kind: Any) -> Any:
+    """A kind of typer's commands whose help shows no type for a flag, not for --help either."""
+
+    class Untyped(kind):
+        def get_params(self, context: Any) -> list[Any]:
+            params = super().get_params(context)
+            for param in params:
+                if getattr(param, "is_flag", False):
+                    param.metavar = ""
+            return params
+
+    return Untyped
+
+
 app = typer.Typer(
+    cls=_untyped(TyperGroup),
     name="gaupipe",
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.",
+    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
@@ -43,9 +61,20 @@ else:
     Student = Literal[STUDENTS]
 
 
-def _option(help: str, default: str, *names: str, **more: Any) -> Any:
-    """An option that may be left out; ``default`` is what the help says then holds."""
-    return typer.Option(*names, help=help, show_default=default, **more)
+def _command(panel: str, name: str | None = None) -> Callable[[Any], Any]:
+    """A command of the group ``panel`` of the program's help."""
+    return app.command(name, cls=_untyped(TyperCommand), rich_help_panel=panel)
+
+
+def _option(usage: str, help: str, default: str | bool = True, **more: Any) -> Any:
+    """An option, written as in the help: ``--set A.B=C``; a name without a value is a flag.
+    ``default`` is what the help says holds without the option, if not the default itself."""
+    name, _, metavar = usage.partition(" ")
+    return typer.Option(name, metavar=metavar, help=help, show_default=default, **more)
+
+
+def _argument(metavar: str, help: str, default: str | bool = True, **more: Any) -> Any:
+    return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
 
 
 def complete_config() -> list[str]:
@@ -70,80 +99,65 @@ def complete_student(context: typer.Context) -> list[str]:
 
 ConfigArgument = Annotated[
     str | None,
-    typer.Argument(
+    _argument(
+        "CONFIG",
+        "A YAML file, or the name of a shipped configuration.",
+        "digits",
         autocompletion=complete_config,
-        metavar="[CONFIG]",
-        help="A YAML file, or the name of a shipped configuration.",
-        show_default="digits",
     ),
 ]
 DataFolder = Annotated[
     Path | None,
     _option(
+        "--data FOLDER",
         "A folder of your images in place of CONFIG; the settings are chosen from the images.",
-        "the data set of CONFIG",
-        "--data",
-        metavar="FOLDER",
     ),
 ]
 RunDir = Annotated[
-    Path | None, _option("Folder of the run.", "the run in runs/ that was used last", "--run-dir")
+    Path | None,
+    _option("--run-dir FOLDER", "The run's folder.", "the run used last"),
 ]
-StudentName = Annotated[
-    str | None,
-    _option(
-        "The student: its attention, or the --name it was trained under.",
-        "the one trained last",
-        "--student",
-        autocompletion=complete_student,
-        metavar="NAME",
-    ),
-]
-Attention = Annotated[
-    Student | None,
-    _option("Attention of the student.", "phase_b.student of the settings", "--student"),
-]
-Plain = Annotated[bool, typer.Option("--plain", help="The student trained without distillation.")]
 NewRunDir = Annotated[
     Path | None,
-    _option(
-        "Folder of the run.", "runs/NAME of the configuration or of the images' folder", "--run-dir"
-    ),
+    _option("--run-dir FOLDER", "The run's folder.", "runs/ and the name of CONFIG or FOLDER"),
 ]
-Overrides = Annotated[
-    list[str] | None, _option("Change one setting; repeatable.", "none", "--set", metavar="A.B=C")
+STUDENT = {
+    "help": "The student: its attention, or the --name it was trained under.",
+    "default": "the one trained last",
+    "autocompletion": complete_student,
+}
+StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
+StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
+Attention = Annotated[
+    Student | None,
+    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue from the last checkpoint.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Start even if memory or disk look too small.")
-]
+Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
+Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
+Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
 Teacher = Annotated[
     str | None,
     _option(
+        "--teacher NAME",
         "gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
-        "phase_a.teacher of the settings",
-        "--teacher",
-        metavar="NAME",
+        "phase_a.teacher",
     ),
 ]
 Download = Annotated[
-    bool, typer.Option("--download", help="Fetch published weights that are not on this machine.")
+    bool, _option("--download", "Fetch published weights that are not on this machine.")
 ]
 Store = Annotated[
     str | None,
-    typer.Argument(
-        metavar="[STORE]",
-        help="Path or URL of an attention-map store.",
-        show_default="that of the run",
-    ),
+    _argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJson = Annotated[bool, _option("--json", "Print JSON.")]
 
 
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+    version: Annotated[bool, _option("--version", "Print the version and stop.")] = False,
 ) -> None:
     if version:
         print(f"gaupipe {__version__}")
@@ -156,7 +170,7 @@ def root(
         )
 
 
-@app.command()
+@_command("Train")
 def run(
     config: ConfigArgument = None,
     data: DataFolder = None,
@@ -166,7 +180,12 @@ def run(
     teacher: Teacher = None,
     download: Download = False,
 ) -> None:
-    """All stages, then a table of what was gained. Stages that have finished are not run again."""
+    """All stages, then a table of what was gained.
+
+    Stages that have finished are not run again.
+
+    Example: `gaupipe run --data photos --student belief2`
+    """
     overrides = _with_teacher(overrides, teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
@@ -175,7 +194,7 @@ def run(
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
 
 
-@app.command("phase-a")
+@_command("Train", "phase-a")
 def phase_a(
     config: ConfigArgument = None,
     data: DataFolder = None,
@@ -186,7 +205,10 @@ def phase_a(
     teacher: Teacher = None,
     download: Download = False,
 ) -> None:
-    """Make the teacher: train it, or take a trained ViT."""
+    """Make the teacher: train it, or take a trained ViT.
+
+    Example: `gaupipe phase-a fashion_mnist --set phase_a.max_epochs=20`
+    """
     overrides = _with_teacher(overrides, teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     from stages.phase_a import gaussian as stage
@@ -195,82 +217,50 @@ def phase_a(
     print(folder)
 
 
-@app.command("export-maps")
+@_command("Train", "export-maps")
 def export_maps(
     run_dir: RunDir = None,
     kind: Annotated[
         str | None,
-        _option(
-            "What is stored for each query, such as gaussian, topk or dense.",
-            "export.kind of the settings, or what fits the teacher",
-        ),
+        _option("--kind KIND", "Such as gaussian, topk or dense.", "what fits the teacher"),
     ] = None,
     encoding: Annotated[
         Literal["float16", "uint8"] | None,
-        _option(
-            "Format of the stored numbers.",
-            "export.encoding of the settings, or what fits the kind",
-        ),
+        _option("--encoding TYPE", "float16 or uint8.", "what fits the kind"),
     ] = None,
     k: Annotated[
         int | None,
-        _option(
-            "Keys that topk stores for each query.",
-            "export.k of the settings",
-            "--k",
-            min=1,
-            max=255,
-        ),
+        _option("--k N", "Keys of a query that topk stores.", "export.k", min=1, max=255),
     ] = None,
     views: Annotated[
-        int | None,
-        _option(
-            "Store the maps of this many augmented views of each image.",
-            "the images themselves",
-            min=2,
-            max=10000,
-        ),
+        int | None, _option("--views N", "Augmented views of each image.", min=2, max=10000)
     ] = None,
     teacher: Annotated[
         str | None,
-        _option(
-            "A trained ViT in place of the run's teacher: local-dir:FOLDER or a timm name.",
-            "the run's teacher",
-            metavar="NAME",
-        ),
+        _option("--teacher NAME", "A ViT: local-dir:FOLDER or a timm name.", "the run's teacher"),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         _option(
+            "--set PHASE_A.TEACHER_ARGS=Y",
             "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
-            "none",
-            "--set",
-            metavar="PHASE_A.TEACHER_ARGS=Y",
         ),
     ] = None,
     download: Download = False,
     out: Annotated[
         str | None,
-        _option("Where the store goes.", "maps.zarr in the run directory", metavar="PATH-OR-URL"),
+        _option("--out PATH-OR-URL", "Where the store goes.", "maps.zarr in the run directory"),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a store that is there.")
-    ] = False,
-    repair: Annotated[
-        bool,
-        typer.Option(
-            "--repair", help="Rewrite what 'gaupipe verify' finds damaged, and nothing else."
-        ),
-    ] = False,
-    shard_mb: Annotated[
-        float,
-        typer.Option("--shard-mb", min=0.001, help="Size of a shard in MB, before compression."),
-    ] = 32,
+    overwrite: Annotated[bool, _option("--overwrite", "Replace a store that is there.")] = False,
+    repair: Annotated[bool, _option("--repair", "Rewrite only what verify finds damaged.")] = False,
+    shard_mb: Annotated[float, _option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
     force: Force = False,
 ) -> None:
-    """Write the teacher's attention maps, predictions and the labels to a zarr store.
+    """Write the teacher's attention maps and predictions to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
+
+    Example: `gaupipe export-maps --kind topk --k 16`
     """
     from stages import export_maps as stage
 
@@ -292,30 +282,27 @@ def export_maps(
     print(url)
 
 
-@app.command("phase-b")
+@_command("Train", "phase-b")
 def phase_b(
     run_dir: RunDir = None,
     student: Attention = None,
     name: Annotated[
         str | None,
-        _option(
-            "Name of the student's folder, to train several from the same maps.",
-            "the attention",
-            "--name",
-            metavar="NAME",
-        ),
+        _option("--name NAME", "The student's folder.", "the attention"),
     ] = None,
     overrides: Overrides = None,
     maps: Annotated[
-        str | None,
-        _option(
-            "The attention-map store.", "maps.zarr in the run directory", metavar="PATH-OR-URL"
-        ),
+        str | None, _option("--maps PATH-OR-URL", "The store.", "maps.zarr in the run directory")
     ] = None,
-    distill: Annotated[bool, typer.Option(help="--no-distill trains on the labels alone.")] = True,
+    distill: Annotated[
+        bool, _option("--distill/--no-distill", "--no-distill trains on the labels alone.")
+    ] = True,
     resume: Resume = False,
 ) -> None:
-    """Distil the stored maps into an ordinary ViT, saved as a folder that timm loads."""
+    """Distil the stored maps into an ordinary ViT, which timm loads.
+
+    Example: `gaupipe phase-b --student belief2 --set phase_b.epochs=40`
+    """
     run_dir = _run(run_dir)
     from stages import phase_b as stage
     from stages.runs.directory import RunDirectory
@@ -334,7 +321,7 @@ def phase_b(
     print(run.student(name or attention or run.settings().phase_b.student, distill) / "student")
 
 
-@app.command()
+@_command("Train")
 def train(
     config: ConfigArgument = None,
     data: DataFolder = None,
@@ -343,9 +330,11 @@ def train(
     student: Attention = None,
     resume: Resume = False,
 ) -> None:
-    """Train a ViT with one of the attentions on the labels alone: no teacher, no store.
+    """Train a ViT on the labels alone: no teacher, no store.
 
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
+
+    Example: `gaupipe train --data photos --student xsa`
     """
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
@@ -358,40 +347,26 @@ def train(
     print(RunDirectory(folder).student(attention, distilled=False) / "student")
 
 
-@app.command()
+@_command("Measure")
 def evaluate(
     run_dir: RunDir = None,
     student: StudentName = None,
-    test: Annotated[
-        bool, typer.Option("--test", help="The test split in place of the validation split.")
-    ] = False,
+    test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
     data: Annotated[
-        Path | None,
-        _option(
-            "The images of this folder, which has a folder for each class.",
-            "the validation split",
-            "--data",
-            metavar="FOLDER",
-        ),
+        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
     ] = None,
     plain: Plain = False,
     out: Annotated[
-        Path | None,
-        _option(
-            "Write the prediction for each image: CSV, or JSON where the name ends in .json.",
-            "none",
-            metavar="FILE",
-        ),
+        Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
     ] = None,
     confusion: Annotated[
-        Path | None, _option("Draw the confusion matrix.", "none", metavar="FILE.png")
+        Path | None, _option("--confusion FILE.png", "Draw the confusion matrix.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy of a trained student, over all and for each class, and its most confident
-    mistakes.
+    """Accuracy of a trained student, for each class too, and its most confident mistakes.
 
-    Example: gaupipe evaluate --test --out predictions.csv --confusion confusion.png
+    Example: `gaupipe evaluate --test --out predictions.csv --confusion confusion.png`
     """
     if test and data is not None:
         raise UserError(f"--test and --data {data}: choose one")
@@ -419,26 +394,25 @@ def evaluate(
         _print_rich(*by_class.tables(scores))
 
 
-@app.command()
+@_command("Look")
 def predict(
     source: Annotated[
         str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="A student's folder, local-dir:FOLDER, or a timm name with weights.",
-        ),
+        _argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
     ],
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATHS...", help="Images, and folders of images.")
-    ],
-    top: Annotated[int, typer.Option(min=1, help="Classes for each image.")] = 1,
+    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
+    top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
     out: Annotated[
-        Path | None,
-        _option("Write CSV, or JSON where the name ends in .json.", "printed", metavar="FILE"),
+        Path | None, _option("--out FILE", "Write CSV, or JSON to a name.json.", "printed")
     ] = None,
     download: Download = False,
 ) -> None:
-    """The classes of images, by the folder of a student alone. CSV, or a table on a terminal."""
+    """The classes of images, by the folder of a student alone.
+
+    Prints CSV, and a table on a terminal.
+
+    Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
+    """
     from stages import predict as stage
     from stages.publish.export_student import check_place
 
@@ -455,18 +429,17 @@ def predict(
     stage.check_readable(predictions)
 
 
-@app.command("settings")
+@_command("Look", "settings")
 def settings_page(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[NAME]",
-            help="A section, a setting, or a shipped configuration.",
-            show_default="all settings",
-        ),
+        _argument("NAME", "A section, a setting, or a shipped configuration.", "all settings"),
     ] = None,
 ) -> None:
-    """Every setting with its default, type and meaning, or the text of a shipped configuration."""
+    """Settings with default, type and meaning, or a shipped configuration.
+
+    Example: `gaupipe settings phase_b`
+    """
     from gaupipe.settings.load import shipped, text_of
     from gaupipe.settings.page import as_text
 
@@ -481,26 +454,27 @@ def settings_page(
         )
 
 
-@app.command("export-student")
+@_command("Share", "export-student")
 def export_student(
     run_dir: RunDir = None,
     student: StudentName = None,
     format: Annotated[
         Literal["onnx", "pt2"],
-        typer.Option(help="pt2 is the program that torch.export makes."),
+        _option("--format FORMAT", "onnx, or pt2, the program that torch.export makes."),
     ] = "onnx",
     out: Annotated[
         Path | None,
-        _option(
-            "Where the model goes.",
-            "student.onnx or student.pt2 beside the student",
-            metavar="FILE",
-        ),
+        _option("--out FILE", "Where the model goes.", "student.FORMAT beside the student"),
     ] = None,
     plain: Plain = False,
 ) -> None:
-    """Write a student as ONNX (pip install 'gaupipe\\[onnx]') or by torch.export, and check that
-    what was written computes the student's outputs."""
+    """Write a student as ONNX or by torch.export.
+
+    The file is run, and its outputs are compared with the student's. ONNX needs
+    `pip install 'gaupipe[onnx]'`.
+
+    Example: `gaupipe export-student --student belief2 --out belief2.onnx`
+    """
     run_dir = _run(run_dir)
     from stages.publish import export_student as stage
 
@@ -510,40 +484,30 @@ def export_student(
     print(f"{path}: logits agree with the student's to {difference:.1e}")
 
 
-@app.command()
+@_command("Share")
 def publish(
-    student: Annotated[
-        str | None,
-        typer.Argument(
-            autocompletion=complete_student,
-            metavar="[STUDENT]",
-            help="The student: its attention, or the --name it was trained under.",
-            show_default="the one trained last",
-        ),
-    ] = None,
+    student: StudentArgument = None,
     run_dir: RunDir = None,
     out: Annotated[
-        Path | None,
-        _option(
-            "Write model, settings and model card to this new folder.", "none", metavar="FOLDER"
-        ),
+        Path | None, _option("--out FOLDER", "A new folder for model, settings and model card.")
     ] = None,
     repo: Annotated[
         str | None,
         _option(
+            "--repo NAME",
             "Upload them to this repository of the Hugging Face Hub, with the token that "
             "'hf auth login' keeps or HF_TOKEN holds.",
-            "nothing is uploaded",
-            metavar="NAME",
         ),
     ] = None,
-    private: Annotated[
-        bool, typer.Option("--private", help="Make the repository private, if it is new.")
-    ] = False,
+    private: Annotated[bool, _option("--private", "Make a new repository private.")] = False,
     plain: Plain = False,
 ) -> None:
-    """Give a student to others: a folder or a repository that timm loads, with a model card that
-    the run fills in. Its licence is left to you."""
+    """Give a student to others: a folder or repository that timm loads.
+
+    The run fills in its model card; the licence is left to you.
+
+    Example: `gaupipe publish belief2 --out my-student`
+    """
     run_dir = _run(run_dir)
     from stages.publish import folder as stage
 
@@ -551,71 +515,49 @@ def publish(
     print(stage.run(run_dir, student, out=out, repo=repo, private=private, distilled=distilled))
 
 
-@app.command()
+@_command("Measure")
 def compare(
     config: ConfigArgument = None,
     run_dir: Annotated[
         Path | None,
-        _option("Folder of the comparison.", "runs/compare-NAME of the configuration", "--run-dir"),
+        _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
-        str | None,
-        _option("Attentions of the students.", "phase_b.student of the settings", metavar="A,B"),
+        str | None, _option("--students A,B", "Attentions of the students.", "phase_b.student")
     ] = None,
-    seeds: Annotated[
-        str,
-        typer.Option(
-            metavar="0,1,2",
-            help="Seeds. Every cell, that is every line of the tables, is run with each seed.",
-        ),
-    ] = "0,1,2",
+    seeds: Annotated[str, _option("--seeds A,B", "Seeds of every line of the tables.")] = "0,1,2",
     sweep: Annotated[
         str | None,
-        _option(
-            "Further cells: a YAML list of settings, or the name of a shipped sweep.",
-            "none",
-            metavar="SWEEP",
-        ),
+        _option("--sweep SWEEP", "Further cells: a YAML list of settings, or a shipped sweep."),
     ] = None,
     cells: Annotated[
         list[str] | None,
-        _option(
-            "Run only this cell, the plain ViT, and the cells whose settings this cell takes "
-            "over; repeatable.",
-            "all cells",
-            "--row",
-            metavar="NAME",
-        ),
+        _option("--row NAME", "Run only this cell and those it builds on; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
         _option(
-            "Validation accuracies; epochs are counted until each of them is reached.",
-            "95, 98 and 100 % of the plain ViT's final accuracy",
-            metavar="0.8,0.84",
+            "--targets 0.8,0.84",
+            "Count the epochs to these validation accuracies.",
+            "95, 98 and 100 % of the plain ViT's",
         ),
     ] = None,
     tune: Annotated[
         bool,
-        typer.Option(
-            help="Choose learning rates and initialisations in small grid searches, or take those "
-            "of the settings."
-        ),
+        _option("--tune/--no-tune", "Search for learning rates and initialisations first."),
     ] = True,
-    jobs: Annotated[
-        int, typer.Option(min=1, help="Trainings at the same time, each in a process of its own.")
-    ] = 1,
-    test: Annotated[
-        bool, typer.Option("--test", help="Also score the finished runs on the test split.")
-    ] = False,
+    jobs: Annotated[int, _option("--jobs N", "Trainings at the same time.", min=1)] = 1,
+    test: Annotated[bool, _option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train baselines (plain ViT), distilled students and controls with several seeds: accuracy
-    over cost, which differences the seeds decide, and the epochs to an accuracy.
+    """Train baselines, distilled students and controls with several seeds.
 
+    Says accuracy over cost, which differences the seeds decide, and the epochs to an accuracy.
     Runs that have finished are not made again. Tables go to the terminal and JSON, curves to PNG
     and SVG.
+
+    Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
     """
     settings, _ = _settings(config, overrides, None)
     folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
@@ -652,38 +594,27 @@ def compare(
     print(folder)
 
 
-@app.command()
+@_command("Look")
 def inspect(
     maps: Store = None,
     run_dir: RunDir = None,
     student: Annotated[
-        str | None,
-        _option(
-            "This student's own maps, beside the stored ones.",
-            "the store",
-            "--student",
-            metavar="NAME",
-        ),
+        str | None, _option("--student NAME", "The maps of this student, beside the stored ones.")
     ] = None,
-    image: Annotated[int | None, _option("Image id; without it a summary.", "none")] = None,
-    layer: Annotated[int | None, _option("Encoder block, from 0.", "0")] = None,
-    head: Annotated[
-        str | None, _option("Head, from 0, or their mean.", "mean", metavar="H|mean")
-    ] = None,
+    image: Annotated[int | None, _option("--image ID", "The image whose map is shown.")] = None,
+    layer: Annotated[int | None, _option("--layer L", "Encoder block, from 0.", "0")] = None,
+    head: Annotated[str | None, _option("--head H|mean", "Head, from 0.", "mean")] = None,
     query: Annotated[
-        str | None,
-        _option("Query token, from 0 in row-major order, or their mean.", "mean", metavar="Q|mean"),
+        str | None, _option("--query Q|mean", "Query, from 0 in row-major order.", "mean")
     ] = None,
-    view: Annotated[
-        int | None, _option("View of the image, from 0, in a store of views.", "0")
-    ] = None,
-    png: Annotated[
-        str | None, _option("Draw the image with the map over it.", "none", metavar="FILE")
-    ] = None,
+    view: Annotated[int | None, _option("--view V", "Stored view, from 0.", "0")] = None,
+    png: Annotated[str | None, _option("--png FILE", "Draw the map over the image.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The contents of a store: a summary, or the map of one image. With --student, the maps of a
-    student."""
+    """The contents of a store: a summary, or the map of one image.
+
+    Example: `gaupipe inspect --image 7 --layer 1 --png map.png`
+    """
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
@@ -715,75 +646,47 @@ def inspect(
         _print_rich(stage.heat_map(seen, _draws_blocks()))
 
 
-@app.command()
+@_command("Look")
 def view(
     maps: Store = None,
     run_dir: Annotated[
         Path | None,
-        _option(
-            "Folder of the run.",
-            "the folder the store is in, or the run in runs/ that was used last",
-            "--run-dir",
-        ),
+        _option("--run-dir FOLDER", "The run's folder.", "that of the store, or the run used last"),
     ] = None,
     students: Annotated[
         list[str] | None,
-        _option(
-            "A student to show beside the stored maps; repeatable.",
-            "all that have finished",
-            "--student",
-            metavar="NAME",
-        ),
+        _option("--student NAME", "Students beside the store; repeatable.", "all that finished"),
     ] = None,
     images: Annotated[
         list[int] | None,
-        _option(
-            "The image to open with; with --html an image of the page, repeatable.",
-            "0",
-            "--image",
-            metavar="ID",
-        ),
+        _option("--image ID", "The first image; with --html the images, repeatable.", "0"),
     ] = None,
     html: Annotated[
-        Path | None,
-        _option(
-            "Write a page of the images, which needs no server, and stop.", "none", metavar="FILE"
-        ),
+        Path | None, _option("--html FILE", "Write a page that needs no server, and stop.")
     ] = None,
     model: Annotated[
         str | None,
         _option(
-            "Look at this model's attention in place of a store: a timm name, hf-hub:NAME, "
-            "local-dir:FOLDER or a student's folder.",
-            "none",
-            metavar="NAME",
+            "--model NAME",
+            "In place of a store: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
         ),
     ] = None,
     files: Annotated[
-        list[Path] | None,
-        _option(
-            "Images for --model: files, or folders of images; repeatable.",
-            "none",
-            "--images",
-            metavar="PATH",
-        ),
+        list[Path] | None, _option("--images PATH", "Images or folders for --model; repeatable.")
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch weights of --model that are not here.")
-    ] = False,
+    download: Download = False,
     image_size: Annotated[
         int | None,
-        _option("Pixels of the images for --model.", "the model's, at most 20 patches", min=1),
+        _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
     ] = None,
-    port: Annotated[int | None, _option("Port of this machine.", "8642", min=1, max=65535)] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
-    ] = True,
+    port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
+    open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
 ) -> None:
-    """Look at attention maps in a browser: of a store, or of any ViT (pip install
-    'gaupipe\\[view]').
+    """Look at attention maps in a browser: of a store, or of any ViT.
 
-    Example: gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download
+    Needs `pip install 'gaupipe[view]'`.
+
+    Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
@@ -806,24 +709,23 @@ def view(
     )
 
 
-@app.command()
+@_command("Measure")
 def verify(
     maps: Store = None,
     teacher: Annotated[
-        bool,
-        typer.Option(
-            "--teacher", help="Also run the teacher again on a sample of the images and compare."
-        ),
+        bool, _option("--teacher", "Also run the teacher again on some images and compare.")
     ] = False,
     run_dir: Annotated[
-        Path | None,
-        _option("Folder of the teacher's run.", "the folder the store is in", "--run-dir"),
+        Path | None, _option("--run-dir FOLDER", "The teacher's run.", "that of the store")
     ] = None,
-    sample: Annotated[
-        int, typer.Option(min=1, help="Images the teacher runs on, rounded up to whole batches.")
-    ] = 256,
+    sample: Annotated[int, _option("--sample N", "Images for the teacher.", min=1)] = 256,
 ) -> None:
-    """Check that every chunk of a store is present and intact; exit code 0 only then."""
+    """Check that every chunk of a store is present and intact.
+
+    The exit code is 0 only then.
+
+    Example: `gaupipe verify runs/digits/maps.zarr --teacher`
+    """
     if maps is None:
         run_dir = _run(run_dir)
         maps = str(run_dir / "maps.zarr")
@@ -843,30 +745,29 @@ def verify(
     print(f"{maps}: complete and intact" + (", as the teacher says" if teacher else ""))
 
 
-@app.command()
+@_command("Measure")
 def plan(
     config: ConfigArgument = None,
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    steps: Annotated[
-        int, typer.Option(min=0, help="Training steps to measure; 0 leaves the times out.")
-    ] = 4,
+    steps: Annotated[int, _option("--steps N", "Training steps to time, or 0.", min=0)] = 4,
     images: Annotated[
-        int | None,
-        _option("Training images of a data set that is not here.", "read from the data set", min=1),
+        int | None, _option("--images N", "Training images of a set that is not here.", min=1)
     ] = None,
-    classes: Annotated[int | None, _option("Its classes.", "read from the data set", min=2)] = None,
+    classes: Annotated[int | None, _option("--classes C", "Classes of that set.", min=2)] = None,
     world_size: Annotated[
-        int, typer.Option(min=1, max=100_000, help="Plan for this many processes (torchrun).")
+        int, _option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Plan 'gaupipe train' alone: no teacher, no store.")
-    ] = False,
+    plain: Annotated[bool, _option("--plain", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, memory, disk, store sizes and, from a few steps, time of a run, before it
-    starts."""
+    """Parameters, memory, disk and time of a run, before it starts.
+
+    The times come from a few training steps.
+
+    Example: `gaupipe plan --data photos`
+    """
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
         raise UserError("--plain plans for one process: leave --world-size out")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitTeacher
 from gaupipe.vit.forward import forward_with_maps
 from stages import phase_b, predict
 from stages.by_class import by_class, labelled
@@ -144,14 +141,14 @@ def beside_teacher(
 ) -> dict[str, Any]:
     """Top-1 accuracy and cross-entropy of the teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do. For a teacher that knows unseen images: a trained ViT
-    with predictions, or one that predicts its Gaussians.
+    with predictions.
 
     ``no_teacher`` says why, where the teacher is no longer there, and where the student learned
     from another one than the run's.
     """
     run = student.run
     phase = run.settings().phase_a
-    if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
+    if phase.learns_gaussians or run.teacher_digest() is None:
         return {}
     if distributed.broadcast(student.has_other_teacher):
         return {"no_teacher": "the student learned from another teacher than the run's"}
@@ -160,10 +157,9 @@ def beside_teacher(
     except UserError as error:  # a folder that has moved, or weights that are no longer there
         return {"no_teacher": str(error)}
     teacher = job.teacher
-    if isinstance(teacher, VitTeacher) and not teacher.predicts:
+    if not teacher.predicts:
         return {}
-    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher
-    teacher_logits, labels = predictions(predict, images, data, job.settings)
+    teacher_logits, labels = predictions(teacher, images, data, job.settings)
     scores = metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {

@@ -340,7 +340,6 @@ Losses = dict[str, Tensor]
 """Sums [L, H] over images, by names of :data:`LOSSES`."""
 LOSSES = {
     "dropped": "attention on class and register tokens, which is left out, per block",
-    "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
     "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
 }
 

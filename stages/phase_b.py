@@ -45,7 +45,7 @@ from stages.train import build as build_plain
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
 
-WARM_START_IMAGES, WARM_START_BATCH = 256, 64
+WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
 
 
@@ -329,9 +329,6 @@ def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     images = torch.cat([batch.images for batch in batches.in_order(ids)])
     with torch.no_grad():
         gaussians = teacher.gaussians(None)  # [1, L, H, T, 4], of the shared prior
-        if teacher.predicts_gaussians:  # [N, L, H, T, 4]
-            parts = images.split(WARM_START_BATCH)
-            gaussians = torch.cat([teacher.look(part)[1] for part in parts])
 
     def map_of(layer: int) -> Tensor:
         heads = None if phase.head_map == "mean" else phase.head_map

@@ -112,12 +112,11 @@ def run(
         check_baseline(settings, data)
         ema = settings.baseline_optim.ema
         stages["plain"] = of_student(request, "plain", request.baseline_epochs, ema)
-    step = max(stage.pop("step_bytes", stage["memory_bytes"]) for stage in stages.values())
-    fits = not mistake_in(lambda: check_memory("a step", step))
-    seconds = measure(request, facts.get("per_image_in") == "files") if steps and fits else {}
+    memory = max(stage["memory_bytes"] for stage in stages.values())
+    too_large = mistake_in(lambda: check_memory("the run", memory))
+    seconds = {} if too_large or not steps else measure(request)
     for name, stage in stages.items():
         stage["seconds"] = seconds[name] / world_size if seconds else None
-    memory = max(stage["memory_bytes"] for stage in stages.values())
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     whole = sum(seconds.values()) / world_size if seconds else None
     elsewhere = "choose another --run-dir"
@@ -131,14 +130,12 @@ def run(
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(request.device),
-        "problem": mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere))
-        or mistake_in(lambda: check_memory("the run", memory)),
+        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
     }
 
 
 def plan_phases(request: Request) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Both phases and the export by name, and facts about per-image parameters and stores.
-    ``step_bytes`` is the memory of phase A without the per-image parameters."""
+    """Both phases and the export by name, and facts about per-image parameters and stores."""
     settings, data, phase = request.settings, request.data, request.settings.phase_a
     buckets = settings.data.buckets or request.world_size
     check_buckets(request.images, buckets, settings.data.batch_size, request.world_size)
@@ -155,7 +152,6 @@ def plan_phases(request: Request) -> tuple[dict[str, dict[str, Any]], dict[str, 
         "epochs": teacher_epochs(settings),
         "parameters": needs.parameters,
         **memory,
-        "step_bytes": training_memory(settings, teacher, data, phase.optim.ema, request.world_size),
         "disk_bytes": needs.disk_bytes,
     }
     learning = settings.phase_b
@@ -166,8 +162,8 @@ def plan_phases(request: Request) -> tuple[dict[str, dict[str, Any]], dict[str, 
         "export": {"model": f"store ({export.kind})", **memory, "disk_bytes": stored},
         "phase_b": student,
     }
-    names = ("per_image_parameters", "per_image_in", "store_bytes")
-    return stages, {name: getattr(needs, name) for name in names}
+    facts = {"per_image_parameters": needs.per_image_parameters, "store_bytes": needs.store_bytes}
+    return stages, facts
 
 
 def of_student(request: Request, how: str, epochs: int, ema: float | None) -> dict[str, Any]:
@@ -256,14 +252,13 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def measure(request: Request, in_files: bool) -> dict[str, float]:
-    """Seconds of each stage, scaled up from a run on the first batches of images, with per-image
-    parameters ``in_files`` or in memory.
+def measure(request: Request) -> dict[str, float]:
+    """Seconds of each stage, scaled up from a run on the first batches of images.
 
     The first epoch of a training warms up. Phase A may stop earlier than after ``max_epochs``,
     where it reaches ``stop_accuracy``.
     """
-    small, short = first_images(request), shortened(request.settings, in_files)
+    small, short = first_images(request), shortened(request.settings)
     settings, images, held_out = request.settings, request.images, request.validation_images
     phase, seconds = settings.phase_b, {}
 
@@ -307,18 +302,13 @@ def first_images(request: Request) -> ImageData:
     )
 
 
-def shortened(settings: Settings, in_files: bool) -> Settings:
+def shortened(settings: Settings) -> Settings:
     """The settings of a run with few epochs, whatever accuracy they reach, which no logger sees. A
     student learns from maps in two epochs, and in two others without. At most two views of an image
-    are stored; per-image parameters lie in memory or ``in_files``, and in one bucket."""
-    rows = {"memory_budget_gb": 0 if in_files else 1e9}
+    are stored."""
     with_maps = settings.phase_b.gamma_epochs and 2
     changes: dict[str, dict[str, Any]] = {
-        "phase_a": {
-            "max_epochs": 2,
-            "stop_accuracy": 1.0,
-            "rows": settings.phase_a.rows.model_copy(update=rows),
-        },
+        "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
         "export": {"views": settings.export.views and 2},
         "phase_b": {"epochs": 4, "gamma_epochs": with_maps, "patience": None},
         "baseline": {"epochs": 2},

@@ -36,7 +36,6 @@ from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import accuracy, label_targets, score_model
 from gaupipe.training.state import TrainingState
-from stages.figures import geometry
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
@@ -65,11 +64,6 @@ class Training:
     @property
     def label_smoothing(self) -> float:
         return self.settings.phase_b.label_smoothing
-
-    @property
-    def geometry_every(self) -> int:
-        """Batches between two measurements of norms and angles; 0: none."""
-        return self.settings.geometry_every
 
     def label(self, folder: Path) -> str:
         """The name of the training in lines and on the bar."""
@@ -129,7 +123,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
     settings, label, losses = job.settings, job.label(folder), job.losses()
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(job.augment, settings.seed)
-    projection = geometry.Geometry(job.data, job.device, job.geometry_every)
     attention = student_attention(state.kept, job.device)
     done = len(state.metrics)
 
@@ -145,7 +138,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 with update.forward():
                     values = losses_of(batch, gamma)
                 update(values["loss"], batch.weight)
-                projection.measure(job.student, update.batch, epoch)
                 epoch.add(len(batch), **values)
             means = epoch.means()
 
@@ -214,7 +206,6 @@ def train_into(
             distributed.main_first(lambda: state.load(folder / "checkpoint"))
         distributed.on_main(lambda: write_request(folder, settings, overrides, job.maps))
         train(job, state, folder)
-        distributed.on_main(lambda: geometry.draw(state.metrics, folder))
         distributed.on_main(
             lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
         )

@@ -108,7 +108,6 @@ def in_process(capfd):
 TEACHERS = {
     "table": [],
     "embedding": ["phase_a.per_image=embedding", "phase_a.compression.embedding=3"],
-    "predicted": ["phase_a.per_image=predicted"],
     "vit": ["phase_a.teacher=vit"],
 }
 """Settings of a run with each kind of teacher."""

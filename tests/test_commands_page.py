@@ -1,9 +1,12 @@
-"""docs/commands.md on the site has the commands and options that the program's help has."""
+"""The program's help, and docs/commands.md on the site, which has the same commands and options."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
+import pytest
+import typer
 from typer.testing import CliRunner
 
 from gaupipe.cli import app
@@ -14,10 +17,33 @@ from commands_page import all_commands
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
-def help_of(*command: str) -> str:
-    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+COMMANDS = typer.main.get_command(app).commands
+
+
+def help_of(*command: str, columns: int = 200) -> str:
+    env = {"COLUMNS": str(columns), "TERM": "dumb"}
+    result = CliRunner().invoke(app, [*command, "--help"], env=env)
     assert result.exit_code == 0
     return result.output
+
+
+def test_the_help_groups_the_commands():
+    panels = re.findall(r"─ (\w+) ─", help_of(columns=80))
+    assert panels == ["Options", "Train", "Measure", "Look", "Share"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_fits_a_terminal_and_its_example_parses(name):
+    text = help_of(name, columns=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert not re.search(r"<bool>|\(none\)|[(\[]\[", text)
+    words = [word for line in text.splitlines() for word in line.split()]
+    options = {option for param in COMMANDS[name].params for option in param.opts}
+    assert {option for option in options if option.startswith("--")} <= set(words)
+    (example,) = re.findall(r"`gaupipe (.+)`", COMMANDS[name].help.split("Example:")[1])
+    first, *arguments = shlex.split(example)
+    assert first == name
+    COMMANDS[name].make_context(name, arguments)  # raises where an option is unknown
 
 
 def test_every_option_of_the_help_is_on_the_page():

@@ -128,7 +128,6 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
         ),
         ("phase_a.prior=false & phase_a.per_image=none", "nothing is left to learn"),
-        ("phase_a.per_image=predicted & phase_a.mode=stochastic", "mode: expected"),
         ("phase_a.compression.embedding=4", "set that too"),
         ("phase_a.teacher_args={depth: 2}", "see model.args"),
         ("phase_a.teacher=vit & phase_a.teacher_args={img_size: 3}", "the data set says it"),

@@ -45,18 +45,15 @@ CASES = {
         "phase_a.optim.accumulate=2",
         "phase_b.optim.ema=0.9",
         "augment.mixup=0.5",
-        "geometry_every=3",
         "baseline.epochs=0",
     ],
     "files": [
-        "phase_a.rows.memory_budget_gb=0",
         "phase_a.rows.initial_std=0.1",
         "phase_b.optim.accumulate=4",
         "baseline.epochs=0",
     ],
     "buckets": [
         "data.buckets=2",
-        "phase_a.rows.memory_budget_gb=0",
         "phase_a.mode=stochastic",
         "baseline.epochs=0",
     ],
@@ -284,7 +281,7 @@ def in_rank(arguments: list[str], kill: Kill | None = None, rank: int = 0) -> No
 @pytest.mark.long
 def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
     """One rank gets the signal. Of three ranks the order of sums matters."""
-    size, more = 3, ["phase_a.rows.memory_budget_gb=0", "phase_a.mode=stochastic"]
+    size, more = 3, ["phase_a.mode=stochastic"]
     unbroken = with_settings("run", tmp_path / "unbroken", [*WORLD, *more, "checkpoint_minutes=10"])
     assert in_world(size, tmp_path / "words", in_rank, unbroken) == [0] * size
     run = with_settings("run", tmp_path / "run", [*WORLD, *more])

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gaupipe.attention import ATTENTION, comparing, kernels
@@ -17,16 +17,11 @@ from gaupipe.attention.kernels import (
     perpendicular,
 )
 
-torch.set_num_threads(1)
-
 HEADS = 2
 PROJECTIONS = {
     "over all heads": perpendicular,
     "in each head": lambda m, v: per_head(perpendicular, m, v, HEADS),
 }
-
-
-# ---- the oracle: numpy, from D = m - <m, v> / <v, v> v ------------------------------------------
 
 
 def oracle(m, v, sensitivity):
@@ -115,50 +110,31 @@ def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_u
     torch.testing.assert_close(under_autocast.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-# ---- derivatives of any order and kind ----------------------------------------------------------
-
-
 def doubles(*shape):
     torch.manual_seed(0)
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)
-def test_second_derivatives(projection):
+def test_derivatives_of_any_order_and_kind(projection):
+    """Backward, forward, one over the other, and batches of them."""
     function, m, v = PROJECTIONS[projection], doubles(2, 3, 6), doubles(3, 2, 6).transpose(0, 1)
     assert torch.autograd.gradcheck(function, (m, v), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, (m, v), check_batched_grad=True)
+    jacobian = torch.autograd.functional.jacobian(function, (m, v))
+    torch.testing.assert_close(jacfwd(function, (0, 1))(m, v), jacobian)
+
+    def loss(m):
+        return function(m, v).pow(3).sum()
+
+    second = torch.autograd.functional.hessian(loss, m)
+    torch.testing.assert_close(hessian(loss)(m), second)
+    torch.testing.assert_close(vmap(function, (0, None))(m, v[0]), function(m, v[:1].expand_as(m)))
     v = torch.zeros(2, 3, 6, dtype=torch.float64, requires_grad=True)
     first = torch.autograd.grad(function(m, v).pow(3).sum(), (m, v), create_graph=True)
     assert torch.equal(first[1], torch.zeros_like(v))
     second = torch.autograd.grad(first[0].square().sum() + first[1].sum(), (m, v))
     assert all(x.isfinite().all() for x in second)
-
-
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_transforms_agree_with_autograd(projection):
-    function, m, v = PROJECTIONS[projection], doubles(3, 6), doubles(2, 3, 6)[1]
-
-    def loss(m, v):
-        return function(m, v).pow(3).sum()
-
-    expected = torch.autograd.grad(loss(m, v), (m, v))
-    torch.testing.assert_close(grad(loss, (0, 1))(m, v), expected)
-    torch.testing.assert_close(vmap(grad(loss, (0, 1)))(m, v), expected)
-    torch.testing.assert_close(vmap(function, (None, 0))(m[0], v), function(m[:1].expand_as(v), v))
-    torch.testing.assert_close(vmap(function, (1, 0), 1)(m.T, v), function(m, v).T)
-
-    jacobians = torch.autograd.functional.jacobian(function, (m, v))
-    torch.testing.assert_close(jacrev(function, (0, 1))(m, v), jacobians)
-    torch.testing.assert_close(jacfwd(function, (0, 1))(m, v), jacobians)
-    tangents = torch.randn_like(m), torch.randn_like(v)
-    expected = sum(
-        torch.einsum("abcd,cd->ab", j, t) for j, t in zip(jacobians, tangents, strict=True)
-    )
-    torch.testing.assert_close(jvp(function, (m, v), tangents)[1], expected)
-    torch.testing.assert_close(
-        hessian(loss)(m, v), torch.autograd.functional.hessian(lambda m: loss(m, v), m)
-    )
 
 
 @pytest.mark.parametrize("key", comparing())
@@ -190,9 +166,6 @@ def test_derivatives_of_a_layer_and_of_single_images(key):
             torch.testing.assert_close(gradients[name][i], parameter.grad)
 
 
-# ---- fused attention with its log-normaliser ----------------------------------------------------
-
-
 def explicit(q, k, v, hidden, scale):
     scores = scale * q @ k.mT
     if hidden is not None:
@@ -201,7 +174,7 @@ def explicit(q, k, v, hidden, scale):
 
 
 @pytest.mark.parametrize("hidden", [None, torch.eye(16, dtype=torch.bool)], ids=["all", "others"])
-def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden):
+def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden, recwarn):
     """flex_attention, for GPUs, has no backward pass on a CPU."""
     torch.manual_seed(0)
     wide, narrow = torch.randn(2, 2, 3, 16, 32), torch.randn(2, 3, 16, 16)
@@ -216,11 +189,7 @@ def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden)
         results[1] += explicit(narrow, narrow, narrow, hidden, 0.3)
     for value, expected in zip(*results, strict=True):
         torch.testing.assert_close(value, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_flex_attention_is_asked_for_its_normaliser_as_torch_wants_it(recwarn):
-    flex_with_normaliser(*torch.randn(3, 1, 1, 16, 16), None, 0.3)
-    assert not [w for w in recwarn if "return_lse" in str(w.message)]
+    assert not [w for w in recwarn if "return_lse" in str(w.message)]  # an old way to ask for it
 
 
 def test_without_the_private_operator_there_is_no_kernel(monkeypatch):

@@ -226,9 +226,11 @@ def test_validation_images_of_their_own(tmp_path):
     data = load(tmp_path)
     assert (len(data.train), len(data.val), len(data.test)) == (24, 4, 6)
     shutil.rmtree(tmp_path / "val")
+    shutil.rmtree(tmp_path / "test" / "cat")
     data = load(tmp_path)
-    assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 6)
-    assert "of 2 classes, 6 test images," in str(facts_of(tmp_path))
+    assert set(data.test.labels) == {1}  # the dogs alone are still class 1
+    assert (len(data.train), len(data.val), len(data.test)) == (21, 3, 3)
+    assert "of 2 classes, 3 test images," in str(facts_of(tmp_path))
 
 
 def test_class_folders_without_a_folder_for_training(tmp_path):

@@ -19,12 +19,11 @@ from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.models import convert, forward_with_maps
+from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.vit.diagnostics import belief_geometry
 from stages import evaluate, export_maps, phase_b
 from stages import train as student_training
 from stages.figures import key_attention
@@ -317,31 +316,6 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
         settings = RunDirectory(run_dir).student_settings("y", distilled=False)
         assert settings.baseline_optim.lr == 0.5
-
-
-def test_norms_and_angles_are_measured_while_a_student_is_trained(run_dir, tmp_path):
-    """Every 23 steps, which an epoch has; the last time is after the last step. The training does
-    not notice."""
-    rows = {}
-    for every in (0, 23):
-        changes = ["phase_b.epochs=2", f"geometry_every={every}"]
-        settings = config.load(run_dir / "config.yaml", changes)
-        rows[every] = phase_b.train_student(settings, tmp_path / str(every), teacher=None)
-    assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[23]]
-    measured = [entry for row in rows[23] for entry in row["geometry"]]
-    assert [entry["step"] for entry in measured] == [23, 46] and "geometry" not in rows[0][0]
-
-    student = timm.create_model(f"local-dir:{tmp_path / '23' / 'student'}", pretrained=True)
-    data = load_data(settings.data)
-    ids = np.linspace(0, 1436, 64).astype(int)
-    batches = Batches(data.train, data, torch.device("cpu"), 64)
-    images = next(iter(batches.in_order(ids))).images
-    for layer, block in enumerate(belief_geometry(convert(student.eval(), "standard"), images)):
-        assert measured[1]["d_norm"][layer] == pytest.approx(block.d_norm.mean().item(), rel=1e-4)
-        angle = block.mh_update_angle.mean().item()
-        assert measured[1]["mh_update_angle"][layer] == pytest.approx(angle, rel=1e-4)
-    assert (tmp_path / "23" / "geometry.png").stat().st_size > 10_000
-    assert not (tmp_path / "0" / "geometry.png").exists()
 
 
 @pytest.mark.parametrize("moment", ["load_data", "build_student", "train"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 import struct
 from pathlib import Path
@@ -139,23 +138,7 @@ def test_of_few_keys_the_rest_is_spread_evenly(run):
     np.testing.assert_allclose(rest.sum(-1), 1 - largest.sum(-1), atol=2e-2)
 
 
-def test_fitted_gaussians_are_reported_with_the_kl_that_is_left(run, capsys):
-    export_maps.run(run, "gaussian")
-    said = capsys.readouterr().err
-    maps = store.open(run / "maps.zarr")
-    read = KINDS["gaussian"].reader(maps, torch.device("cpu"))(maps.gather(np.arange(120)))
-    oracle = teachers_maps(run, first_images(run, 120))
-    line = next(line for line in said.splitlines() if "KL of the maps" in line)
-    said = [float(number) for number in re.findall(r"(\d\.\d+) \(", line)]
-    for layer in range(2):
-        stored = read.map(layer).clamp_min(torch.finfo(torch.float32).tiny)
-        kl = (oracle[:, layer] * (oracle[:, layer] / stored).log()).sum(-1).mean((0, 2))  # [H]
-        assert said[layer] == pytest.approx(kl.mean().item(), abs=5e-3)
-        uniform = (oracle[:, layer] * (oracle[:, layer] * 16).log()).sum(-1).mean()
-        assert kl.mean() < uniform  # a Gaussian says more than nothing
-
-
-@pytest.mark.parametrize("kind", ["topk", "dense", "gaussian"])
+@pytest.mark.parametrize("kind", ["topk", "dense"])
 def test_a_store_is_verified_against_its_teacher(run, kind, in_process):
     assert in_process("export-maps", "--run-dir", run, "--kind", kind)[0] == 0
     url = run / "maps.zarr"
@@ -172,7 +155,7 @@ def test_a_store_is_verified_against_its_teacher(run, kind, in_process):
     assert code == 1 and "maps are not the teacher's" in out
 
 
-@pytest.mark.parametrize("kind", ["dense", "topk", "gaussian"])
+@pytest.mark.parametrize("kind", ["dense", "topk"])
 def test_every_kind_teaches_students_of_other_shapes(run, kind):
     with_settings(
         run,
@@ -180,7 +163,7 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
         "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
         "phase_b.head_map=[0, 1, 1, 0]",
     )
-    export_maps.run(run, kind, k=None if kind in ("dense", "gaussian") else 4)
+    export_maps.run(run, kind, k=None if kind == "dense" else 4)
     for attention in ("standard", "attentionx"):
         metrics = phase_b.run(run, attention)
         assert metrics[-1]["loss_feat"] > 0 and np.isfinite(metrics[-1]["train_loss"])
@@ -412,13 +395,9 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),
         (["phase_a.teacher_args={num_heads: 5}"], "phase_a.teacher_args: gauvit_pico"),
         (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
-        (["export.kind=embedding"], "export.kind embedding: a trained ViT has no embeddings"),
+        (["export.kind=embedding"], "export.kind embedding: a trained ViT has no Gaussians"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
         (["export.views=2"], "export.views 2: the section augment draws nothing"),
-        (
-            ["phase_a.teacher=gaussian", "phase_a.per_image=predicted", "export.views=2"],
-            "export.views 2: the section augment draws nothing",
-        ),
         (["export.kind=dense", "export.k=4"], "export.k 4: a store of the kind dense has no k"),
         (["phase_a.teacher=gaussian", "export.views=3"], "export.views 3: Gaussians of images"),
     ],
@@ -435,8 +414,8 @@ def test_what_cannot_be_a_teacher_is_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--kind", "embedding"], "a trained ViT has no embeddings"),
-        (["--kind", "prior"], "another map for each image"),
+        (["--kind", "embedding"], "a trained ViT has no Gaussians"),
+        (["--kind", "prior"], "choose topk or dense"),
         (["--kind", "dense", "--k", "3"], "--k 3: a store of the kind dense has no k"),
         (["--k", "17"], "a query has 16 keys"),
         (["--teacher", "local-dir:nowhere"], "name another store with --out"),

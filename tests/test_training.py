@@ -118,8 +118,8 @@ def test_an_optimizer_of_timm_trains_or_is_refused_by_name(name, refusal):
         assert not torch.equal(before, model.head.weight)
 
 
-def test_per_image_parameters_without_a_finite_gradient_stay():
-    state = ImageState(3, torch.zeros(2), lr=0.1)
+def test_per_image_parameters_without_a_finite_gradient_stay(tmp_path):
+    state = ImageState(3, torch.zeros(2), lr=0.1, folder=tmp_path)
     gradient = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [1.0, torch.nan]])
     state.update(torch.arange(3), gradient)
     assert state.steps.tolist() == [1, 0, 0]

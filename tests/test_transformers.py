@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -337,6 +338,19 @@ def test_it_says_what_it_cannot_convert(attention, options, message):
         model = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=9, **sizes))
     with pytest.raises(UserError, match=message):
         convert(model, attention, **options)
+
+
+def test_a_model_remembers_the_attention_it_was_trained_with(tmp_path):
+    model_of("llama", "gau_belief").save_pretrained(tmp_path)
+    load = AutoModelForCausalLM.from_pretrained
+    with pytest.warns(UserWarning, match="attn_implementation='gau_belief', which its weights"):
+        load(tmp_path)
+    with warnings.catch_warnings(action="error"):
+        loaded = load(tmp_path, attn_implementation="gau_belief")
+        convert(loaded, "belief2").save_pretrained(tmp_path / "converted")
+        load(tmp_path / "converted")
+    with pytest.raises(UserError, match="'gau_beleif'; did you mean 'gau_belief'"):
+        load(tmp_path, attn_implementation="gau_beleif")
 
 
 def test_what_the_functions_cannot_do_is_refused():

@@ -88,16 +88,20 @@ class GaussianKind:
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
 
     name = "gaussian"
+    takes_any_map = False
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """The reason why a store of this kind cannot hold the maps of a teacher, with or without
         per-image parameters; None if it can."""
-        return None
+        if self.takes_any_map or isinstance(teacher, Teacher):
+            return None
+        return "a trained ViT has no Gaussians; choose topk or dense"
 
     def arrays(
         self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         """The arrays of a batch by name, maps in ``dtype``."""
+        assert isinstance(attention, GaussianMaps)
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
@@ -114,6 +118,7 @@ class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
+    takes_any_map = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"maps": attention.maps(dtype)}
@@ -137,6 +142,7 @@ class TopKKind(GaussianKind):
     row is spread evenly over the other keys."""
 
     name = "topk"
+    takes_any_map = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)
@@ -164,14 +170,12 @@ class EmbeddingKind(GaussianKind):
     name = "embedding"
 
     def refusal(self, teacher, per_image) -> str | None:
-        if not isinstance(teacher, Teacher):
-            return "a trained ViT has no embeddings; choose topk, dense or gaussian"
-        if teacher.decoder is None or not per_image:
+        if isinstance(teacher, Teacher) and (teacher.decoder is None or not per_image):
             return (
                 "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
                 "gaussian or dense"
             )
-        return None
+        return super().refusal(teacher, per_image)
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"embeddings": attention.parameters}
@@ -206,14 +210,12 @@ class PriorKind(GaussianKind):
     name = "prior"
 
     def refusal(self, teacher, per_image) -> str | None:
-        if not isinstance(teacher, Teacher):
-            return "a trained ViT has another map for each image; choose topk, dense or gaussian"
-        if per_image or teacher.predicts_gaussians:
+        if per_image:
             return (
                 "this teacher has Gaussians of single images (phase_a.per_image is not none); "
                 "choose gaussian or dense"
             )
-        return None
+        return super().refusal(teacher, per_image)
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {}
@@ -332,11 +334,10 @@ def check_export(
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
     if k is not None and k > grid[0] * grid[1]:
         raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
-    if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
+    if export.views is not None and isinstance(teacher, Teacher):
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT, or "
-            "phase_a.per_image=predicted"
+            "themselves; views are for a teacher that sees them: a trained ViT"
         )
     if export.views is not None and not augment.draws_views:
         raise UserError(

@@ -243,9 +243,6 @@ class RowSettings(Section):
     initial_std: Weight = 0.0
     """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
     alike."""
-    memory_budget_gb: Weight = 2.0
-    """If the per-image parameters and their moments take more than this many GB, all of them lie in
-    files in the run directory; 0 always uses files."""
 
 
 class CompressionSettings(Section):
@@ -279,12 +276,11 @@ class PhaseASettings(Section):
     learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
-    per_image: Literal["table", "embedding", "predicted", "none"] = "table"
+    per_image: Literal["table", "embedding", "none"] = "table"
     """What makes the Gaussians of an image differ from the shared prior. ``table`` learns raw
     numbers for each training image. ``embedding`` learns an embedding for each training image and
-    block, and a decoder that turns it into raw numbers. With ``predicted`` each token predicts the
-    raw numbers of its own Gaussians by a learned linear map, so that unseen and augmented images
-    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior."""
+    block, and a decoder that turns it into raw numbers. With ``none`` all images have the
+    Gaussians of the shared prior."""
     compression: CompressionSettings = CompressionSettings()
     prior_lr: Rate = 2e-2
     """Learning rate of the shared prior, which the network's optimizer updates at every step.
@@ -310,11 +306,6 @@ class PhaseASettings(Section):
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
-        if self.predicts_gaussians and self.mode != "expected":
-            raise ValueError(
-                "per_image: predicted needs mode: expected: with sampled points every pass would "
-                "predict other Gaussians in later blocks"
-            )
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
@@ -322,11 +313,8 @@ class PhaseASettings(Section):
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.per_image in ("embedding", "predicted"):
-            raise ValueError(
-                f"per_image: a teacher {self.teacher!r} has no Gaussians, and none that are "
-                f"{self.per_image}"
-            )
+        if self.per_image == "embedding":
+            raise ValueError(f"per_image: a teacher {self.teacher!r} has no Gaussians to embed")
         return self
 
     @property
@@ -337,12 +325,7 @@ class PhaseASettings(Section):
     @property
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
-        return self.learns_gaussians and self.per_image in ("table", "embedding")
-
-    @property
-    def predicts_gaussians(self) -> bool:
-        """True if the teacher predicts the Gaussians of an image from its tokens."""
-        return self.learns_gaussians and self.per_image == "predicted"
+        return self.learns_gaussians and self.per_image != "none"
 
     @property
     def shares_prior(self) -> bool:
@@ -490,9 +473,6 @@ class Settings(Section):
     key_snapshots: Annotated[Count, Scope.WATCH] = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
-    geometry_every: Annotated[Count, Scope.WATCH] = 0
-    """Number of steps (batches) after which gaupipe measures what the attention of each block does
-    to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""

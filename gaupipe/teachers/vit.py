@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
-from gaupipe.maps.fits import fit_gaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
@@ -41,8 +40,6 @@ class VitMaps:
     """(h, w) in patches."""
     dropped: Tensor
     """[L, H]: the mean share of a patch's attention that class and register tokens had."""
-    divergence: Tensor | None = None
-    """[L, H], after Gaussians were fitted: the KL that is left, mean over images and queries."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -51,13 +48,6 @@ class VitMaps:
         for layer, block in enumerate(self.blocks):
             maps[:, layer] = block
         return maps
-
-    @property
-    def gaussians(self) -> Tensor:
-        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
-        gaussians, left = fit_gaussians(self.maps(), self.grid)
-        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
-        return gaussians
 
 
 class VitTeacher(nn.Module):

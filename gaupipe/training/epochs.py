@@ -99,8 +99,6 @@ class Epoch:
         self.batches, self.images = self.first, 0
         self.started, self.processor_started = time.monotonic(), time.process_time()
         self.sums: dict[str, Tensor] = {}
-        self.lists: dict[str, list[Any]] = {}
-        """Measurements within the epoch, for its metrics: JSON, the same on all ranks."""
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
         loop.steps.begin_line(state.epoch and state.epoch["line"])
@@ -151,7 +149,6 @@ class Epoch:
         self.metrics = {
             "epoch": self.number + 1,
             **metrics,
-            **self.lists,
             "seconds": round(self.seconds, 3),
             "processor_seconds": round(self.processor_seconds, 3),
             "images_per_s": round(self.images / self.seconds, 1),
@@ -172,7 +169,6 @@ class Epoch:
             "batches": self.batches,
             "seconds": began - self.started,
             "processor_seconds": processor_began - self.processor_started,
-            "lists": self.lists,
             "line": self.loop.steps.state(),
             "generators": distributed.all_gather_dict(generators),
             "ranks": distributed.all_gather_object({"images": self.images, "sums": sums}),
@@ -194,7 +190,6 @@ class Epoch:
         mine = ranks[distributed.rank() :: distributed.world_size()]
         self.started -= saved["seconds"]
         self.processor_started -= saved["processor_seconds"]
-        self.lists.update(saved["lists"])
         self.images = sum(rank["images"] for rank in mine)
         for name, total in ranks[0]["sums"].items():
             sums = [rank["sums"][name] for rank in mine]

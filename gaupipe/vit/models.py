@@ -21,17 +21,14 @@ from timm.models import (
     load_pretrained,
     model_entrypoint,
     register_model,
+    vision_transformer,
 )
 from timm.models.eva import Eva
-from timm.models.vision_transformer import (
-    ATTN_LAYERS,
-    Block,
-    VisionTransformer,
-    checkpoint_filter_fn,
-)
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
+from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 from gaupipe.vit.convert import convert
@@ -45,7 +42,16 @@ TIMM_ARGUMENTS = {
 EVA_MODELS = frozenset(list_models(module="eva"))
 """timm's entrypoints that build an ``Eva``."""
 
-ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
+
+class Layers(dict):
+    """timm's ``ATTN_LAYERS``, which names the nearest of ours for a misspelt ``attn_layer``."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[choice("attn_layer", key, self)] if "gau" in key else super().get(key, default)
+
+
+vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
+vision_transformer.ATTN_LAYERS = Layers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
@@ -108,6 +114,8 @@ class GauViT(VisionTransformer):
     ) -> None:
         options = dict(attention_options or {})
         attention_type = attention_class(attention)
+        if kwargs.get("attn_layer"):
+            raise UserError("attn_layer: a gauvit model takes attention='belief' and the like")
         more = {}
         if "grid" in inspect.signature(attention_type).parameters:
             more["grid"] = grid_of({**TIMM_ARGUMENTS, **kwargs})

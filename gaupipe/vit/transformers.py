@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
+import warnings
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import StudentAttention
+from gaupipe.attention.base import StudentAttention, choice
 from gaupipe.attention.kernels import perpendicular
 from gaupipe.attention.options import attention_class, check_options
 from gaupipe.system.errors import UserError
@@ -229,7 +229,8 @@ def convert(model: PreTrainedModel, attention: str, **options: Any) -> Converted
         raise UserError(f"cannot convert a {type(model).__name__}: only {known}")
     config = model.config.to_dict()
     config.update(gau_attention=attention, gau_options=options)
-    config.pop("model_type")
+    for replaced in ("model_type", "gau_implementation"):
+        config.pop(replaced, None)
     converted = target._from_config(target.config_class(**config), dtype=model.dtype)
     converted.to(model.device).train(model.training)
     converted.generation_config = copy.deepcopy(model.generation_config)
@@ -268,18 +269,9 @@ GauQwen2Config, GauQwen2ForCausalLM = family(Qwen2Config, Qwen2ForCausalLM)
 GauQwen3Config, GauQwen3ForCausalLM = family(Qwen3Config, Qwen3ForCausalLM)
 
 
-def dispatches(model: PreTrainedModel) -> bool:
-    """True if a model of transformers looks its attention up by name, or has none of its own."""
-    module = sys.modules[type(model).__module__]
-    return hasattr(module, "ALL_ATTENTION_FUNCTIONS") or not any(
-        "Attention" in name and getattr(member, "__module__", None) == module.__name__
-        for name, member in vars(module).items()
-    )
-
-
 def register() -> None:
     """Makes the attentions known to transformers. Models with an attention of their own are refused
-    by UserError."""
+    by UserError; a model trained with one of the attentions and loaded with another one warns."""
     functions = {f"gau_{f.__name__}": f for f in (belief, xsa, attentionx, converted)}
     for name, function in functions.items():
         AttentionInterface.register(name, function)
@@ -288,10 +280,21 @@ def register() -> None:
 
     @functools.wraps(accepted)
     def checked(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> str:
-        if requested in functions and not dispatches(self):
+        before = getattr(self.config, "gau_implementation", None)
+        if str(requested).startswith("gau_"):
+            choice("attn_implementation", str(requested), functions)
+        if requested in functions and not self._can_set_attn_implementation():
             raise UserError(
                 f"{type(self).__name__} has its own attention, which transformers cannot replace "
                 f"by {requested!r}"
+            )
+        if requested in REGISTERED:
+            self.config.gau_implementation = requested  # config.json keeps it
+        elif before and requested not in functions:
+            warnings.warn(
+                f"the model had attn_implementation={before!r}, which its weights expect, and has "
+                f"{requested or 'the standard attention'} now",
+                stacklevel=2,
             )
         return accepted(self, requested, *args, **kwargs)
 

@@ -6,7 +6,6 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +40,7 @@ from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_resources, make_plan, per_image_in_files
+from stages.runs.resources import check_resources, make_plan
 
 LABEL_PASSES = 8
 """Forward passes with newly sampled points, over which a stochastic teacher's predictions are
@@ -127,10 +126,8 @@ class TeacherLoss(nn.Module):
         parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
         noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
-        gaussians = None  # predicted ones are of the view already
-        if not self.teacher.predicts_gaussians:
-            gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-            gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
         logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
         return cross_entropy(logits, batch.labels)
 
@@ -171,7 +168,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
             val_acc = None  # an image that is not trained has the shared prior alone
-            if phase.prior or phase.predicts_gaussians:
+            if phase.prior:
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
@@ -209,11 +206,8 @@ class Draws:
 def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """The maps of each block, [B, H, T, T], of training images and their ids."""
 
-    def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        if job.teacher.predicts_gaussians:
-            gaussians = job.teacher.eval().look(images.to(job.device))[1]
-        else:
-            gaussians = gaussians_of(job, image_ids, len(image_ids))
+    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
+        gaussians = gaussians_of(job, image_ids, len(image_ids))
         return list(expected_map(gaussians, job.teacher.grid).unbind(1))
 
     return maps
@@ -221,8 +215,7 @@ def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]
 
 @torch.no_grad()
 def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
-    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
-    a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
+    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
     gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
     return gaussians.expand(count, *gaussians.shape[1:])
 
@@ -254,9 +247,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            gaussians = None
-            if not teacher.predicts_gaussians:
-                gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
@@ -271,10 +262,9 @@ def build(
     to_read: bool = False,
     with_images: bool = True,
 ) -> TeacherJob[Teacher]:
-    """Phase A, freshly started; per-image parameters beyond the memory budget are to lie in
-    ``folder``/rows. ``to_read``: a teacher that is not trained any more, with the parameters of all
-    images and not only of this rank's; ``with_images`` False leaves them out. Writes nothing;
-    raises UserError."""
+    """Phase A, freshly started; per-image parameters are to lie in ``folder``/rows. ``to_read``: a
+    teacher that is not trained any more, with the parameters of all images and not only of this
+    rank's; ``with_images`` False leaves them out. Writes nothing; raises UserError."""
     device = select_device(settings.device, settings.threads)
     teacher = build_teacher(settings, data)
     per_image = None
@@ -293,7 +283,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         phase.parametrisation,
         phase.prior,
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
-        phase.predicts_gaussians,
         LABEL_PASSES if phase.mode == "stochastic" else None,
     )
 
@@ -303,18 +292,16 @@ def build_per_image(
 ) -> BucketedState:
     """The start of the per-image parameters, of this ``shape``."""
     rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
-    in_files = per_image_in_files(rows, buckets.images, math.prod(shape))
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
         return ImageState(
             len(image_ids),
             torch.zeros(shape),
             lr=rows.lr,
-            folder=folder / "rows" / f"bucket-{bucket:04d}" if in_files else None,
+            folder=folder / "rows" / f"bucket-{bucket:04d}",
             initial_std=rows.initial_std,
             seed=settings.seed,
             drawn_as=torch.from_numpy(image_ids),
-            to_read=to_read,
         )
 
     return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
@@ -328,8 +315,6 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     groups = []
     if phase.prior:
         groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
-    if teacher.predictor is not None:
-        groups.append({"params": [teacher.predictor], "lr": lr, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = [*teacher.decoder.parameters()]
         groups.append({"params": decoder, "lr": lr, "weight_decay": decay})

@@ -42,7 +42,6 @@ VitJob = TeacherJob[VitTeacher]
 class TeacherTraining(Training):
     """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
 
-    geometry_every = 0
     label_smoothing = 0.0  # maps of a teacher with smoothed labels teach less
 
     @property
