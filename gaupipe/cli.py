@@ -787,7 +787,7 @@ def plan(
     if as_json:
         print(json.dumps(planned))
         return
-    _print_rich(stage.table(planned))
+    _print_rich(*stage.tables(planned))
     if planned["problem"]:
         print(f"does not fit: {planned['problem']}")
 

@@ -45,6 +45,7 @@ CASES = {
         "phase_b.optim.accumulate=2",
     ],
     "files": [
+        "phase_a.rows.memory_budget_gb=0",
         "phase_a.rows.initial_std=0.1",
         "phase_a.augment=true",
         "augment.flip=true",
@@ -62,14 +63,15 @@ CASES = {
         "phase_a.optim.clip_grad=0.1",
         "baseline.epochs=0",
     ],
-    "vit": [
-        "phase_a.teacher=vit",
+    "predicted": [
+        "phase_a.per_image=predicted",
         "phase_a.augment=true",
         "augment.flip=true",
-        "export.kind=topk",
-        "phase_b.alpha=0.2",
-        "phase_b.gamma=0.3",
+        "phase_b.student=gaussian",
+        "phase_b.warm_start=teacher",
+        "baseline.epochs=0",
     ],
+    "vit": ["phase_a.teacher=vit", "export.kind=topk", "phase_b.alpha=0.2", "phase_b.gamma=0.3"],
 }
 
 
@@ -249,7 +251,7 @@ def test_the_ranks_write_what_the_plan_says(trained):
     planned = plan.run(RunDirectory(trained).settings(), trained, steps=0, world_size=2)
     files = [*trained.glob("phase_a/checkpoint/*.pt"), *trained.glob("phase_a/rows/*/records.*")]
     written = sum(file.stat().st_size for file in files)  # half of the records are superseded
-    assert planned["phase_a_disk_bytes"] == pytest.approx(2 * written, rel=0.2)
+    assert planned["stages"]["phase_a"]["disk_bytes"] == pytest.approx(2 * written, rel=0.2)
 
 
 def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, trained):
@@ -262,6 +264,34 @@ def test_a_store_has_the_same_bytes_for_any_number_of_processes(tmp_path, traine
         stores.append(tree(out))
     assert len(stores[0]) > 20  # several shards
     assert stores[0] == stores[1]
+
+
+def files_mapped_at(address: int) -> str:
+    """What /proc says of the memory at an address: the path of the file that is mapped there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, *_, last = line.split()
+        start, end = (int(number, 16) for number in span.split("-"))
+        if start <= address < end:
+            return last
+    return ""
+
+
+@pytest.mark.parametrize("buckets", [True, False])
+def test_an_export_leaves_parameters_in_the_checkpoint(tmp_path, trained, buckets):
+    """What no shard of a rank needs is then never read into its memory."""
+    from stages.phase_a import gaussian as phase_a
+    from stages.runs.directory import RunDirectory
+
+    run_dir = trained
+    if not buckets:
+        run_dir = tmp_path / "run"
+        settings = config.load("digits", [*TINY, "data.buckets=null", "phase_a.max_epochs=1"])
+        phase_a.run(settings, run_dir)
+    per_image = phase_a.load(RunDirectory(run_dir)).per_image
+    for number, state in per_image.states.items():
+        mapped = files_mapped_at(state._records.records.data_ptr())
+        name = f"rows.{3 if buckets else 1:04d}.{number:04d}.pt"
+        assert mapped == str(run_dir / "phase_a" / "checkpoint" / name)
 
 
 def test_scores_are_those_of_one_process(tmp_path, trained):
@@ -389,7 +419,7 @@ def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines
 def test_a_run_survives_the_loss_of_a_rank_at_any_moment(tmp_path):
     """Rank 1 is killed again and again; the others end by themselves, and one or two processes
     continue. The run ends as one that nothing happened to."""
-    fast = ["baseline.epochs=0", "phase_b.gamma=0.1"]
+    fast = ["phase_a.rows.memory_budget_gb=0", "baseline.epochs=0", "phase_b.gamma=0.1"]
     settings = config.load("digits", [*TINY, *fast])
     assert in_world(2, tmp_path / "words", train, tmp_path / "unbroken", settings) == [0, 0]
     generator, killed, size, codes = random.Random(0), 0, 2, [1]
