@@ -167,7 +167,7 @@ def run(
     download: Download = False,
 ) -> None:
     """All stages, then a table of what was gained. Stages that have finished are not run again."""
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
@@ -187,7 +187,7 @@ def phase_a(
     download: Download = False,
 ) -> None:
     """Make the teacher: train it, or take a trained ViT."""
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     from stages.phase_a import gaussian as stage
 
@@ -341,12 +341,23 @@ def train(
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
+            "model.name of the settings, trained from the start",
+            "--model",
+            metavar="NAME",
+        ),
+    ] = None,
+    download: Download = False,
     resume: Resume = False,
 ) -> None:
     """Train a ViT with one of the attentions on the labels alone: no teacher, no store.
 
     The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
     """
+    overrides = _with_model(overrides, "model.name", model, download)
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
     from stages import train as stage
@@ -949,9 +960,11 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
-    """The options --teacher and --download as settings."""
-    named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
+def _with_model(
+    overrides: list[str] | None, setting: str, name: str | None, download: bool
+) -> list[str]:
+    """An option that names a model and --download as settings."""
+    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 
