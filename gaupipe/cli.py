@@ -186,7 +186,7 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
@@ -209,7 +209,7 @@ def phase_a(
 
     Example: `gaupipe phase-a fashion_mnist --set phase_a.max_epochs=20`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     from stages.phase_a import gaussian as stage
 
@@ -328,6 +328,15 @@ def train(
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model NAME",
+            "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
+            "model.name, from the start",
+        ),
+    ] = None,
+    download: Download = False,
     resume: Resume = False,
 ) -> None:
     """Train a ViT on the labels alone: no teacher, no store.
@@ -336,6 +345,7 @@ def train(
 
     Example: `gaupipe train --data photos --student xsa`
     """
+    overrides = _with_model(overrides, "model.name", model, download)
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
     from stages import train as stage
@@ -895,9 +905,11 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
-    """The options --teacher and --download as settings."""
-    named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
+def _with_model(
+    overrides: list[str] | None, setting: str, name: str | None, download: bool
+) -> list[str]:
+    """An option that names a model and --download as settings."""
+    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 
