@@ -116,5 +116,3 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
         make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
-
-
