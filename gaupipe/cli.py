@@ -383,13 +383,7 @@ def evaluate(
     run_dir = _run(run_dir)
     from stages import by_class
     from stages import evaluate as stage
-    from stages.inspect_maps import check_output
-    from stages.publish.export_student import check_place
 
-    if out is not None:
-        check_place(out)
-    if confusion is not None:
-        check_output("--confusion", confusion, ".png")
     scores = stage.run(
         run_dir,
         student,
@@ -423,11 +417,11 @@ def predict(
 
     Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
     """
+    from gaupipe.system.files import check_file
     from stages import predict as stage
-    from stages.publish.export_student import check_place
 
     if out is not None:
-        check_place(out)
+        check_file("--out", out)
     predictions = stage.run(stage.resolve(source, paths, download=download), top=top)
     if out is not None:
         stage.write(predictions, out)

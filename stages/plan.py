@@ -288,8 +288,13 @@ def measure(request: Request) -> dict[str, float]:
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is removed, while nothing is printed to stderr."""
-    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
+    """A folder that is removed, while nothing is printed."""
+    nowhere = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
         yield Path(name) / "run"
 
 

@@ -28,7 +28,7 @@ from stages.runs.resources import check_resources, make_plan
 
 
 def settings(**phase_a):
-    return parse({"phase_a": phase_a, "device": "cpu"}, "test")
+    return parse({"phase_a": {"per_image": "table"} | phase_a, "device": "cpu"}, "test")
 
 
 def planned(name, images, compression=None, phase_a=None, **model):
