@@ -129,6 +129,15 @@ Teacher = Annotated[
 Download = Annotated[
     bool, typer.Option("--download", help="Fetch published weights that are not on this machine.")
 ]
+ImagePaths = Annotated[
+    list[Path] | None,
+    _option(
+        "Images for --model: files, or folders of images; repeatable.",
+        "none",
+        "--images",
+        metavar="PATH",
+    ),
+]
 Store = Annotated[
     str | None,
     typer.Argument(
@@ -248,6 +257,16 @@ def export_maps(
             metavar="PHASE_A.TEACHER_ARGS=Y",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "Store this model's maps of --images, without a run: a timm name, hf-hub:NAME, "
+            "local-dir:FOLDER or a student's folder.",
+            "none",
+            metavar="NAME",
+        ),
+    ] = None,
+    files: ImagePaths = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -268,26 +287,40 @@ def export_maps(
     ] = 32,
     force: Force = False,
 ) -> None:
-    """Write the teacher's attention maps, predictions and the labels to a zarr store.
+    """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
+
+    Example: gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr
     """
     from stages import export_maps as stage
 
+    options: dict[str, Any] = {
+        "overwrite": overwrite,
+        "repair": repair,
+        "shard_mb": shard_mb,
+        "force": force,
+        "encoding": encoding,
+        "k": k,
+        "download": download,
+    }
+    if _names_model(model, files) and model:
+        of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+        for name, value in of_run.items():
+            if value:
+                raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+        if out is None:
+            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+        print(stage.run_model(model, files or (), out, kind, **options))
+        return
     url = stage.run(
         _run(run_dir),
         kind,
         out=out,
-        overwrite=overwrite,
-        repair=repair,
-        shard_mb=shard_mb,
-        force=force,
-        encoding=encoding,
-        k=k,
         views=views,
         teacher=teacher,
         overrides=overrides or [],
-        download=download,
+        **options,
     )
     print(url)
 
@@ -396,11 +429,11 @@ def predict(
     download: Download = False,
 ) -> None:
     """The classes of images, by the folder of a student alone. CSV, or a table on a terminal."""
+    from gaupipe.system.files import check_file
     from stages import predict as stage
-    from stages.publish.export_student import check_place
 
     if out is not None:
-        check_place(out)
+        check_file("--out", out)
     predictions = stage.run(stage.resolve(source, paths, download=download), top=top)
     if out is not None:
         stage.write(predictions, out)
@@ -716,18 +749,12 @@ def view(
             metavar="NAME",
         ),
     ] = None,
-    files: Annotated[
-        list[Path] | None,
-        _option(
-            "Images for --model: files, or folders of images; repeatable.",
-            "none",
-            "--images",
-            metavar="PATH",
-        ),
+    files: ImagePaths = None,
+    download: Download = False,
+    split: Annotated[
+        Literal["train", "val", "test"] | None,
+        _option("Images of the run to open with.", "those of the store, else val"),
     ] = None,
-    download: Annotated[
-        bool, typer.Option("--download", help="Fetch weights of --model that are not here.")
-    ] = False,
     image_size: Annotated[
         int | None,
         _option("Pixels of the images for --model.", "the model's, at most 20 patches", min=1),
@@ -742,9 +769,7 @@ def view(
 
     Example: gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download
     """
-    if (model is None) != (not files):
-        raise UserError("--model NAME and --images PATH belong together")
-    if model is None:
+    if not _names_model(model, files):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
@@ -760,6 +785,7 @@ def view(
         files=files or (),
         download=download,
         image_size=image_size,
+        split=split,
     )
 
 
@@ -938,6 +964,13 @@ def _run(run_dir: Path | None) -> Path:
                 f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr
             )
     return run_dir
+
+
+def _names_model(model: str | None, files: list[Path] | None) -> bool:
+    """True with --model and --images, which belong together."""
+    if (model is None) != (not files):
+        raise UserError("--model NAME and --images PATH belong together")
+    return model is not None
 
 
 def _draws_blocks() -> bool:

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from stages.student_maps import StudentMaps
 from timm.data import create_transform, resolve_data_config
 
 import store
@@ -31,7 +32,6 @@ from stages.publish import model_card
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
-from stages.student_maps import StudentMaps
 from stages.view.serve import open_viewer
 
 SETTINGS = [
