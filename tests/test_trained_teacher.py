@@ -25,12 +25,12 @@ from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from stages import evaluate, export_maps, inspect_maps, phase_b
+from stages.image_maps import StudentMaps
 from stages.phase_a import gaussian as phase_a
 from stages.publish import model_card
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
-from stages.student_maps import StudentMaps
 from stages.view.serve import open_viewer
 
 SETTINGS = [

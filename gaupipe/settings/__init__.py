@@ -233,10 +233,9 @@ class OptimSettings(Section):
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
-    """Further keywords of ``create_optimizer_v2``, e.g. ``{betas: [0.9, 0.95]}`` in place of 0.9 and
-    0.999. With
-    ``{layer_decay: 0.75}`` each block of a ViT has 0.75 times the learning rate of the next one,
-    as is usual in fine-tuning."""
+    """Further keywords of ``create_optimizer_v2``, e.g. ``{betas: [0.9, 0.95]}`` in place of 0.9
+    and 0.999. With ``{layer_decay: 0.75}`` each block of a ViT has 0.75 times the learning rate of
+    the next one, as is usual in fine-tuning."""
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
