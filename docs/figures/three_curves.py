@@ -37,7 +37,7 @@ CURVES = {  # label: (runs, folder of the student, whether phase A counts, colou
 
 
 def curve(run: Path, student: str, with_phase_a: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(processor seconds [E] from the start of all training, validation accuracy [E] in percent)."""
+    """(processor seconds [E] since all training began, validation accuracy [E] in percent)."""
     entries = read(run / student)
     seconds = np.cumsum([entry["processor_seconds"] for entry in entries])
     if with_phase_a:
