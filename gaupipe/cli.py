@@ -791,7 +791,7 @@ def plan(
     world_size: Annotated[
         int, _option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
-    plain: Annotated[bool, _option("--plain", "Plan 'gaupipe train' alone.")] = False,
+    plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Parameters, memory, disk and time of a run, before it starts.
@@ -802,7 +802,7 @@ def plan(
     """
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
-        raise UserError("--plain plans for one process: leave --world-size out")
+        raise UserError("--train plans for one process: leave --world-size out")
     from stages import plan as stage
 
     planned = stage.run(
