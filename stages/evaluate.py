@@ -29,6 +29,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
 from stages import phase_b, predict
 from stages.by_class import by_class, labelled
@@ -64,6 +65,10 @@ def run(
     """
 
     def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
+        if out is not None:
+            check_file("--out", out)
+        if confusion is not None:
+            check_file("--confusion", confusion, ".png")
         student = load_student(run_dir, name, distilled)
         if folder is not None:
             return student, folder_data(student, folder), None

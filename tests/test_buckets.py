@@ -54,15 +54,6 @@ def test_one_bucket_is_one_permutation_in_full_batches():
     assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
 
 
-def test_positions_count_the_members_of_a_bucket():
-    buckets = Buckets(1003, 3)
-    for bucket in range(3):
-        members = buckets.members(bucket)
-        assert (buckets.of(members) == bucket).all()
-        assert buckets.positions(members).tolist() == list(range(len(members)))
-    assert buckets.sizes().sum() == 1003
-
-
 @pytest.mark.parametrize(
     "images,count,batch_size,world,words",
     [
@@ -125,16 +116,3 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path):
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
         make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
-
-
-def test_only_files_that_the_checkpoint_names_stay(tmp_path):
-    for epoch in (1, 2, 3):
-        for bucket in (0, 1):
-            (tmp_path / f"rows.{epoch:04d}.{bucket:04d}.pt").touch()
-    (tmp_path / "state.pt").touch()
-    there, state = set(tmp_path.iterdir()), make([0, 1], tmp_path)
-    state.remove_superseded(tmp_path)
-    assert set(tmp_path.iterdir()) == there  # without a checkpoint nothing is known to be old
-    state.files = {"rows.0002.0000.pt": "", "rows.0002.0001.pt": ""}
-    state.remove_superseded(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"state.pt", *state.files}

@@ -368,3 +368,14 @@ def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, mess
     assert (code, out) == (2, "")
     assert message in err.splitlines()[-1]
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_is_compared_without_settings(tmp_path, in_process):
+    folder = photos(tmp_path / "photos")
+    rows = ("--no-tune", "--seeds", "0", "--row", "plain ViT", "--json")
+    changes = sets(*TINY, "baseline.epochs=1")
+    code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
+    assert code == 0, err
+    [cell] = json.loads(out)["cells"]
+    assert cell["cell"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
+    assert (tmp_path / "runs" / "compare-photos" / "compare.json").is_file()

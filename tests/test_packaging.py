@@ -53,17 +53,20 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("packaging")
     clone = folder / "clone"
     clone.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, clone)
-    for name in ("gaupipe", "stages", "store", "configs"):
+    for path in (*ROOT.glob("*.toml"), *ROOT.glob("*.md"), ROOT / "LICENSE", ROOT / "MANIFEST.in"):
+        shutil.copy(path, clone)
+    for name in ("gaupipe", "stages", "store", "configs", "docs", "examples", "tests"):
         left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, clone / name, ignore=left_out)
     run(sys.executable, "-c", BUILD, "build_sdist", cwd=clone)
     with tarfile.open(clone / f"gaupipe-{__version__}.tar.gz") as sdist:
         sdist.extractall(folder, filter="data")
     unpacked = folder / f"gaupipe-{__version__}"
+    assert (unpacked / "docs" / "figures" / "view.png").is_file()
+    assert (unpacked / "examples" / "tour.ipynb").is_file()
     run(sys.executable, "-c", BUILD, "build_wheel", cwd=unpacked)
     wheel = unpacked / f"gaupipe-{__version__}-py3-none-any.whl"
+    assert "OK" in run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=ROOT)
 
     venv.create(folder / "fresh", symlinks=True)
     python = folder / "fresh" / "bin" / "python"
