@@ -78,12 +78,6 @@ def test_match_params_does_not_change_what_the_seed_draws():
     assert torch.equal(drawn(mlp_ratio=(width + 0.5) / 64)[1], after)
 
 
-@pytest.mark.parametrize("mlp_ratio", [0.5, 0])
-def test_match_params_says_when_the_ffn_is_too_small(mlp_ratio):
-    with pytest.raises(UserError, match="use a larger mlp_ratio"):
-        timm.create_model(PICO, attention="belief2", match_params=True, mlp_ratio=mlp_ratio)
-
-
 def test_without_ffn_the_blocks_are_attention_and_nothing_else():
     """*Belief2, table 3*."""
     model = timm.create_model(PICO, attention="belief2", mlp_ratio=0).eval()
@@ -97,17 +91,20 @@ def test_without_ffn_the_blocks_are_attention_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "attention, options, message",
+    "attention, kwargs, message",
     [
         ("beleif", {}, "unknown attention 'beleif'; did you mean 'belief'"),
         ("belief2", {"activaton": "gelu"}, "did you mean 'activation'"),
         ("belief2", {"activation": "gelo"}, "did you mean 'gelu'"),
         ("standard", {"gamma": 1}, "unknown option 'gamma' of StandardAttention"),
+        ("belief2", dict(match_params=True, mlp_ratio=0.5), "use a larger mlp_ratio"),
+        ("belief2", dict(match_params=True, mlp_ratio=0), "use a larger mlp_ratio"),
     ],
 )
-def test_mistakes_are_named(attention, options, message):
+def test_mistakes_are_named(attention, kwargs, message):
+    kwargs = kwargs if "match_params" in kwargs else {"attention_options": kwargs}
     with pytest.raises(UserError, match=message):
-        timm.create_model(PICO, attention=attention, attention_options=options)
+        timm.create_model(PICO, attention=attention, **kwargs)
 
 
 GRAPHS = [dict(attention=key) for key in ATTENTION] + [

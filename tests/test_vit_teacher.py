@@ -218,17 +218,7 @@ def test_a_folder_is_loaded_with_keywords(tmp_path):
     assert load_vit(name, data(16), {"img_size": 16}).grid == (8, 8)
 
 
-class Touches:
-    """Unpickled it would make a file."""
-
-    def __init__(self, path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return type(self.path).touch, (self.path,)
-
-
-def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
+def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypatch):
     """timm.models.save_for_hf writes pytorch_model.bin unless it is told otherwise."""
     model, folder = small(), tmp_path / "vit"
     with contextlib.suppress(FileNotFoundError):  # timm removes a file that it has not written
@@ -239,15 +229,15 @@ def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
     (folder / "config.json").write_text(json.dumps(described | {"num_classes": 5}))
     teacher = load_vit(f"local-dir:{folder}", data(), {})
     assert torch.equal(teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
-    tensors = model.state_dict()
-    for wrong in (
-        {"pos_embed": tensors["pos_embed"][:, :4]},
-        {"called": Touches(tmp_path / "touched")},
-    ):
-        torch.save({**tensors, **wrong}, folder / "pytorch_model.bin")
-        with pytest.raises(UserError, match="damaged, or no model that timm reads"):
-            load_vit(f"local-dir:{folder}", data(), {})
+    monkeypatch.chdir(tmp_path)
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch touched'\ntR.")
+    with pytest.raises(UserError, match="damaged, or no model that timm reads"):
+        load_vit(f"local-dir:{folder}", data(), {})
     assert not (tmp_path / "touched").exists()
+    tensors = {**model.state_dict(), "pos_embed": model.pos_embed[:, :4]}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pos_embed is .* in pytorch_model.bin"):
+        load_vit(f"local-dir:{folder}", data(), {})
 
 
 @pytest.mark.parametrize(
