@@ -147,6 +147,10 @@ Teacher = Annotated[
 Download = Annotated[
     bool, _option("--download", "Fetch published weights that are not on this machine.")
 ]
+ImagePaths = Annotated[
+    list[Path] | None,
+    _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+]
 Store = Annotated[
     str | None,
     _argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
@@ -186,7 +190,7 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
     from stages import run as stage
 
@@ -209,7 +213,7 @@ def phase_a(
 
     Example: `gaupipe phase-a fashion_mnist --set phase_a.max_epochs=20`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     from stages.phase_a import gaussian as stage
 
@@ -246,6 +250,15 @@ def export_maps(
             "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model NAME",
+            "In place of a run's teacher: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's "
+            "folder.",
+        ),
+    ] = None,
+    files: ImagePaths = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -256,28 +269,40 @@ def export_maps(
     shard_mb: Annotated[float, _option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
     force: Force = False,
 ) -> None:
-    """Write the teacher's attention maps and predictions to a zarr store.
+    """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
 
-    Example: `gaupipe export-maps --kind topk --k 16`
+    Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
     from stages import export_maps as stage
 
+    options: dict[str, Any] = {
+        "overwrite": overwrite,
+        "repair": repair,
+        "shard_mb": shard_mb,
+        "force": force,
+        "encoding": encoding,
+        "k": k,
+        "download": download,
+    }
+    if _names_model(model, files) and model:
+        of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+        for name, value in of_run.items():
+            if value:
+                raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+        if out is None:
+            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+        print(stage.run_model(model, files or (), out, kind, **options))
+        return
     url = stage.run(
         _run(run_dir),
         kind,
         out=out,
-        overwrite=overwrite,
-        repair=repair,
-        shard_mb=shard_mb,
-        force=force,
-        encoding=encoding,
-        k=k,
         views=views,
         teacher=teacher,
         overrides=overrides or [],
-        download=download,
+        **options,
     )
     print(url)
 
@@ -328,6 +353,15 @@ def train(
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model NAME",
+            "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
+            "model.name, from the start",
+        ),
+    ] = None,
+    download: Download = False,
     resume: Resume = False,
 ) -> None:
     """Train a ViT on the labels alone: no teacher, no store.
@@ -336,6 +370,7 @@ def train(
 
     Example: `gaupipe train --data photos --student xsa`
     """
+    overrides = _with_model(overrides, "model.name", model, download)
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
     from stages import train as stage
@@ -667,10 +702,12 @@ def view(
             "In place of a store: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
         ),
     ] = None,
-    files: Annotated[
-        list[Path] | None, _option("--images PATH", "Images or folders for --model; repeatable.")
-    ] = None,
+    files: ImagePaths = None,
     download: Download = False,
+    split: Annotated[
+        Literal["train", "val", "test"] | None,
+        _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
+    ] = None,
     image_size: Annotated[
         int | None,
         _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
@@ -684,9 +721,7 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if (model is None) != (not files):
-        raise UserError("--model NAME and --images PATH belong together")
-    if model is None:
+    if not _names_model(model, files):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
@@ -702,6 +737,7 @@ def view(
         files=files or (),
         download=download,
         image_size=image_size,
+        split=split,
     )
 
 
@@ -755,7 +791,7 @@ def plan(
     world_size: Annotated[
         int, _option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
-    plain: Annotated[bool, _option("--plain", "Plan 'gaupipe train' alone.")] = False,
+    plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Parameters, memory, disk and time of a run, before it starts.
@@ -766,7 +802,7 @@ def plan(
     """
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
-        raise UserError("--plain plans for one process: leave --world-size out")
+        raise UserError("--train plans for one process: leave --world-size out")
     from stages import plan as stage
 
     planned = stage.run(
@@ -880,6 +916,13 @@ def _run(run_dir: Path | None) -> Path:
     return run_dir
 
 
+def _names_model(model: str | None, files: list[Path] | None) -> bool:
+    """True with --model and --images, which belong together."""
+    if (model is None) != (not files):
+        raise UserError("--model NAME and --images PATH belong together")
+    return model is not None
+
+
 def _draws_blocks() -> bool:
     """True if the terminal can show the characters that maps are drawn with."""
     try:
@@ -889,9 +932,11 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
-    """The options --teacher and --download as settings."""
-    named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
+def _with_model(
+    overrides: list[str] | None, setting: str, name: str | None, download: bool
+) -> list[str]:
+    """An option that names a model and --download as settings."""
+    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 

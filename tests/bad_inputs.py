@@ -489,11 +489,8 @@ RUNS = [
     Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "")),
     Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
     Row("inspect --student standard", "metrics.jsonl", remove(f"{STUDENT}/metrics.jsonl")),
-    *(
-        Row(RESUME_B, "overrides.json", write(f"{STUDENT}/overrides.json", content))
-        for content in ("", "[1]", '{"a": 1}', b"\xff", "[" * 100_000, '"text"')
-    ),
-    Row(RESUME_B, "unknown setting", write(f"{STUDENT}/overrides.json", '["x.y=1"]')),
+    Row(RESUME_B, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
+    Row("run tiny.yaml", "unknown setting", write(f"{STUDENT}/config.yaml", "x: 1")),
 ]
 
 STORES = [

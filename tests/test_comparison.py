@@ -182,14 +182,14 @@ def test_every_trial_of_the_default_cells_is_another_run():
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     options = {"zz": False}
-    changes = ["student=belief2", f"attention_options={options}", "rezero=true"]
+    changes = ["student=belief2", f"attention_options={options}", "model_args={rezero: true}"]
     base = config.load("digits", [f"phase_b.{one}" for one in [*changes, "match_params=true"]])
     _, phases = phases_of(base, "belief2", "attentionx")
     reference, student = phases[BASELINE], phases["distilled belief2"]
-    assert not reference.rezero and not reference.match_params and not reference.attention_options
+    assert not (reference.model_args or reference.match_params or reference.attention_options)
     assert phases["plain ViT, belief2"].attention_options == student.attention_options == options
     others = phases["distilled attentionx"], phases["plain ViT, attentionx"]
-    assert student.rezero and not any(other.attention_options for other in others)
+    assert student.model_args and not any(other.attention_options for other in others)
     assert reference.optim == base.baseline_optim != student.optim
 
 
@@ -242,13 +242,14 @@ def test_an_entry_inherits_plain_from_the_cell_named_in_like():
 
 
 def test_a_sweep_of_plain_entries_trains_no_teacher():
-    base = config.load("digits", ["phase_b.rezero=true"])
+    base = config.load("digits", ["phase_b.model_args={rezero: true}"])
     plain = {"name": "a", "plain": True, "phase_b.student": "xsa"}
     entries = [plain, {"name": "b", "like": "a"}, {"name": "c", "plain": True, "like": None}]
     cells = {cell.name: cell for cell in swept(entries, base)}
     assert list(cells) == [BASELINE, "a", "b", "c"] and all(cell.plain for cell in cells.values())
     settings = {name: resolve(cell, cells, {}, base).phase_b for name, cell in cells.items()}
-    assert settings["b"].student == "xsa" and not settings["b"].rezero and settings["c"].rezero
+    assert settings["b"].student == "xsa"
+    assert not settings["b"].model_args and settings["c"].model_args
     assert len(swept([plain, {"name": "d"}], base)) > 4
 
 

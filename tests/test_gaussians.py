@@ -17,6 +17,7 @@ from gaupipe.maps.gaussians import (
     point_axes,
     sample,
 )
+from oracles import map_of, weights_of_a_gaussian
 
 
 def gaussians_of(seed: int, count: int) -> torch.Tensor:
@@ -24,30 +25,11 @@ def gaussians_of(seed: int, count: int) -> torch.Tensor:
     return torch.cat([mean, torch.exp(log_std - 0.5)], dim=-1)
 
 
-def weights_of_a_gaussian(m: float, s: float, n: int) -> np.ndarray:
-    """Expected weights of n keys, in pixels: the integral of hat times density between each key and
-    the next, in float64, and what lies beyond the borders."""
-    nodes, parts = np.polynomial.legendre.leggauss(300)
-    way = (nodes + 1) / 2  # from a key to the next
-    u = np.arange(n - 1)[:, None] + way
-    density = np.exp(-0.5 * ((u - m) / s) ** 2) / (s * math.sqrt(2 * math.pi)) * parts / 2
-    expected = np.zeros(n)
-    expected[:-1] += (density * (1 - way)).sum(1)
-    expected[1:] += (density * way).sum(1)
-    expected[0] += math.erfc(m / s / math.sqrt(2)) / 2
-    expected[-1] += math.erfc((n - 1 - m) / s / math.sqrt(2)) / 2
-    return expected
-
-
 @pytest.mark.parametrize("grid", [(4, 4), (3, 7), (1, 5), (14, 14)])
 def test_expected_map_is_the_integral_and_the_mean_of_sampled_points(grid):
-    gaussians, (h, w) = gaussians_of(0, 12), grid
+    gaussians = gaussians_of(0, 12)
     rows = expected_map(gaussians, grid)
-    for row, numbers in zip(rows.numpy(), gaussians.double().tolist(), strict=True):
-        m_x, m_y, s_x, s_y = numbers
-        along_y = weights_of_a_gaussian((m_y + 1) / 2 * (h - 1), max(s_y * (h - 1) / 2, 1e-9), h)
-        along_x = weights_of_a_gaussian((m_x + 1) / 2 * (w - 1), s_x * (w - 1) / 2, w)
-        np.testing.assert_allclose(row, np.outer(along_y, along_x).ravel(), atol=5e-6)
+    np.testing.assert_allclose(rows, map_of(gaussians.double().numpy(), grid), atol=5e-6)
     if grid == (3, 7):
         noise = torch.randn(100_000, 12, 2, generator=torch.Generator().manual_seed(0))
         sampled = outer(*point_axes(sample(gaussians, noise), grid)).mean(0)

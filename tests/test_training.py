@@ -4,6 +4,7 @@ checkpoints."""
 import json
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import timm
@@ -20,22 +21,17 @@ from gaupipe.training.state import TrainingState
 from gaupipe.training.update import Update
 
 
-class Constant:
-    """A schedule that leaves the rate as it is and remembers when it was asked."""
-
-    def __init__(self):
-        self.asked = []
-
-    def step_update(self, update):
-        self.asked.append(update)
-
-
-def make(accumulate=1, clip_grad=None, metrics=(), **optim) -> TrainingState:
+def make(accumulate=1, clip_grad=None, metrics=()) -> TrainingState:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    settings = OptimSettings(accumulate=accumulate, clip_grad=clip_grad, **optim)
+    optim = OptimSettings(accumulate=accumulate, clip_grad=clip_grad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return TrainingState(model, optimizer, Constant(), settings, metrics=list(metrics))
+    return TrainingState(model, optimizer, mock.Mock(), optim, metrics=list(metrics))
+
+
+def asked(state) -> list[int]:
+    """The updates for which a schedule was asked."""
+    return [call.args[0] for call in state.schedule.step_update.call_args_list]
 
 
 def loss_of(model, batch):
@@ -57,15 +53,14 @@ def test_accumulated_updates_are_those_of_plain_torch(clip_grad):
         if clip_grad:
             nn.utils.clip_grad_norm_(plain.parameters(), clip_grad)
         optimizer.step()
-    for got, expected in zip(state.modules.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, expected)
-    assert state.schedule.asked == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(state.modules.state_dict(), plain.state_dict())
+    assert asked(state) == [0, 1, 2, 3, 4]
 
 
 def test_a_continued_training_counts_its_updates_on():
     state = make(metrics=[{}, {}])
     Update(state, steps=3)(loss_of(state.modules, torch.ones(1, 3)))
-    assert state.schedule.asked == [6]
+    assert asked(state) == [6]
 
 
 @pytest.mark.parametrize("size,accumulate", [(1, 1), (4, 1), (4, 2)])
@@ -74,13 +69,9 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     parameters = torch.randn(size, 3, requires_grad=True)
     update = Update(state, steps=4)
     update(state.modules(parameters).square().mean(1).mean())
-    alone = []
-    model = make().modules
-    for row in parameters.detach():
-        row = row.clone().requires_grad_()
-        model(row).square().mean().backward()
-        alone.append(row.grad)
-    torch.testing.assert_close(update.per_image_gradient(parameters), torch.stack(alone))
+    alone, model = parameters.detach().clone().requires_grad_(), make().modules
+    model(alone).square().mean(1).sum().backward()
+    torch.testing.assert_close(update.per_image_gradient(parameters), alone.grad)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +84,8 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(step, message):
     for _ in range(step - 1):
         update(loss_of(state.modules, torch.ones(1, 3)))
     before = [parameter.clone() for parameter in state.modules.parameters()]
-    with pytest.raises(
-        UserError, match=rf"the loss is nan in epoch 1, step {step} of 2.*{message}"
-    ):
+    where = f"the loss is nan in epoch 1, step {step} of 2"
+    with pytest.raises(UserError, match=f"{where}.*{message}"):
         update(loss_of(state.modules, torch.full((1, 3), torch.nan)))
     assert all(map(torch.equal, before, state.modules.parameters()))
 
@@ -168,11 +158,6 @@ def test_means_weigh_batches_by_their_images(tmp_path):
             epoch.add(1, loss=torch.tensor(4.0))
             epoch.finish(**epoch.means())
             state.finished = True
-    assert state.metrics[0]["loss"] == pytest.approx(2.0)
-    assert state.metrics[0].keys() == {
-        "epoch",
-        "loss",
-        "seconds",
-        "processor_seconds",
-        "images_per_s",
-    }
+    entry = state.metrics[0]
+    assert entry.pop("loss") == pytest.approx(2.0)
+    assert entry.keys() == {"epoch", "seconds", "processor_seconds", "images_per_s"}

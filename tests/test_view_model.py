@@ -8,11 +8,11 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from stages.view.model_viewer import ModelViewer, open_model
 
 import gaupipe.models  # noqa: F401
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
-from stages.view.model_viewer import ModelViewer, open_model
 from test_capture import eager_maps, randomised
 from test_view import serving
 from test_view_browser import CHROMIUM, Page, browser  # noqa: F401  (a fixture)

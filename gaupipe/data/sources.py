@@ -45,14 +45,16 @@ class ArrayImages(Dataset):
         self.images = torch.from_numpy(np.array(images, order="C"))
         self.labels = np.asarray(labels, dtype=np.int64)
 
-    def resized(self, size: int) -> ArrayImages:
-        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
+    def resized(self, size: int, interpolation: str = "bilinear") -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, with antialiasing."""
         if tuple(self.images.shape[-2:]) == (size, size):
             return self
+        from torchvision.transforms.v2 import InterpolationMode
         from torchvision.transforms.v2.functional import resize
 
         try:
-            images = resize(self.images, [size, size], antialias=True)
+            mode = InterpolationMode(interpolation)
+            images = resize(self.images, [size, size], mode, antialias=True)
         except RuntimeError as error:  # torch's allocator
             raise UserError(
                 f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
@@ -94,8 +96,8 @@ def open_sources(
         of_timm, tested = _timm_sources(settings, download)
         return of_timm, None, tested
     if settings.image_size:
-        train = train.resized(settings.image_size)
-        test = test and test.resized(settings.image_size)
+        train = train.resized(settings.image_size, settings.interpolation)
+        test = test and test.resized(settings.image_size, settings.interpolation)
     return train, None, test
 
 
@@ -224,7 +226,8 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
+        images = ArrayImages(pixels, data_set.targets, class_names)
+        return images.resized(size or pixels.shape[-1], settings.interpolation)
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
         return FileImages(HubImages(settings.name, reader), labels, settings)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import store
 from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
-from gaupipe.maps.views import from_top_k, move_map, top_k
+from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
@@ -60,18 +60,19 @@ class StoredGaussians:
 
 
 class StoredRows:
-    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, T, T]
-    float32 of a block and of some heads."""
+    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
+    P + T] float32 of a block and of some heads; P class and register tokens come first."""
 
-    def __init__(self, rows: Rows, grid: Grid) -> None:
-        self.rows, self.grid = rows, grid
+    def __init__(self, rows: Rows, grid: Grid, prefix: int = 0) -> None:
+        self.rows, self.grid, self.prefix = rows, grid, prefix
 
     def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
         """A map of this kind has no factors."""
 
     def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
-        """As :meth:`StoredGaussians.map`."""
-        return move_map(self.rows(layer, heads), geometry, self.grid, new_grid)
+        """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
+        patches, _ = without_prefix(self.rows(layer, heads), self.prefix)
+        return move_map(patches, geometry, self.grid, new_grid)
 
 
 StoredAttention = StoredGaussians | StoredRows
@@ -132,7 +133,7 @@ class DenseKind(GaussianKind):
                 coarse = maps.schema.encoding == "uint8"
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
-            return StoredRows(rows, maps.schema.grid)
+            return StoredRows(rows, maps.schema.grid, maps.schema.prefix_tokens)
 
         return decode
 
@@ -159,7 +160,7 @@ class TopKKind(GaussianKind):
                 of_keys, of_weights = (of_block(each, layer, heads) for each in (keys, weights))
                 return from_top_k(of_keys, of_weights.float(), schema.tokens)
 
-            return StoredRows(rows, schema.grid)
+            return StoredRows(rows, schema.grid, schema.prefix_tokens)
 
         return decode
 

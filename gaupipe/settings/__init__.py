@@ -23,7 +23,6 @@ from gaupipe.attention import STUDENTS
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
-    Decay,
     Fraction,
     Positive,
     Rate,
@@ -58,7 +57,7 @@ MODEL_ARGS_ELSEWHERE = {
         ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
     ),
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
-    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
+    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(
         (
@@ -101,6 +100,16 @@ class KnownModelArgs(BaseModel):
     final_norm: bool | None = None
     fc_norm: bool | None = None
     fix_init: bool | None = None
+    rezero: bool = False
+
+
+class Scaling(BaseModel):
+    """The keys of ``data.scaling``."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    mean: list[float] | None = None
+    std: list[Rate] | None = None
+    interpolation: Literal["bilinear", "bicubic"] | None = None
 
 
 def _keywords(args: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +160,13 @@ class DataSettings(Section):
     holds out 20 %)."""
     image_size: Positive | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
-    Null keeps the size of images held in memory. Images in files then get 224 pixels."""
+    Null keeps the size of images held in memory. Images in files then get 224 pixels. A ViT that
+    is fine-tuned gets the size that its weights expect."""
+    scaling: Annotated[Keywords, AfterValidator(partial(_validated, model=Scaling))] = {}
+    """Scaling of pixels by timm's names: ``{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5],
+    interpolation: bicubic}``. A ViT that is fine-tuned sets what its weights expect. Otherwise
+    images are resized ``bilinear``, and mean and standard deviation are those of the training
+    images held in memory, or of ImageNet for images in files."""
     batch_size: Annotated[Positive, Scope.PHASE] = 128
     """Training images in a step. Where nothing is trained, a batch has four times as many, up to
     512."""
@@ -167,6 +182,11 @@ class DataSettings(Section):
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
+
+    @property
+    def interpolation(self) -> str:
+        """How images are resized, by timm's name."""
+        return self.scaling.get("interpolation") or "bilinear"
 
     @property
     def eval_batch_size(self) -> int:
@@ -185,11 +205,14 @@ class ModelSettings(Section):
     GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
     name: str = "gauvit_pico_patch2_8"
-    """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
-    ``gauvit_tiny_patch16_224``."""
+    """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
+    ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
+    ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
+    fine-tuned from these weights, with a new head."""
     args: ModelArgs = {}
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
-    depth: 6}``."""
+    depth: 6}``. ``{rezero: true}`` builds blocks without normalisation, each branch multiplied by
+    a learned scalar whose initial value is 0."""
     init_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
     init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "mimetic"
@@ -209,8 +232,10 @@ class OptimSettings(Section):
     """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of Adam's first and second moment."""
+    args: Keywords = {}
+    """Further keywords of ``create_optimizer_v2``, e.g. ``{betas: [0.9, 0.95]}`` in place of 0.9
+    and 0.999. With ``{layer_decay: 0.75}`` each block of a ViT has 0.75 times the learning rate of
+    the next one, as is usual in fine-tuning."""
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
@@ -282,9 +307,6 @@ class PhaseASettings(Section):
     embedding for each training image and block, and a decoder that turns it into raw numbers. With
     ``none`` all images have the Gaussians of the shared prior."""
     compression: CompressionSettings = CompressionSettings()
-    prior_lr: Rate = 2e-2
-    """Learning rate of the shared prior, which the network's optimizer updates at every step.
-    Per-image parameters have the learning rate ``rows.lr``."""
     max_epochs: Positive = 12
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
@@ -362,9 +384,6 @@ class PhaseBSettings(Section):
     match_params: bool = False
     """Make the FFN smaller, so that the student has as many parameters as with standard
     attention."""
-    rezero: bool = False
-    """Blocks without normalisation; each branch is multiplied by a learned scalar whose initial
-    value is 0."""
     epochs: Positive = 12
     """Epochs of the student."""
     keep: Annotated[Literal["last", "best"], Scope.RESUME] = "last"
@@ -468,6 +487,9 @@ class Settings(Section):
     coordinates and losses stay float32."""
     compile: Annotated[bool, Scope.PHASE] = False
     """Compile the forward pass with torch.compile."""
+    grad_checkpointing: Annotated[bool, Scope.MACHINE] = False
+    """Compute the activations of each block again in the backward pass (timm's
+    ``set_grad_checkpointing``): less memory, more time, the same results."""
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
@@ -526,7 +548,6 @@ class Settings(Section):
             "phase_a.mode=expected": teacher.mode == "expected",
             "phase_b.student=standard": phase.student == "standard",
             "phase_b.attention_options={prior: true}": phase.attention_options.get("prior") is True,
-            "phase_b.rezero=false": not phase.rezero,
             "phase_b.match_params=false": not phase.match_params,
             "phase_b.model_args={} but for drop rates": all(
                 name.endswith("_rate") for name in phase.model_args

@@ -35,7 +35,8 @@ class VitMaps:
     """The attention of a batch from a ViT."""
 
     blocks: Sequence[Tensor]
-    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1."""
+    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1. With
+    the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
     grid: tuple[int, int]
     """(h, w) in patches."""
     dropped: Tensor
@@ -57,12 +58,14 @@ class VitTeacher(nn.Module):
     does not take the data set's images or predict its classes.
 
     Attributes: ``name``; ``grid`` (h, w); ``layers``; ``heads``; ``prefix``, the number of class
-    and register tokens; ``predicts``, whether it has a head for the classes.
+    and register tokens, and ``kept_prefix``, of those in its maps; ``predicts``, whether it has a
+    head for the classes.
     """
 
     model: Any  # some class of timm's
     rescale: Tensor | None
     offset: Tensor
+    kept_prefix = 0
 
     def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
         super().__init__()
@@ -98,7 +101,7 @@ class VitTeacher(nn.Module):
         while maps:  # [B, H, P + T, P + T], freed one by one
             map = maps.pop(0)
             self._finite(map.sum(), f"the attention of its block {len(blocks)}")
-            patches, share = without_prefix(map, self.prefix)
+            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))

@@ -48,7 +48,8 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     cell has trials.
     """
     standard = _student(base, "standard")
-    standard |= {"phase_b.match_params": False, "phase_b.rezero": False}
+    model_args = {key: arg for key, arg in base.phase_b.model_args.items() if key != "rezero"}
+    standard |= {"phase_b.match_params": False, "phase_b.model_args": model_args}
     starts, gamma = _starts(base), base.phase_b.gamma
     weights = [{"phase_b.gamma": gamma}, {"phase_b.gamma": round(3 * gamma, 6)}]
     weighted = [start | weight for start in starts[2:] for weight in weights]

@@ -26,6 +26,7 @@ from gaupipe.maps.gaussians import expected_map, move
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
+from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
@@ -45,6 +46,8 @@ from stages.runs.resources import check_resources, make_plan
 LABEL_PASSES = 8
 """Forward passes with newly sampled points, over which a stochastic teacher's predictions are
 the mean."""
+PRIOR_LR = 2e-2
+"""Learning rate of the shared prior, which the network's optimizer updates at every step."""
 UPPER_ACCURACY = 0.98
 """Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
@@ -73,7 +76,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = run.with_baseline(run.settled(settings))
+        request = with_images_of_weights(run.with_baseline(run.settled(settings)))
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
@@ -314,7 +317,7 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     lr, decay = phase.optim.lr, phase.optim.weight_decay
     groups = []
     if phase.prior:
-        groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
+        groups.append({"params": [teacher.prior], "lr": PRIOR_LR, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = [*teacher.decoder.parameters()]
         groups.append({"params": decoder, "lr": lr, "weight_decay": decay})

@@ -18,7 +18,7 @@ from starlette.staticfiles import StaticFiles
 
 from gaupipe.system.errors import UserError
 from stages.view.page import STATIC, colours
-from stages.view.viewer import Viewer
+from stages.view.viewer import TEACHER, Viewer
 from store import StoreError
 
 HOSTS = ["127.0.0.1", "localhost"]
@@ -43,12 +43,12 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
 
 
 def make_app(viewer: Viewer) -> Starlette:
-    """The pages over one store. Answers are computed on threads, as they read files."""
+    """The pages of one viewer. Answers are computed on threads, as they read files."""
 
     def gallery(request: Request) -> Response:
         query = request.query_params
         label = query.get("class", "")
-        page = viewer.gallery.page(
+        page = viewer.gallery(*split_and_student(request)).page(
             query.get("order", "id"),
             None if label == "" else number("class", label),
             number("page", query.get("page", "0")),
@@ -56,24 +56,38 @@ def make_app(viewer: Viewer) -> Starlette:
         return JSONResponse(page)
 
     def pixels(request: Request) -> Response:
-        keep = {"Cache-Control": "private, max-age=3600"}  # the address names the store
-        return Response(viewer.pixels(*image_and_view(request)), 200, keep, "image/png")
+        keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server
+        split, _ = split_and_student(request)
+        content = viewer.pixels(*image_and_view(request), split)
+        return Response(content, 200, keep, "image/png")
 
-    def binary(content: Callable[..., bytes], of_whom: bool = False) -> Any:
-        def answer(request: Request) -> Response:
-            who = [request.path_params["name"]] if of_whom else []
-            return Response(content(*who, *image_and_view(request)), media_type=BINARY)
+    def image(request: Request) -> Response:
+        return Response(viewer.image(*image_and_view(request)), media_type=BINARY)
 
-        return answer
+    def student(request: Request) -> Response:
+        split, name = split_and_student(request)
+        content = viewer.student(name, *image_and_view(request), split)
+        return Response(content, media_type=BINARY)
+
+    def relevance(request: Request) -> Response:
+        (split, name), (image, view) = split_and_student(request), image_and_view(request)
+        label = request.query_params.get("class", "")
+        target = None if label == "" else number("class", label)
+        return Response(viewer.relevance(name, image, target, view, split), media_type=BINARY)
+
+    def epochs(request: Request) -> Response:
+        who, image = request.query_params.get("student", TEACHER), image_and_view(request)[0]
+        return Response(viewer.epochs(who, image), media_type=BINARY)
 
     answers: dict[str, Callable[[Request], Response]] = {
         "/api/about": lambda _: JSONResponse({**viewer.about(), "colours": colours()}),
-        "/api/status": lambda _: JSONResponse(viewer.status()),
+        "/api/status": lambda request: JSONResponse(viewer.status(*split_and_student(request))),
         "/api/gallery": gallery,
-        "/api/image/{image}": binary(viewer.image),
-        "/api/pixels/{store}/{image}.png": pixels,
-        "/api/student/{name}/{image}": binary(viewer.student, of_whom=True),
-        "/api/epochs/{name}/{image}": binary(viewer.epochs, of_whom=True),
+        "/api/image/{image}": image,
+        "/api/pixels/{token}/{image}.png": pixels,
+        "/api/student/{image}": student,
+        "/api/relevance/{image}": relevance,
+        "/api/epochs/{image}": epochs,
     }
     routes = [Route(path, answer) for path, answer in answers.items()]
     return Starlette(
@@ -103,6 +117,12 @@ def image_and_view(request: Request) -> tuple[int, int]:
     """The image and the view that an address names."""
     view = request.query_params.get("view", "0")
     return number("image", request.path_params["image"]), number("view", view)
+
+
+def split_and_student(request: Request) -> tuple[str, str]:
+    """The split and the student that an address names; an empty name is the store's teacher, or the
+    first model where there is no store."""
+    return request.query_params.get("split", "train"), request.query_params.get("student", "")
 
 
 def number(name: str, text: str) -> int:
