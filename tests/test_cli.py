@@ -139,7 +139,7 @@ def test_without_a_command_there_is_help(tmp_path, in_process):
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    said = "gaupipe: digits: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
+    said = "gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
     assert result.stderr == said
 
 
@@ -152,6 +152,24 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
     return result.stdout, {
         line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if "|" in line
     }
+
+
+def test_a_training_says_what_begins_before_it_imports_torch(tmp_path):
+    command = ["train", "digits", "--student", "xsa", *sets(*TINY, "phase_b.epochs=1")]
+    result = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "gaupipe", *command],
+        text=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    begins, _, rest = result.stderr.partition(
+        "gaupipe: training: digits, gauvit_pico_patch2_8, attention xsa, into runs/digits/plain/xsa"
+    )
+    said = [line for line in rest.splitlines() if not line.startswith("import time")]
+    assert " torch\n" not in begins and " torch\n" in rest
+    assert said[1].startswith("xsa (plain): 200 images, 10 classes, ")
+    assert said[1].endswith(" parameters, cpu, float32, epochs 1 to 1")
+    assert said[-1] == "gaupipe: next: gaupipe evaluate --run-dir runs/digits --student xsa"
 
 
 def test_help_does_not_import_torch():
