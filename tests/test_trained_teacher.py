@@ -89,7 +89,7 @@ def first_images(run: Path, count: int) -> torch.Tensor:
 def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
-    optim = {"optim": settings.phase_a.optim.model_dump()}
+    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.phase_b.epochs}
     settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
