@@ -42,6 +42,10 @@ class Pictures(ImageFiles):
         self.names = [os.path.relpath(path, self.root) for path in self.paths]
         self.place, self.total_bytes = str(self.root), 0
 
+    def contents(self, _positions: np.ndarray) -> bytes:
+        """Nothing: decoded pictures are not kept."""
+        return b""
+
     def fingerprint(self) -> bytes:
         ImageFiles.__init__(self, self.root, self.names)
         return super().fingerprint()

@@ -600,7 +600,7 @@ SWEEPS = [
         ("- {1: 2}", "1"),
         ("- {name: a, phase_b.gamma: 0.5}\n- {name: a, phase_b.gamma: 0.6}", "two cells"),
         ("- {name: distilled, phase_b.gamma: 0.5}", "two cells"),
-        ("- {name: a, like: b}", "no such cell"),
+        ("- {name: a, like: b}", "no such row"),
         ("- {name: a, plain: maybe}", "plain"),
         ("- {name: a, kind: x}", "kind"),
         ("- {name: a, encoding: x}", "encoding"),

@@ -344,9 +344,9 @@ def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
     """Also where losses are no numbers, which are left out."""
     nan = float("nan")
     run = {"folder": "a", "val_loss": [nan, nan], "val_acc": [0.1, 0.4], "loss_hard": [1.9, nan]}
-    cell = {"cell": "plain ViT", "plain": True, "runs": [run]}
+    cell = {"row": "plain ViT", "plain": True, "runs": [run]}
     cell["final"] = {"multiply_adds": {"mean": 3e9}}
-    results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "cells": [cell]}
+    results = {"data": "digits", "seeds": [0], "reference": "plain ViT", "rows": [cell]}
     for name in ("a", "b"):
         draw(results, tmp_path / name)
     for suffix in ("svg", "png"):
@@ -379,7 +379,7 @@ def compare(folder, *arguments, seeds="0,1"):
 
 def cells_of(folder: Path, name: str) -> dict[str, dict]:
     results = json.loads((folder / f"{name}.json").read_text())
-    return {cell["cell"]: cell for cell in results["cells"]}
+    return {cell["row"]: cell for cell in results["rows"]}
 
 
 def test_a_tiny_comparison(compared):
@@ -481,7 +481,7 @@ def test_finished_cells_are_not_run_again(compared, in_process):
     selected = ["--row", "plain longer", "--row", "shuffled maps"]
     code, out, err = in_process(*compare(folder, "--sweep", other, *selected, "--json"))
     assert code == 0 and "seed" not in err
-    names = [cell["cell"] for cell in json.loads(out)["cells"]]
+    names = [cell["row"] for cell in json.loads(out)["rows"]]
     assert names == [BASELINE, "distilled", "shuffled maps", "plain longer"]
     teachers, students, tuned = 4, 12, 3
     assert len(before) == teachers + students + tuned

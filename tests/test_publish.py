@@ -112,8 +112,7 @@ def test_the_card_names_what_the_student_learned_from(run, tmp_path, in_process)
         "stored attention: dense, float16",
         "gaupipe export-maps --run-dir run --teacher local-dir:student --out maps.zarr "
         "--kind dense --encoding float16\n",
-        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine "
-        "--set phase_b.epochs=1 --set seed=7\n",
+        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine --set seed=7\n",
     ):
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card

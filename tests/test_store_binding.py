@@ -19,6 +19,7 @@ from test_store import (
     make_arrays,
     make_schema,
     options_of,
+    shard_file,
     write_store,
 )
 
@@ -32,11 +33,6 @@ def write(url: Path, seed: int = 0, **changes) -> Path:
     schema = make_schema(**{**SMALL, **changes})
     write_store(url, schema, make_arrays(schema, seed), **options_of(schema, 3))
     return url
-
-
-def shard_file(url: Path, name: str, index: int) -> Path:
-    dimensions = zarr.open_group(url, mode="r")[name].ndim
-    return url / name / "c" / "/".join([str(index)] + ["0"] * (dimensions - 1))
 
 
 def exchange(left: Path, right: Path) -> None:
@@ -130,9 +126,8 @@ def test_any_file_put_in_the_place_of_another_is_found(tmp_path_factory, data):
     url = folder / "s"
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     source = data.draw(st.sampled_from(files))
-    target = folder / data.draw(
-        st.sampled_from([name for name in files if name.startswith("s/") and name != source])
-    )
+    others = [name for name in files if name.startswith("s/") and name != source]
+    target = folder / data.draw(st.sampled_from(others))
     sound = target.read_bytes()
     truth = store.open(url).gather(np.arange(7))
     target.write_bytes((folder / source).read_bytes())
@@ -163,9 +158,8 @@ def crc32c(data: bytes) -> int:
 def test_the_checksums_are_those_of_docs_store(tmp_path, kind):
     url = write(tmp_path / "s", **KINDS[kind])
     group = zarr.open_group(url, mode="r")
-    attributes = dict(group.attrs)
     notes = {"format", "format_version", "extra", "complete", "files_sha256", "root_sha256"}
-    bound = {name: value for name, value in attributes.items() if name not in notes}
+    bound = {name: value for name, value in group.attrs.items() if name not in notes}
     text = json.dumps(bound, sort_keys=True, separators=(",", ":"))
     identity = hashlib.sha256(text.encode()).hexdigest()
     for column, name in enumerate(group["shard_sha256"].attrs["arrays"]):

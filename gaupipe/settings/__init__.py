@@ -59,13 +59,14 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
+    "pretrained": "name the weights in model.name",
     **dict.fromkeys(
         (
-            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+            *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
             *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
             *("dynamic_img_size", "dynamic_img_pad"),
         ),
-        "gaupipe trains the whole model, at one image size, from the start",
+        "gaupipe trains the whole model, at one image size",
     ),
     "patch_drop_rate": "every token needs its place on the grid",
 }

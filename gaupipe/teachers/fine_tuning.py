@@ -65,6 +65,11 @@ def with_weights(
         vit = load(model.name, arguments, settings.download)
     else:
         vit = untrained(model.name, arguments, device)
+    stored = untrained(model.name, {}, "meta").state_dict()
+    # with a new head timm leaves out what does not fit
+    for name in stored.keys() ^ vit.state_dict().keys():
+        if not name.startswith("head."):
+            raise UserError(f"model.args: {arguments} do not fit the weights of {model.name}")
     if (phase.student, phase.attention_options) != ("standard", {}):
         vit = convert(vit, phase.student, **phase.attention_options)
     torch.manual_seed(settings.seed)
