@@ -1,7 +1,6 @@
 """The pieces of a training loop: updates against plain torch, and the means of an epoch."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -116,7 +115,7 @@ def test_per_image_parameters_without_a_finite_gradient_stay(tmp_path):
 
 def test_means_weigh_batches_by_their_images(tmp_path):
     state, settings = make(), Settings(log=LogSettings(every=0))
-    batches = SimpleNamespace(steps=2, split=[0] * 3, waited={})
+    batches = mock.Mock(steps=2, split=[0] * 3, waited={}, **{"data.num_classes": 2})
     with loop(settings, state, batches, tmp_path, "test", 1) as training:
         for epoch in training.epochs():
             epoch.add(2, loss=torch.tensor(1.0))
