@@ -153,6 +153,7 @@ def files(name: str, *cases: tuple[str | bytes, str]) -> list[Row]:
 
 CHECKPOINT_A = "runs/tiny/phase_a/checkpoint"
 STATE_A = f"{CHECKPOINT_A}/state.pt"
+ROWS_A = f"{CHECKPOINT_A}/rows.0001.0000.pt"
 STUDENT = "runs/tiny/phase_b/standard"
 CHECKPOINT_B = f"{STUDENT}/checkpoint"
 MAPS = "runs/tiny/maps.zarr"
@@ -247,6 +248,8 @@ COMMAND_LINE = [
         ("--name a/b", "--name"),
         ("--name ''", "--name"),
         ("--name é", "--name"),
+        ("--name 'a\nb'", "--name"),
+        ("--name '\x1b[31m'", "--name"),
         (f"--name {'n' * 200}", "--name"),
         ("--name belief", "is the name of an attention"),
         ("--name belief --student xsa", "is the name of an attention"),
@@ -289,6 +292,7 @@ COMMAND_LINE = [
         INSPECT,
         ("--image 40", "0 to 39"),
         ("--image -1", "0 to 39"),
+        (f"--image {'9' * 5000}", "--image"),
         ("--image 0 --layer 99", "--layer 99"),
         ("--image 0 --head ²", "--head"),
         ("--image 0 --head 2", "--head 2"),
@@ -466,6 +470,7 @@ RUNS = [
         )
     ),
     Row(RESUME_A, "damaged", write(STATE_A, pickle.dumps(os.system))),
+    Row("export-maps --overwrite", "rows.0001.0000.pt is missing or damaged", cut(ROWS_A)),
     Row(RESUME_A, "SHA256SUMS", write(f"{CHECKPOINT_A}/SHA256SUMS", b"\xff\0")),
     Row("export-maps --overwrite", "has not finished", remove(STATE_A)),
     Row("verify --teacher", "has not finished", remove(STATE_A)),
