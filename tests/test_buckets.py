@@ -100,24 +100,3 @@ def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
     assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
     with pytest.raises(KeyError):
         make([1]).read(torch.tensor([0]))
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
-    folder = tmp_path / "rows" if in_files else None
-    ranks = [make([0], folder), make([1], folder)]
-    files = {}
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        state.update(ids, torch.randn(len(ids), 3))
-        state.commit()
-        files |= state.save(tmp_path / "checkpoint", "0001")["buckets"]
-    alone = make([0, 1], folder)
-    alone.load(tmp_path / "checkpoint", {"buckets": files})
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        assert torch.equal(alone.read(ids), state.read(ids))
-    damaged = tmp_path / "checkpoint" / "rows.0001.0001.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
-        make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
