@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from scipy.stats import ttest_1samp
 
 import store
-from arguments import sets
+from arguments import sets, tiny
 from conftest import run_main
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.student import build_student
@@ -34,14 +34,7 @@ from stages.compare.run import check_folder, run_cells, run_trials
 from stages.compare.trainings import Comparison, as_run, as_teacher, digest
 from stages.runs.directory import RunDirectory, locked
 
-TINY = [
-    "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
-    "data.train_images=100",
-    "data.batch_size=50",
-    "threads=1",
-    "phase_a.max_epochs=1",
-    "phase_b.epochs=2",
-]
+TINY = [*tiny(100, 50, 2, depth=1), "phase_a.max_epochs=1"]
 
 
 def made_up(seed: int, accuracies: list[float], phase_a: int = 0) -> Run:

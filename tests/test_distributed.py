@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from arguments import sets
+from arguments import sets, tiny
 from conftest import write_idx
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
@@ -27,16 +27,7 @@ from test_resume import results
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 
-TINY = [
-    "data.train_images=301",
-    "data.batch_size=32",
-    "data.buckets=4",
-    "phase_a.max_epochs=3",
-    "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=3",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+TINY = [*tiny(301, 32, 3), "data.buckets=4"]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",
