@@ -31,7 +31,7 @@ def build_optimizer(
         if extra_groups:  # timm asks for all groups, or makes them itself
             undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
             decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
-            groups = {"param_group_fn": lambda _vit: [*decayed, *extra_groups]}
+            groups: dict[str, Any] = {"param_group_fn": lambda _vit: [*decayed, *extra_groups]}
         else:
             groups = {}
         optimizer = create_optimizer_v2(
