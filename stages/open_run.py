@@ -14,13 +14,12 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
+from stages.image_maps import drawn
 from stages.runs.directory import RunDirectory
 from stages.students import load_student
 
@@ -52,9 +51,8 @@ class Run:
         if view is None:
             return next(images.in_order(image_ids)).images
         views = self.store.schema.extra["views"]
-        augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
         count = self.store.schema.views
-        return next(images.views(image_ids * count + view, augment, count)).images
+        return next(images.views(image_ids * count + view, drawn(views), count)).images
 
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
