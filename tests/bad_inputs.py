@@ -146,11 +146,6 @@ def settings(*cases: tuple[str, str], command: str = "run tiny.yaml --run-dir ne
     ]
 
 
-def files(name: str, *cases: tuple[str | bytes, str]) -> list[Row]:
-    """Rows of ``run`` with a settings file of this content."""
-    return [Row(f"run {name}", message, write(name, content)) for content, message in cases]
-
-
 CHECKPOINT_A = "runs/tiny/phase_a/checkpoint"
 STATE_A = f"{CHECKPOINT_A}/state.pt"
 ROWS_A = f"{CHECKPOINT_A}/rows.0001.0000.pt"
@@ -399,7 +394,7 @@ SETTINGS = [
 ]
 
 YAML = [
-    *files("bad.yaml", ("- seed: 1\n", "should hold settings"), ("seed: 1\nseed: 2\n", "twice")),
+    # what the file may hold is in test_config
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkfifo)),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("bad.yaml"))),
     Row("run /dev/zero", "/dev/zero"),

@@ -134,11 +134,6 @@ def test_a_bad_input_on_a_terminal_of_ascii(finished, finished_contents, monkeyp
     check(row, exit_.value.code or 0, *(stream.getvalue().decode("ascii") for stream in streams))
 
 
-def test_the_table_is_without_repetition():
-    inputs = [(row.command, row.change) for row in ROWS]
-    assert len(set(inputs)) == len(inputs)
-
-
 READERS = {
     "phase_a/": ["phase-a tiny.yaml --resume", "export-maps --out new.zarr"],
     "phase_b/standard/student": ["evaluate --json", "inspect --student standard --json"],
