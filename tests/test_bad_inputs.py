@@ -40,7 +40,6 @@ COMMANDS = (
     "--set phase_a.compression.embedding=3",
     "export-maps --run-dir compressed --kind embedding",
     "export-maps --run-dir runs/tiny --out shards.zarr --shard-mb 0.005",
-    "export-maps --run-dir runs/tiny --out dense.zarr --kind dense",
 )
 SECONDS = 30
 """What a row may take before it counts as a hang; the slowest takes a few."""
