@@ -320,14 +320,6 @@ def test_mistakes_give_one_line(tmp_path):
         lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}),
     )
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
-    refused("not a place for a store", lambda: store.open("ftp://somewhere/x"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("precious")
-    refused(
-        "not empty and not a store",
-        lambda: store.create(tmp_path / "other", schema, overwrite=True),
-    )
-    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
 

@@ -1,4 +1,4 @@
-"""A store is read by zarr-python and tensorstore without our code, and both see the same numbers."""
+"""A store is read by zarr-python and tensorstore without our code; both see the same numbers."""
 
 from pathlib import Path
 
