@@ -168,12 +168,6 @@ def test_a_whole_store_of_images_that_are_not_there(tmp_path):
     ]
 
 
-def test_a_shard_that_no_reader_could_hold_is_refused(tmp_path):
-    with pytest.raises(store.StoreError, match="too large"):
-        store.create(tmp_path / "s", make_schema(), shard_bytes=10**12)
-    assert not (tmp_path / "s").exists()
-
-
 @pytest.mark.parametrize(
     "array, message",
     [
