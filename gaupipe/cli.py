@@ -338,8 +338,10 @@ def phase_b(
     from stages.runs.directory import RunDirectory
 
     run = RunDirectory(run_dir)
-    name = name if name is not None else student or run.settings().phase_b.student
-    _say_start("phase B", run.student_settings(name, distill), run.student(name, distill), student)
+    if name is None:
+        name = student or distributed.main_first(run.settings).phase_b.student
+    settings = distributed.main_first(lambda: run.student_settings(name, distill))
+    _say_start("phase B", settings, run.student(name, distill), student)
     from stages import phase_b as stage
 
     stage.run(

@@ -17,3 +17,16 @@ def unpacked(message: bytes, name: str) -> tuple[dict, np.ndarray]:
     dtype, shape, offset = header["arrays"][name]
     count = int(np.prod(shape))
     return header, np.frombuffer(message, dtype, count, 4 + length + offset).reshape(shape)
+
+
+def tiny(images: int, batch_size: int, epochs: int, depth: int = 2) -> list[str]:
+    """Settings of a training that takes a second or two."""
+    return [
+        f"data.train_images={images}",
+        f"data.batch_size={batch_size}",
+        f"phase_a.max_epochs={epochs}",
+        "phase_a.stop_accuracy=1.0",
+        f"phase_b.epochs={epochs}",
+        f"model.args={{depth: {depth}, embed_dim: 16, num_heads: 2}}",
+        "threads=1",
+    ]

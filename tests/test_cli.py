@@ -13,20 +13,10 @@ import torch
 import zarr
 from PIL import Image
 
-from arguments import sets
+from arguments import sets, tiny
 from gaupipe import __version__
 
-TINY = [
-    "data.train_images=200",
-    "data.batch_size=50",
-    "phase_a.max_epochs=2",
-    "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=2",
-    "phase_b.alpha=0.2",
-    "phase_b.beta=0.1",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
 
 
 def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from arguments import sets
+from arguments import sets, tiny
 from conftest import write_idx
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
@@ -27,16 +27,7 @@ from test_resume import results
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 
-TINY = [
-    "data.train_images=301",
-    "data.batch_size=32",
-    "data.buckets=4",
-    "phase_a.max_epochs=3",
-    "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=3",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-    "threads=1",
-]
+TINY = [*tiny(301, 32, 3), "data.buckets=4"]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",
@@ -382,49 +373,6 @@ def test_torchrun_starts_the_ranks(tmp_path, program):
     assert done.stderr.count("phase A epoch 1/1") == 1
 
 
-KILLED_ONCE = """
-import os, sys
-from pathlib import Path
-
-from gaupipe.cli import main
-from processes import kill_this_process
-
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    kill_this_process(Path(sys.argv.pop(1)), 1, 0)
-else:
-    del sys.argv[1]
-main()
-"""
-
-
-@pytest.mark.long
-def test_torchrun_starts_all_again_from_the_checkpoint(tmp_path):
-    """Rank 1 is killed as it begins to write the parameters of its images after epoch 2."""
-    overrides = sets(*TINY, "phase_a.max_epochs=2", "phase_a.mode=stochastic")
-    phase_a = ["phase-a", "digits", *overrides, "--resume", "--run-dir"]
-    unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"
-    assert in_world(2, tmp_path / "words", command, *phase_a, str(unbroken)) == [0, 0]
-    (tmp_path / "killed_once.py").write_text(KILLED_ONCE)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    moment = str(killed / "phase_a" / "checkpoint" / "rows.0002")
-    done = subprocess.run(
-        [
-            *[sys.executable, *torchrun, "--max-restarts", "3", "killed_once.py", moment],
-            *[*phase_a, str(killed)],
-        ],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [done.stderr.count(f"phase A epoch {number}/2") for number in (1, 2)]
-    assert lines == [1, 2]  # the second epoch was lost before its checkpoint was whole
-    assert results(killed) == results(unbroken)
-    digests = [(run / "phase_a" / "teacher_sha256").read_text() for run in (killed, unbroken)]
-    assert digests[0] == digests[1]
-
-
 def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
     overrides = sets(*TINY, "data.buckets=null", "phase_a.max_epochs=1")
     phase_a = ["phase-a", "digits", "--run-dir", str(tmp_path / "run"), *overrides]
@@ -458,11 +406,3 @@ def test_ranks_are_read_from_torchrun():
     assert distributed.launch({**torchrun, "WORLD_SIZE": "1"}) == distributed.Launch()
     slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}  # starts torchrun
     assert distributed.launch(slurm) == distributed.launch({}) == distributed.Launch()
-
-
-def test_one_process_has_no_process_group():
-    with distributed.process_group():
-        assert not torch.distributed.is_initialized()
-    assert (distributed.rank(), distributed.world_size(), distributed.is_main()) == (0, 1, True)
-    module = torch.nn.Linear(1, 1)
-    assert distributed.data_parallel(module) is module

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from arguments import sets
+from arguments import sets, tiny
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
@@ -22,17 +22,7 @@ from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from test_data import UNCHANGED, NumberedMaps
 
-TINY = [
-    "data.train_images=100",
-    "data.batch_size=20",
-    "phase_a.max_epochs=2",
-    "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=2",
-    "phase_b.gamma=0.1",
-    "threads=1",
-    "log.every=2",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
-]
+TINY = [*tiny(100, 20, 2), "phase_b.gamma=0.1", "log.every=2"]
 
 
 def lines(folder):

@@ -357,6 +357,6 @@ def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     changes = sets(*TINY, "baseline.epochs=1")
     code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
     assert code == 0, err
-    [cell] = json.loads(out)["cells"]
-    assert cell["cell"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
+    [cell] = json.loads(out)["rows"]
+    assert cell["row"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
     assert (tmp_path / "runs" / "compare-photos" / "compare.json").is_file()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import sets
+from arguments import sets, tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import FORKS
@@ -17,14 +17,7 @@ from stages import evaluate, export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory, last_used, locked
 
-TINY = [
-    "data.train_images=60",
-    "data.batch_size=30",
-    "phase_a.max_epochs=1",
-    "phase_b.epochs=1",
-    "threads=1",
-    "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
-]
+TINY = tiny(60, 30, 1, depth=1)
 SETS = sets(*TINY)
 
 

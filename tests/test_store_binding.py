@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import store
 from test_store import (
@@ -113,35 +111,6 @@ def test_unfinished_shards_are_not_read(tmp_path):
         message = f"image {image} cannot be read: it is not there"
         with pytest.raises(store.CorruptChunk, match=message):
             maps.gather([4, image])
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_any_file_put_in_the_place_of_another_is_found(tmp_path_factory, data):
-    """Of the same store or of another teacher's; what is read is right or refused."""
-    folder = tmp_path_factory.getbasetemp() / "any-file"
-    if not folder.exists():
-        write(folder / "s")
-        write(folder / "other", seed=1, teacher_sha256="b" * 64)
-    url = folder / "s"
-    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    source = data.draw(st.sampled_from(files))
-    others = [name for name in files if name.startswith("s/") and name != source]
-    target = folder / data.draw(st.sampled_from(others))
-    sound = target.read_bytes()
-    truth = store.open(url).gather(np.arange(7))
-    target.write_bytes((folder / source).read_bytes())
-    try:
-        same = target.read_bytes() == sound
-        try:
-            assert bool(store.verify(url)) != same
-            rows = store.open(url).gather(np.arange(7))
-        except store.StoreError as error:
-            assert not same and "\n" not in str(error)  # noqa: PT017
-        else:
-            assert all(np.array_equal(rows[name], truth[name]) for name in truth)
-    finally:
-        target.write_bytes(sound)
 
 
 def crc32c(data: bytes) -> int:

@@ -138,19 +138,6 @@ def test_encoders_that_people_use_show_maps(name, size):
 
 
 @pytest.mark.parametrize(
-    "name,size,message",
-    [
-        ("xcit_nano_12_p16_224", 224, "has no grid of patches"),
-        ("cait_xxs24_224", 224, "has 2 attention maps in 24 blocks"),
-    ],
-)
-def test_what_cannot_be_read_is_named(name, size, message):
-    model = timm.create_model(name, num_classes=5)
-    with pytest.raises(UserError, match=f"{name}.*{message}.*can be read"):
-        VitTeacher(model, data(size), name)
-
-
-@pytest.mark.parametrize(
     "changes,message",
     [
         ({"classes": 7}, r"predicts 5 classes, blobs has 7.*num_classes: 0.*phase_b.alpha=0"),
@@ -218,17 +205,7 @@ def test_a_folder_is_loaded_with_keywords(tmp_path):
     assert load_vit(name, data(16), {"img_size": 16}).grid == (8, 8)
 
 
-class Touches:
-    """Unpickled it would make a file."""
-
-    def __init__(self, path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return type(self.path).touch, (self.path,)
-
-
-def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
+def test_a_folder_as_timm_saves_it_is_loaded_and_runs_no_code(tmp_path, monkeypatch):
     """timm.models.save_for_hf writes pytorch_model.bin unless it is told otherwise."""
     model, folder = small(), tmp_path / "vit"
     with contextlib.suppress(FileNotFoundError):  # timm removes a file that it has not written
@@ -239,21 +216,26 @@ def test_a_folder_as_timm_saves_it_is_loaded(tmp_path):
     (folder / "config.json").write_text(json.dumps(described | {"num_classes": 5}))
     teacher = load_vit(f"local-dir:{folder}", data(), {})
     assert torch.equal(teacher.model.blocks[1].attn.qkv.weight, model.blocks[1].attn.qkv.weight)
-    tensors = model.state_dict()
-    for wrong in (
-        {"pos_embed": tensors["pos_embed"][:, :4]},
-        {"called": Touches(tmp_path / "touched")},
-    ):
-        torch.save({**tensors, **wrong}, folder / "pytorch_model.bin")
-        with pytest.raises(UserError, match="damaged, or no model that timm reads"):
-            load_vit(f"local-dir:{folder}", data(), {})
+    monkeypatch.chdir(tmp_path)
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch touched'\ntR.")
+    with pytest.raises(UserError, match="damaged, or no model that timm reads"):
+        load_vit(f"local-dir:{folder}", data(), {})
     assert not (tmp_path / "touched").exists()
+    tensors = {**model.state_dict(), "pos_embed": model.pos_embed[:, :4]}
+    torch.save(tensors, folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pos_embed is .* in pytorch_model.bin"):
+        load_vit(f"local-dir:{folder}", data(), {})
 
 
 @pytest.mark.parametrize(
     "name,message",
     [
-        ("swin_tiny_patch4_window7_224.ms_in1k", "SwinTransformer.* does not attend over all"),
+        (
+            "swin_tiny_patch4_window7_224.ms_in1k",
+            "SwinT.* all patches in every block.*be read",
+        ),
+        ("xcit_nano_12_p16_224.fb_in1k", "has no grid of patches.*can be read"),
+        ("cait_xxs24_224.fb_dist_in1k", "has 2 attention maps in 24 blocks.*can be read"),
         ("resnet18.a1_in1k", "ResNet.* shows no attention maps"),
         ("deit_tiny_patch16_224.fb_in1k", "not on this machine: download=true"),
         ("vit_tiny_patch16_22", "timm has no weights 'vit_tiny_patch16_22'"),

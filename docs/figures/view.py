@@ -4,7 +4,7 @@
 
 The photos are the two that scikit-learn ships. The model of them is a small ViT, trained here for
 three minutes to tell crops of one from crops of the other. The other pictures are of a run on
-the digits. FOLDER gets all of that. Needs the extra `test` and a chromium.
+the digits. FOLDER gets all of that, or has it. Needs the extra `test` and a chromium.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ def small(picture: Image.Image) -> Image.Image:
 
 
 def main(folder: Path) -> None:
-    make_photos(folder)
-    settings = [part for setting in TRAINING for part in ("--set", setting)]
-    gaupipe("train", "--data", folder / "crops", "--run-dir", folder / "of_photos", *settings)
-    gaupipe("run", "digits", "--run-dir", folder / "of_digits", "--set", "key_snapshots=12")
+    if not (folder / "of_digits").exists():
+        make_photos(folder)
+        settings = [part for setting in TRAINING for part in ("--set", setting)]
+        gaupipe("train", "--data", folder / "crops", "--run-dir", folder / "of_photos", *settings)
+        gaupipe("run", "digits", "--run-dir", folder / "of_digits", "--set", "key_snapshots=12")
     (student,) = (folder / "of_photos" / "plain").glob("*/student")
     of_photos = "--model", student, "--images", folder / "photos", "--image-size", "160"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
