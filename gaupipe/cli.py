@@ -438,6 +438,7 @@ def evaluate(
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
+        _say_next(["view", "--run-dir", run_dir, "--student", scores["student"]])
 
 
 @_command("Look")
