@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from timing import seconds, spread
+from timing import record, seconds, spread
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
@@ -44,7 +44,7 @@ IMAGES = 512
 STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}
 LARGEST = 2**29
 """Bytes of a store: where images are large there are fewer."""
-SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
+SIZES = {side**2: dict(img_size=4 * side, patch_size=4) for side in (8, 14, 32)}
 
 
 def main() -> None:
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action="store_true", help="torch.compile both steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -69,7 +70,9 @@ def main() -> None:
             maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 batch = arguments.tokens_per_batch // tokens
-                ratios, memory, wait = measure(key, tokens, maps, batch, arguments.rounds, device)
+                ratios, memory, wait = measure(key, tokens, maps, batch, arguments, device)
+                record(f"phase B, {key}, {kind}, {tokens} tokens: time", ratios)
+                record(f"phase B, {key}, {kind}, {tokens} tokens: memory", [memory, memory])
                 print(
                     f"{key:<12} {kind:<8} {tokens:>6}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}",
                     flush=True,
@@ -81,23 +84,26 @@ def measure(
     tokens: int,
     maps: store.Store,
     batch: int,
-    rounds: int,
+    arguments: argparse.Namespace,
     device: torch.device,
 ) -> tuple[list[float], float, float]:
     """Ratios of step time, ratio of memory, share of the distilled step spent waiting for maps."""
     torch.manual_seed(0)
+    rounds = arguments.rounds
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
     targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(rounds + 4)])
-    with_loss = FeatureLoss(model)
+    forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
+    if arguments.compile:
+        forward, with_loss = torch.compile(model), torch.compile(with_loss)
     read = KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
     def plain() -> None:
-        loss = hard_loss(model(images), labels)
+        loss = hard_loss(forward(images), labels)
         update(loss)
 
     def distilled() -> None:
