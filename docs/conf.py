@@ -105,7 +105,8 @@ def benchmarks(path: Path) -> str:
     rows = ["| | ratio | aim |", "|---|---|---|"]
     for group in groups:
         rows.append(f"| **{group['title']}**: {group['ratio']} | | |")
-        rows += [f"| {what} | {ratio:.3g} | {aim or ''} |" for what, ratio, aim in group["rows"]]
+        for what, ratio, aim in group["rows"]:
+            rows.append(f"| {what} | {ratio:.{2 if ratio < 10 else 0}f} | {aim or ''} |")
     commands = [f"* {group['title']}, {group['date']}: `{group['command']}`" for group in groups]
     return "\n".join(["", *rows, "", *commands, ""])
 
