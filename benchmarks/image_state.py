@@ -48,9 +48,6 @@ def main() -> None:
     parser.add_argument("--images", default="10000,100000,1000000")
     parser.add_argument("--row", type=int, default=1024, help="parameters of an image")
 
-    parser.add_argument(
-        "--memory", action="store_true", help="keep the parameters in memory instead of files"
-    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
@@ -69,8 +66,7 @@ def table(arguments: argparse.Namespace) -> None:
     print(
         f"{arguments.row} parameters an image, "
         f"{words * 4 / arguments.row:.0f} bytes a parameter and place, "
-        f"records of {words * 4:,} bytes, batches of {BATCH}, "
-        f"{'memory' if arguments.memory else 'files'}\n"
+        f"records of {words * 4:,} bytes, batches of {BATCH}\n"
     )
     print(
         "| N | bytes | images gathered /s | images updated /s | gather / memcpy | "
@@ -92,7 +88,6 @@ def table(arguments: argparse.Namespace) -> None:
             str(arguments.rounds),
             "--folder",
             str(arguments.folder),
-            *(["--memory"] if arguments.memory else []),
         ]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
@@ -113,17 +108,11 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
     """Rates of one N as text "median (quartiles)", and its bytes and memory."""
     words = record_words(arguments.row)
     size = images * words * 4
-    mapped_too = not arguments.memory
-    needed = 0 if arguments.memory else 2 * size
+    needed = 2 * size
     if shutil.disk_usage(arguments.folder).free - needed < 20e9:
         sys.exit(f"{arguments.folder}: {needed / 1e9:.1f} GB are needed and 20 GB should stay free")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        state = ImageState(
-            images,
-            torch.zeros(arguments.row),
-            lr=0.1,
-            folder=None if arguments.memory else Path(folder) / "rows",
-        )
+        state = ImageState(images, torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "rows")
         gradient = torch.randn(BATCH, arguments.row)
         before = dict(status())
         started = time.perf_counter()
@@ -173,24 +162,25 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             "gather": lambda: state.gather(batch["ids"]),
             "update": lambda: state.update(batch["update"], gradient),
         }
-        if mapped_too:
-            paths = [Path(folder) / "rows" / f"records.{place}" for place in (1, 0)]
-            os.truncate(paths[1], size)
-            current, other = (
-                torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words)))
-                for path in paths
-            )
+        paths = [Path(folder) / "rows" / f"records.{place}" for place in (1, 0)]
+        os.truncate(paths[1], size)
+        current, other = (
+            torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words)))
+            for path in paths
+        )
 
-            def mapped_update() -> None:
-                """What an update adds to reading and writing is the same for both: its
-                arithmetic is left out there and measured here by one on a copy."""
-                records = current[batch["mapped update"]]
-                scratch.update(torch.arange(BATCH), gradient)
-                other[batch["mapped update"]] = records
+        def mapped_update() -> None:
+            """What an update adds to reading and writing is the same for both: its
+            arithmetic is left out there and measured here by one on a copy."""
+            records = current[batch["mapped update"]]
+            scratch.update(torch.arange(BATCH), gradient)
+            other[batch["mapped update"]] = records
 
-            scratch = ImageState(BATCH, torch.zeros(arguments.row), lr=0.1)
-            work["mapped gather"] = lambda: current[batch["mapped"], : arguments.row]
-            work["mapped update"] = mapped_update
+        scratch = ImageState(
+            BATCH, torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "scratch"
+        )
+        work["mapped gather"] = lambda: current[batch["mapped"], : arguments.row]
+        work["mapped update"] = mapped_update
         times: dict[str, list[float]] = {name: [] for name in work}
         names = list(work)
         for number in range(arguments.rounds + 2):

@@ -45,6 +45,8 @@ def _untyped(kind: Any) -> Any:
     return Untyped
 
 
+CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
+
 app = typer.Typer(
     cls=_untyped(TyperGroup),
     name="gaupipe",
@@ -147,6 +149,10 @@ Teacher = Annotated[
 Download = Annotated[
     bool, _option("--download", "Fetch published weights that are not on this machine.")
 ]
+ImagePaths = Annotated[
+    list[Path] | None,
+    _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+]
 Store = Annotated[
     str | None,
     _argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
@@ -186,12 +192,14 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
+    _say_start("all stages", settings, folder, student)
     from stages import run as stage
 
     lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
+    _say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
 
 
 @_command("Train", "phase-a")
@@ -209,11 +217,13 @@ def phase_a(
 
     Example: `gaupipe phase-a fashion_mnist --set phase_a.max_epochs=20`
     """
-    overrides = _with_teacher(overrides, teacher, download)
+    overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
+    _say_start("phase A", settings, folder, settings.phase_a.teacher)
     from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
+    _say_next(["export-maps", "--run-dir", folder])
     print(folder)
 
 
@@ -246,6 +256,15 @@ def export_maps(
             "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model NAME",
+            "In place of a run's teacher: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's "
+            "folder.",
+        ),
+    ] = None,
+    files: ImagePaths = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -256,28 +275,40 @@ def export_maps(
     shard_mb: Annotated[float, _option("--shard-mb MB", "Shard, uncompressed.", min=0.001)] = 32,
     force: Force = False,
 ) -> None:
-    """Write the teacher's attention maps and predictions to a zarr store.
+    """Write the attention maps and predictions of a run's teacher, or of any ViT, to a zarr store.
 
     An export that was interrupted goes on where it stopped when the same command is given again.
 
-    Example: `gaupipe export-maps --kind topk --k 16`
+    Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
     from stages import export_maps as stage
 
+    options: dict[str, Any] = {
+        "overwrite": overwrite,
+        "repair": repair,
+        "shard_mb": shard_mb,
+        "force": force,
+        "encoding": encoding,
+        "k": k,
+        "download": download,
+    }
+    if _names_model(model, files) and model:
+        of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+        for name, value in of_run.items():
+            if value:
+                raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+        if out is None:
+            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+        print(stage.run_model(model, files or (), out, kind, **options))
+        return
     url = stage.run(
         _run(run_dir),
         kind,
         out=out,
-        overwrite=overwrite,
-        repair=repair,
-        shard_mb=shard_mb,
-        force=force,
-        encoding=encoding,
-        k=k,
         views=views,
         teacher=teacher,
         overrides=overrides or [],
-        download=download,
+        **options,
     )
     print(url)
 
@@ -304,21 +335,27 @@ def phase_b(
     Example: `gaupipe phase-b --student belief2 --set phase_b.epochs=40`
     """
     run_dir = _run(run_dir)
-    from stages import phase_b as stage
     from stages.runs.directory import RunDirectory
 
-    attention = student
+    run = RunDirectory(run_dir)
+    if name is None:
+        name = student or distributed.main_first(run.settings).phase_b.student
+    settings = distributed.main_first(lambda: run.student_settings(name, distill))
+    _say_start("phase B", settings, run.student(name, distill), student)
+    from stages import phase_b as stage
+
     stage.run(
         run_dir,
-        attention,
+        student,
         name=name,
         overrides=overrides or [],
         maps_url=maps,
         resume=resume,
         distilled=distill,
     )
-    run = RunDirectory(run_dir)
-    print(run.student(name or attention or run.settings().phase_b.student, distill) / "student")
+    named = ["--run-dir", run_dir, "--student", name]
+    _say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
+    print(run.student(name, distill) / "student")
 
 
 @_command("Train")
@@ -328,6 +365,15 @@ def train(
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
     student: Attention = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "--model NAME",
+            "Fine-tune these weights: a timm name, or local-dir:FOLDER.",
+            "model.name, from the start",
+        ),
+    ] = None,
+    download: Download = False,
     resume: Resume = False,
 ) -> None:
     """Train a ViT on the labels alone: no teacher, no store.
@@ -336,15 +382,21 @@ def train(
 
     Example: `gaupipe train --data photos --student xsa`
     """
+    overrides = _with_model(overrides, "model.name", model, download)
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
-    from stages import train as stage
     from stages.runs.directory import RunDirectory
 
     distributed.main_first(lambda: check_used(overrides or [], settings))
     attention = student or settings.phase_b.student
+    trained = RunDirectory(folder).student(attention, distilled=False)
+    _say_start("training", settings, trained, attention)
+    from stages import train as stage
+
     stage.run(settings, folder, attention, resume=resume)
-    print(RunDirectory(folder).student(attention, distilled=False) / "student")
+    named = ["--run-dir", folder, "--student", attention]
+    _say_next(["evaluate", *named], ["view", *named])
+    print(trained / "student")
 
 
 @_command("Measure")
@@ -352,18 +404,40 @@ def evaluate(
     run_dir: RunDir = None,
     student: StudentName = None,
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
+    data: Annotated[
+        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
+    ] = None,
     plain: Plain = False,
+    out: Annotated[
+        Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
+    ] = None,
+    confusion: Annotated[
+        Path | None, _option("--confusion FILE.png", "Draw the confusion matrix.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Accuracy and loss of a trained student.
+    """Accuracy of a trained student, for each class too, and its most confident mistakes.
 
-    Example: `gaupipe evaluate --student belief2 --test`
+    Example: `gaupipe evaluate --test --out predictions.csv --confusion confusion.png`
     """
+    if test and data is not None:
+        raise UserError(f"--test and --data {data}: choose one")
     run_dir = _run(run_dir)
+    from stages import by_class
     from stages import evaluate as stage
 
-    split = "test" if test else "val"
-    _report(stage.run(run_dir, student, split=split, distilled=False if plain else None), as_json)
+    scores = stage.run(
+        run_dir,
+        student,
+        split="test" if test else "val",
+        folder=data,
+        distilled=False if plain else None,
+        out=out,
+        confusion=confusion,
+    )
+    _report(scores if as_json else by_class.summary(scores), as_json)
+    if not as_json:
+        _print_rich(*by_class.tables(scores))
 
 
 @_command("Look")
@@ -385,11 +459,11 @@ def predict(
 
     Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
     """
+    from gaupipe.system.files import check_file
     from stages import predict as stage
-    from stages.publish.export_student import check_place
 
     if out is not None:
-        check_place(out)
+        check_file("--out", out)
     predictions = stage.run(stage.resolve(source, paths, download=download), top=top)
     if out is not None:
         stage.write(predictions, out)
@@ -490,6 +564,7 @@ def publish(
 @_command("Measure")
 def compare(
     config: ConfigArgument = None,
+    data: DataFolder = None,
     run_dir: Annotated[
         Path | None,
         _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
@@ -498,14 +573,14 @@ def compare(
     students: Annotated[
         str | None, _option("--students A,B", "Attentions of the students.", "phase_b.student")
     ] = None,
-    seeds: Annotated[str, _option("--seeds A,B", "Seeds of every line of the tables.")] = "0,1,2",
+    seeds: Annotated[str, _option("--seeds A,B", "Seeds of every row of the tables.")] = "0,1,2",
     sweep: Annotated[
         str | None,
-        _option("--sweep SWEEP", "Further cells: a YAML list of settings, or a shipped sweep."),
+        _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
     cells: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this cell and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -531,8 +606,9 @@ def compare(
 
     Example: `gaupipe compare --students standard,belief2 --seeds 0,1,2`
     """
-    settings, _ = _settings(config, overrides, None)
-    folder = run_dir or Path("runs") / f"compare-{Path(config or 'digits').stem}"
+    name = Path(config or "digits").stem if data is None else data.absolute().name
+    folder = run_dir or Path("runs") / f"compare-{name}"
+    settings, _ = _settings(config, overrides, folder, data)
     named = settings.phase_b.student if students is None else students
     attentions = _listed(
         "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
@@ -643,10 +719,12 @@ def view(
             "In place of a store: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
         ),
     ] = None,
-    files: Annotated[
-        list[Path] | None, _option("--images PATH", "Images or folders for --model; repeatable.")
-    ] = None,
+    files: ImagePaths = None,
     download: Download = False,
+    split: Annotated[
+        Literal["train", "val", "test"] | None,
+        _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
+    ] = None,
     image_size: Annotated[
         int | None,
         _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
@@ -660,9 +738,7 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if (model is None) != (not files):
-        raise UserError("--model NAME and --images PATH belong together")
-    if model is None:
+    if not _names_model(model, files):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
@@ -678,6 +754,7 @@ def view(
         files=files or (),
         download=download,
         image_size=image_size,
+        split=split,
     )
 
 
@@ -731,7 +808,7 @@ def plan(
     world_size: Annotated[
         int, _option("--world-size W", "Plan for W processes (torchrun).", min=1, max=100_000)
     ] = 1,
-    plain: Annotated[bool, _option("--plain", "Plan 'gaupipe train' alone.")] = False,
+    plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Parameters, memory, disk and time of a run, before it starts.
@@ -742,7 +819,7 @@ def plan(
     """
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
-        raise UserError("--plain plans for one process: leave --world-size out")
+        raise UserError("--train plans for one process: leave --world-size out")
     from stages import plan as stage
 
     planned = stage.run(
@@ -757,7 +834,7 @@ def plan(
     if as_json:
         print(json.dumps(planned))
         return
-    _print_rich(stage.table(planned))
+    _print_rich(*stage.tables(planned))
     if planned["problem"]:
         print(f"does not fit: {planned['problem']}")
 
@@ -776,11 +853,8 @@ def main() -> None:
         with distributed.process_group():
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
-            print(
-                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
-                "or a phase or 'train' with --resume, continues",
-                file=sys.stderr,
-            )
+            again = f"; to go on: {_again()}" if sys.argv[1] in CONTINUE else ""
+            print(f"gaupipe: interrupted{again}", file=sys.stderr)
         _end(code)
     except UsageError as error:
         _fail(
@@ -810,16 +884,21 @@ def main() -> None:
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """The line about a training that was stopped: how far it is, and the command that continues."""
-    arguments = sys.argv[1:]
-    if arguments[0] == "plan":  # whose few steps are in a folder that is gone
+    if sys.argv[1] == "plan":  # whose few steps are in a folder that is gone
         return "gaupipe: interrupted"
-    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
-        arguments = [*arguments, "--resume"]
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
-        f"to go on{launched}: {shlex.join(['gaupipe', *arguments])}"
+        f"to go on{launched}: {_again()}"
     )
+
+
+def _again() -> str:
+    """The command that continues this one."""
+    arguments = sys.argv[1:]
+    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
+        arguments = [*arguments, "--resume"]
+    return shlex.join(["gaupipe", *arguments])
 
 
 def _fail(mistake: str, all_ranks: bool = False) -> None:
@@ -849,11 +928,32 @@ def _run(run_dir: Path | None) -> Path:
         from stages.runs.directory import last_used
 
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
-        if distributed.is_main():
-            print(
-                f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr
-            )
+        _say(f"{run_dir} (the run used last; --run-dir names another)")
     return run_dir
+
+
+def _names_model(model: str | None, files: list[Path] | None) -> bool:
+    """True with --model and --images, which belong together."""
+    if (model is None) != (not files):
+        raise UserError("--model NAME and --images PATH belong together")
+    return model is not None
+
+
+def _say(line: str) -> None:
+    if distributed.launch().rank == 0:
+        print(f"gaupipe: {line}", file=sys.stderr)
+
+
+def _say_start(what: str, settings: Any, folder: Path, student: str | None = None) -> None:
+    """Says what a command is about to do, before it imports torch, which takes seconds."""
+    data, attention = settings.data, student or settings.phase_b.student
+    model = f"{settings.model.name}, attention {attention}"
+    _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
+
+
+def _say_next(*commands: list[Any]) -> None:
+    """Says what may follow."""
+    _say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
 
 
 def _draws_blocks() -> bool:
@@ -865,9 +965,11 @@ def _draws_blocks() -> bool:
     return True
 
 
-def _with_teacher(overrides: list[str] | None, teacher: str | None, download: bool) -> list[str]:
-    """The options --teacher and --download as settings."""
-    named = [] if teacher is None else [f"phase_a.teacher={json.dumps(teacher)}"]
+def _with_model(
+    overrides: list[str] | None, setting: str, name: str | None, download: bool
+) -> list[str]:
+    """An option that names a model and --download as settings."""
+    named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
 
@@ -900,6 +1002,7 @@ def _settings(
 def _chosen_settings(
     data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
 ) -> tuple[Any, Path]:
+    _say(f"looks at the images in {data} ...")
     from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")

@@ -1,13 +1,11 @@
-"""Evaluate: how good a trained student is, on the validation split unless the test split is
-asked for."""
+"""Evaluate: how good a trained student is, over all and for each class, and where it fails.
+
+Axis letters: N images, C classes.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,79 +18,27 @@ from torch.nn.functional import cross_entropy
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
+from gaupipe.data.folder import LeftOut, find_classes, say_left_out
+from gaupipe.data.sources import labelled_images
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.feature_loss import patch_map
 from gaupipe.distillation.losses import feature_loss
-from gaupipe.distillation.student import check_fit, layer_map
+from gaupipe.distillation.student import layer_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitTeacher
+from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
-from gaupipe.vit.saving import load_folder
-from stages import phase_b
+from stages import phase_b, predict
+from stages.by_class import by_class, labelled
+from stages.figures import confusion as figure
 from stages.phase_a import gaussian as phase_a
 from stages.runs import kept_epochs, ranks
-from stages.runs.directory import RunDirectory, check_name
+from stages.students import TrainedStudent, check_data, load_student, open_maps
 
 TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
-
-
-@dataclass(frozen=True)
-class TrainedStudent:
-    """A student of a run, as timm loads its folder, in eval mode."""
-
-    run: RunDirectory
-    name: str
-    distilled: bool
-    settings: Settings
-    model: VisionTransformer
-
-    @property
-    def folder(self) -> Path:
-        """The folder with its metrics, its checkpoint and ``student/``."""
-        return self.run.student(self.name, self.distilled)
-
-    @property
-    def has_other_teacher(self) -> bool:
-        """True if it learned from another teacher than its run's."""
-        learned = recorded_store(self.folder)
-        return learned is not None and learned["teacher_sha256"] != self.run.teacher_digest()
-
-
-def load_student(
-    run_dir: Path, name: str | None = None, distilled: bool | None = None
-) -> TrainedStudent:
-    """The student of a name, or with None the one trained last.
-
-    ``distilled`` None is what :meth:`RunDirectory.is_distilled` says. Raises UserError where the
-    student is not there, damaged, no ViT, or not the one that student.json beside it describes.
-    """
-    run = RunDirectory(run_dir)
-    run.settings()
-    distilled = run.is_distilled(name) if distilled is None else distilled
-    there, plain = run.students(distilled), "" if distilled else " --no-distill"
-    command = f"'gaupipe phase-b --run-dir {run_dir}{plain}"
-    if name is None and not there:
-        raise UserError(f"{run_dir} has no student: {command}' trains one")
-    name = name or there[-1]
-    check_name(name)
-    folder = run.student(name, distilled) / "student"
-    if not folder.is_dir():
-        others = f"; there are {', '.join(there)}" if there else ""
-        raise UserError(
-            f"{folder} is not there: {command} --student ATTENTION --name {name}' trains it{others}"
-        )
-    remedy = f"{command} --name {name} --resume' writes it again from its checkpoint"
-    settings = run.student_settings(name, distilled)
-    model = load_folder(folder, remedy)
-    if not isinstance(model, VisionTransformer):
-        raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
-    kept_epochs.entry(folder.parent)
-    return TrainedStudent(run, name, distilled, settings, model)
 
 
 def run(
@@ -100,18 +46,31 @@ def run(
     name: str | None = None,
     *,
     split: str = "val",
+    folder: Path | None = None,
     distilled: bool | None = None,
+    out: Path | None = None,
+    confusion: Path | None = None,
 ) -> dict[str, Any]:
-    """Top-1 and top-5 accuracy, cross-entropy and calibration error on a split; where the run's
-    store is complete and fits the student, also how far student and teacher agree on training
-    images.
+    """Accuracy with its 95 % interval, cross-entropy and calibration error on a split, or on the
+    images of a ``folder`` with a folder for each class; the accuracy of each class, the confusion
+    matrix (a row for each class, a column for each prediction) and the most confident mistakes.
+    Where the run's store is complete and fits the student, also how far student and teacher agree
+    on training images.
 
-    ``name`` and ``distilled`` are those of :func:`load_student`. Raises StoreError for the store of
-    another teacher or data set, and for a damaged one.
+    ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
+    to ``out``, as :func:`stages.predict.write` writes them, and a picture of the confusion matrix
+    to ``confusion``. Raises StoreError for the store of another teacher or data set, and for a
+    damaged one.
     """
 
     def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
+        if out is not None:
+            check_file("--out", out)
+        if confusion is not None:
+            check_file("--confusion", confusion, ".png")
         student = load_student(run_dir, name, distilled)
+        if folder is not None:
+            return student, folder_data(student, folder), None
         data = load_data(student.settings.data)
         if getattr(data, split) is None:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
@@ -120,18 +79,64 @@ def run(
 
     student, data, maps = distributed.main_first(load)
     ranks.check_same(student.settings, data)
-    folder, images = student.folder, getattr(data, split)
-    weights = (digests.read(folder / "student") or {}).get("model.safetensors")
-    same = {f"{folder / 'student'}, sha256": weights}
+    images = getattr(data, split)
+    weights = (digests.read(student.folder / "student") or {}).get("model.safetensors")
+    same = {f"{student.folder / 'student'}, sha256": weights}
     distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
-    scores: dict[str, Any] = {"student": student.name, "split": split, "images": len(images)}
-    scores["epoch"] = kept_epochs.entry(folder)["epoch"]
+    scores: dict[str, Any] = {
+        "student": student.name,
+        "split": split if folder is None else str(folder),
+        "images": len(images),
+        "epoch": kept_epochs.entry(student.folder)["epoch"],
+    }
     scores |= metrics(logits, labels)
-    scores |= beside_teacher(student, images, data, logits)
+    if folder is None:
+        scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student.model, maps, data, student.settings)
+    names = predict.class_names(student.model, data.num_classes)
+    rows = labelled(logits, labels, images, names)
+    scores |= by_class(rows, names)
+    if out is not None:
+        distributed.on_main(lambda: predict.write(rows, out))
+    if confusion is not None:
+        distributed.on_main(lambda: figure.draw(scores["confusion"], names, confusion))
     return scores
+
+
+def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
+    """The images of a folder with a folder for each class, as the student sees images. Raises
+    UserError for a class that the student does not know, and for a student of grey images."""
+    if not folder.is_dir():
+        raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
+    model: Any = student.model
+    config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
+    names, left_out = predict.class_names(model, model.num_classes), LeftOut()
+    classes = find_classes(folder, left_out)
+    if unknown := sorted(classes.keys() - {*names}):
+        known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+        raise UserError(
+            f"--data {folder}: the student has no class {unknown[0]!r}; its classes are {known}"
+        )
+    settings = student.settings.data.model_copy(update={"image_size": size})
+    source = labelled_images(folder, classes, names, settings)
+    say_left_out(folder, left_out)
+    images = Split(source, np.arange(len(source)))
+    data = ImageData(
+        name=str(folder),
+        train=images,
+        val=images,
+        test=None,
+        num_classes=len(names),
+        channels=3,
+        image_size=size,
+        mean=tuple(config["mean"]),
+        std=tuple(config["std"]),
+        sha256=source.fingerprint().hex(),
+    )
+    check_data(student, data)
+    return data
 
 
 @torch.inference_mode()
@@ -140,14 +145,14 @@ def beside_teacher(
 ) -> dict[str, Any]:
     """Top-1 accuracy and cross-entropy of the teacher on the split, and the share of images whose
     class it predicts as ``logits`` [N, C] do. For a teacher that knows unseen images: a trained ViT
-    with predictions, or one that predicts its Gaussians.
+    with predictions.
 
     ``no_teacher`` says why, where the teacher is no longer there, and where the student learned
     from another one than the run's.
     """
     run = student.run
     phase = run.settings().phase_a
-    if (phase.learns_gaussians and not phase.predicts_gaussians) or run.teacher_digest() is None:
+    if phase.learns_gaussians or run.teacher_digest() is None:
         return {}
     if distributed.broadcast(student.has_other_teacher):
         return {"no_teacher": "the student learned from another teacher than the run's"}
@@ -156,10 +161,9 @@ def beside_teacher(
     except UserError as error:  # a folder that has moved, or weights that are no longer there
         return {"no_teacher": str(error)}
     teacher = job.teacher
-    if isinstance(teacher, VitTeacher) and not teacher.predicts:
+    if not teacher.predicts:
         return {}
-    predict = partial(teacher, gaussians=None) if isinstance(teacher, Teacher) else teacher
-    teacher_logits, labels = predictions(predict, images, data, job.settings)
+    teacher_logits, labels = predictions(teacher, images, data, job.settings)
     scores = metrics(teacher_logits, labels)
     same = teacher_logits.argmax(-1) == logits.argmax(-1)
     return {
@@ -169,74 +173,15 @@ def beside_teacher(
     }
 
 
-def check_data(student: TrainedStudent, data: ImageData) -> None:
-    """Raises UserError for a student of other images or classes than the data set's."""
-    model = student.model
-    takes = (model.in_chans, *model.patch_embed.img_size, model.num_classes)
-    if takes != (data.channels, data.image_size, data.image_size, data.num_classes):
-        raise UserError(
-            f"{student.run.path}: the student is for {takes[0]} channels, {takes[1]} x {takes[2]} "
-            f"pixels and {takes[3]} classes, the data set {data.name} has {data.channels}, "
-            f"{data.image_size} x {data.image_size} and {data.num_classes}"
-        )
-
-
-def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
-    """The store that the student learned from; where that is gone, or the student learned from
-    none, the run's own. None where neither is there, finished, and of as many blocks and heads as
-    the student."""
-    for url, teacher_sha256 in stores_of(student):
-        with contextlib.suppress(store.UnfinishedStore, UserError):
-            maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
-            check_fit(student.model, maps.schema, student.settings.phase_b, url)
-            phase_b.check_targets(maps.schema, student.settings, url)
-            return maps
-    return None
-
-
-def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
-    """(url, sha256 of its teacher) of the stores that a student may have learned from, the
-    likeliest first. The run's own store is found where the run is now."""
-    run, learned = student.run, recorded_store(student.folder)
-    if learned is None:
-        return [(str(run.maps), run.teacher_digest())]
-    recorded = (learned["url"], learned["teacher_sha256"])
-    of_run = (str(run.maps), run.teacher_digest() or recorded[1])
-    if recorded[1] != of_run[1]:
-        return [recorded]
-    moved = Path(recorded[0]).name == run.maps.name
-    return [of_run, recorded] if moved else [recorded, of_run]
-
-
-def recorded_store(folder: Path) -> dict[str, str] | None:
-    """``url`` and ``teacher_sha256`` of the store that the student in ``folder`` learned from, by
-    its maps.json; None for a student that learned from none."""
-    path = folder / "maps.json"
-    if not path.is_file():
-        return None
-    try:
-        learned = json.loads(path.read_bytes())
-        return {key: str(learned[key]) for key in ("url", "teacher_sha256")}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(
-            f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
-            "the student learned from; remove it"
-        ) from None
-
-
 @torch.inference_mode()
 def predictions(
-    model: Callable[[Tensor], Tensor], images: Split, data: ImageData, settings: Settings
+    model: nn.Module, images: Split, data: ImageData, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
     is that of the settings. Ranks share the work, and every one gets all of it."""
-    sizes, world, device = (
-        settings.data,
-        distributed.world_size(),
-        select_device(settings.device, settings.threads),
-    )
-    if isinstance(model, nn.Module):
-        model = model.to(device)
+    device, sizes = select_device(settings.device, settings.threads), settings.data
+    model = model.to(device)
+    world = distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
@@ -248,8 +193,9 @@ def predictions(
     return logits[order], labels[order]
 
 
-def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
-    """top1, top5, loss (cross-entropy) and calibration_error of logits [N, C] for labels [N].
+def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
+    """top1 and its 95 % interval, top5 (of more than ten classes), loss (cross-entropy) and
+    calibration_error of logits [N, C] for labels [N].
 
     The calibration error is the expected one: over ``bins`` equal intervals of confidence, the mean
     distance of accuracy from confidence, weighted by the images in the bin.
@@ -263,9 +209,12 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, float]:
         * (right[which == b].float().mean() - confidence[which == b].mean()).abs()
         for b in which.unique()
     ]
+    top1 = right.double().mean().item()
+    top5 = {"top5": best.any(-1).double().mean().item()} if logits.shape[-1] > 10 else {}
     return {
-        "top1": right.double().mean().item(),
-        "top5": best.any(-1).double().mean().item(),
+        "top1": top1,
+        "top1_interval": wilson_interval(top1, len(labels)),
+        **top5,
         "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
         "calibration_error": sum(gaps).item(),
     }
@@ -309,3 +258,10 @@ def teacher_agreement(
         "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
         "map_kl": [None if layer is None else kl for layer, kl in zip(layers, kls, strict=True)],
     }
+
+
+def wilson_interval(share: float, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """The 95 % interval of Wilson for a ``share`` of ``count`` independent images."""
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / (1 + z**2 / count)
+    return middle - half, middle + half

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.gaussian import Teacher
+from stages import any_vit
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
@@ -79,28 +81,19 @@ def run(
     An unfinished store of the same teacher is continued: its finished shards stay.
     """
     run = RunDirectory(run_dir)
-    url = str(run.maps) if out is None else out
-    options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+    place = Place(str(run.maps) if out is None else out, overwrite, repair, shard_mb, force)
 
     def read_settings() -> Settings:
-        if overwrite and repair:
-            raise UserError(
-                "--overwrite writes everything anew and --repair only what is damaged: choose one"
-            )
-        if out == "":
-            raise UserError("--out '': should be the path or URL of a store")
         if teacher is not None and out is None:
             raise UserError(
                 f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
                 "another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
         check_overrides(overrides, teacher)
-        store.check_place(url)
-        if not 0 < shard_mb <= MOST_SHARD_MB:
-            raise UserError(f"--shard-mb {shard_mb:g}: should be at most {MOST_SHARD_MB}")
+        place.check()
         return run.settings()  # a folder that is no run is left alone
 
-    def load() -> tuple[TeacherJob, ExportSettings]:
+    def load() -> TeacherJob:
         if teacher is None:
             job = phase_a.load(run, data, download=download)
         else:
@@ -108,45 +101,109 @@ def run(
             job = other_teacher(settings, teacher, **tree["phase_a"], download=download, data=data)
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
-        tokens = job.shape.grid[0] * job.shape.grid[1]
-        return job, chosen(job.settings, None if overwrite else stored_export(url), options, tokens)
+        return job
 
-    def create(schema: store.Schema) -> store.Writer:
-        shard_bytes, shared = int(shard_mb * 1e6), decoder(job, schema.kind)
-        if not force and folder is not None:
+    ranks.check_shared(run_dir)
+    settings = distributed.main_first(read_settings)
+    with run.locked():
+        options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
+        return export(distributed.main_first(load), place, options)
+
+
+def run_model(
+    model: str,
+    files: Sequence[Path],
+    out: str,
+    kind: str | None = None,
+    *,
+    encoding: str | None = None,
+    k: int | None = None,
+    download: bool = False,
+    **how: Any,
+) -> str:
+    """Writes a store of a model's maps of image ``files``, class and register tokens included
+    (:func:`stages.any_vit.open_model`), and returns its path or URL. No run is needed. The other
+    arguments are those of :func:`run`; ``how`` are those of :class:`Place`."""
+    place = Place(out, **how)
+
+    def load() -> TeacherJob:
+        place.check()
+        if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
+            raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
+        return any_vit.open_model(model, files, download)[0]
+
+    job = distributed.main_first(load)
+    return export(job, place, {"kind": kind, "encoding": encoding, "k": k})
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a store, and what may be done there; as in :func:`run`."""
+
+    url: str
+    overwrite: bool = False
+    repair: bool = False
+    shard_mb: float = 32
+    force: bool = False
+
+    def check(self) -> None:
+        """Raises UserError or StoreError for options that exclude each other, and for a place where
+        no store can be."""
+        if self.overwrite and self.repair:
+            raise UserError(
+                "--overwrite writes everything anew and --repair only what is damaged: choose one"
+            )
+        if self.url == "":
+            raise UserError("--out '': should be the path or URL of a store")
+        store.check_place(self.url)
+        if not 0 < self.shard_mb <= MOST_SHARD_MB:
+            raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
+
+    def create(self, job: TeacherJob, schema: store.Schema) -> store.Writer:
+        """The store, new or to be continued or repaired."""
+        shard_bytes, shared = int(self.shard_mb * 1e6), decoder(job, schema.kind)
+        folder = store.local_folder(self.url)
+        if not self.force and folder is not None:
             needed = schema.total_bytes + sum(array.nbytes for array in (shared or {}).values())
             check_disk("export", needed, folder, "choose another --out or --kind")
-            world_size = distributed.world_size()
-            plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
-            check_memory("export", plan.memory_bytes)
-        if repair:
-            return store.repair(url, schema, shard_bytes=shard_bytes, decoder=shared)
-        if not overwrite and is_complete(url):
+            if "files" not in schema.extra:
+                world_size = distributed.world_size()
+                plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
+                check_memory("export", plan.memory_bytes)
+        if self.repair:
+            return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
+        if not self.overwrite and is_complete(self.url):
             raise UserError(
-                f"{url} already holds a complete store: --overwrite replaces it, --repair rewrites "
-                "what is damaged"
+                f"{self.url} already holds a complete store: --overwrite replaces it, --repair "
+                "rewrites what is damaged"
             )
         return store.create(
-            url,
+            self.url,
             schema,
-            overwrite=overwrite,
-            resume=not overwrite,
+            overwrite=self.overwrite,
+            resume=not self.overwrite,
             shard_bytes=shard_bytes,
             decoder=shared,
         )
 
-    ranks.check_shared(run_dir)
-    settings = distributed.main_first(read_settings)
-    folder = store.local_folder(url)
+
+def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
+    """Writes the store of a teacher and returns its URL."""
+    url, folder = place.url, store.local_folder(place.url)
     if folder is not None:
         ranks.check_shared(folder)
-    with run.locked():
-        job, export = distributed.main_first(load)
-        ranks.check_same(settings, job.data)
-        sha256 = job.common_sha256()
-        schema = distributed.main_first(lambda: make_schema(job, export, sha256))
-        created = distributed.on_main(lambda: create(schema))
-        write(job, created if distributed.is_main() else store.join(url))
+    ranks.check_same(job.settings, job.data)
+    height, width = job.shape.grid
+
+    def request() -> ExportSettings:
+        return chosen(
+            job.settings, None if place.overwrite else stored_export(url), options, height * width
+        )
+
+    sha256, asked = job.common_sha256(), distributed.main_first(request)
+    schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
+    created = distributed.on_main(lambda: place.create(job, schema))
+    write(job, created if distributed.is_main() else store.join(url))
     return url
 
 
@@ -261,6 +318,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
         teacher_sha256=sha256 or job.sha256,
         parametrisation=job.settings.phase_a.parametrisation,
         embedding_dim=network.embedding if network and kind == "embedding" else None,
+        prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
         extra=notes,
     )
 
@@ -340,7 +398,6 @@ Losses = dict[str, Tensor]
 """Sums [L, H] over images, by names of :data:`LOSSES`."""
 LOSSES = {
     "dropped": "attention on class and register tokens, which is left out, per block",
-    "divergence": "KL of the maps from the fitted Gaussians, per block (heads)",
     "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
 }
 

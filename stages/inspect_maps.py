@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
-from gaupipe.data.loader import view_of
-from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import KINDS, StoredGaussians
-from gaupipe.settings import DataSettings
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import whole_file
+from gaupipe.system.files import check_file, whole_file
 from gaupipe.system.progress import read_metrics
-from stages.evaluate import load_student
+from stages.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
-from stages.student_maps import StudentMaps
+from stages.students import load_student
 
 TINY = torch.finfo(torch.float32).tiny
 BLOCKS, LETTERS = " ░▒▓█", " .:+#"
@@ -59,6 +51,7 @@ def summary(
         "layers": schema.layers,
         "heads": schema.heads,
         "grid": list(schema.grid),
+        **({"extra_tokens": schema.prefix_tokens} if schema.prefix_tokens else {}),
         "classes": schema.num_classes,
         "arrays": {
             name: f"{list(shape)} {schema.stored_dtype(name)}"
@@ -110,151 +103,77 @@ def attention(
     std_x, std_y) in normalised coordinates where one head and one query are asked for and the store
     holds Gaussians or embeddings. For a student that the run's store fits ``teacher`` is the stored
     map that this one is compared with, in the same form, and ``kl`` the divergence of the two, mean
-    over the queries and heads that were asked for; both are None otherwise. ``no_teacher`` is there
-    only for a student without a teacher's map, and says why.
+    over the queries and heads that were asked for; both are None otherwise. ``extra`` is there for
+    maps with class and register tokens, and has their weights. ``no_teacher`` is there only for a
+    student without a teacher's map, and says why.
     """
     if png is not None:
-        check_output("--png", Path(png), ".png")
-    if student is not None:
-        maps = student_maps(_run(run_dir), student, image, layer, view)
-    else:
-        maps = stored_maps(_store(url, run_dir), image, layer, view)
-    heads = _choice("--head", head, maps.maps.shape[0])
-    queries = _choice("--query", query, maps.maps.shape[1])
+        check_file("--png", Path(png), ".png")
+    seen, pixels = look(url, run_dir, student, image, layer, view)
+    rows, extra = seen.map(layer), len(seen.extra)  # [H, P + T, P + T]
+    heads, queries = (
+        _choice("--head", head, rows.shape[0]),
+        _choice("--query", query, rows.shape[1] - extra, seen.extra),
+    )
 
-    def mean(of_all: Tensor) -> list[list[float]]:
-        return of_all[heads][:, queries].mean((0, 1)).reshape(maps.grid).tolist()
+    def mean(of_all: Tensor) -> Tensor:
+        return of_all[heads][:, queries].mean((0, 1))
 
     gaussian = None
-    if maps.gaussians is not None and "mean" not in (head, query):
-        gaussian = maps.gaussians[heads[0], queries[0]].tolist()
-    seen = {
+    if seen.gaussians is not None and "mean" not in (head, query):
+        gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
+    whole, predicted = mean(rows), seen.prediction()
+    shown: dict[str, Any] = {
         "image": image,
-        "label": maps.label,
-        "predicted": int(maps.probabilities.argmax()),
-        "probability": round(maps.probabilities.max().item(), 6),
+        "label": seen.label,
+        "predicted": predicted["predicted"],
+        "probability": predicted["probability"],
         "by": student or "teacher",
         "layer": layer,
-        "head": head,
-        "query": query,
-        "grid": list(maps.grid),
+        "head": head if head == "mean" else int(head),
+        "query": query if query == "mean" or query in seen.extra else int(query),
+        "grid": list(seen.grid),
         "gaussian": gaussian,
-        "map": mean(maps.maps),
+        "map": whole[extra:].reshape(seen.grid).tolist(),
         "teacher": None,
         "kl": None,
     }
-    if maps.teacher is not None:
-        teacher = maps.teacher.expand_as(maps.maps)  # [H, T, T]
-        kl = torch.xlogy(teacher, teacher / maps.maps.clamp_min(TINY)).sum(-1, keepdim=True)
-        seen |= {"teacher": mean(teacher), "kl": kl[heads][:, queries].mean().item()}
-    elif maps.no_teacher is not None:
-        seen["no_teacher"] = maps.no_teacher
+    teacher = seen.teacher[layer] if seen.teacher else None
+    if teacher is not None:
+        kl = torch.xlogy(teacher, teacher / rows.clamp_min(TINY)).sum(-1, keepdim=True)
+        shown |= {"teacher": mean(teacher).reshape(seen.grid).tolist(), "kl": mean(kl).item()}
+    if extra:
+        shown["extra"] = dict(zip(seen.extra, whole.tolist(), strict=False))
+    if seen.no_teacher is not None:
+        shown["no_teacher"] = seen.no_teacher
     if png is not None:
-        draw(maps.pixels(), seen, Path(png))
-    return seen
+        draw(pixels(), shown, Path(png))
+    return shown
 
 
-@dataclass
-class ImageMaps:
-    """One image and where one block looks.
+def look(
+    url: str | None, run_dir: Path | None, student: str | None, image: int, layer: int, view: int
+) -> tuple[ImageMaps, Callable[[], np.ndarray]]:
+    """The maps of an image, and a function that gives its pixels. Raises UserError for an image, a
+    block or a view that there is not."""
 
-    maps           [H, T, T] float32, probabilities over keys
-    gaussians      [H, T, 4] where the maps are those of Gaussians
-    probabilities  [C], of the classes
-    pixels         gives the image, uint8 [height, width, C]; raises UserError if it is not there
-    teacher        [H or 1, T, T], the stored maps that a student's are compared with
-    no_teacher     why a student's maps have none
-    """
+    def check(where: str, images: int, layers: int, count: int) -> None:
+        _check("--image", image, images, where)
+        _check("--layer", layer, layers, where)
+        _check("--view", view, count, where)
 
-    grid: tuple[int, int]
-    maps: Tensor
-    gaussians: Tensor | None
-    label: int
-    probabilities: Tensor
-    pixels: Callable[[], np.ndarray]
-    teacher: Tensor | None = None
-    no_teacher: str | None = None
-
-
-def stored_maps(url: str, image: int, layer: int, view: int = 0) -> ImageMaps:
-    """The maps of an image, or of one of its views, as a store has them."""
-    maps = store.open(url)
-    schema = maps.schema
-    _check("--image", image, schema.images, "the store")
-    _check("--layer", layer, schema.layers, "the store")
-    _check("--view", view, schema.views, "the store")
-    entry = image * schema.views + view
-    stored = maps.read(entry, entry + 1)
-    attention = KINDS[schema.kind].reader(maps, torch.device("cpu"))(stored)
-    gaussians = attention.gaussians if isinstance(attention, StoredGaussians) else None
-    return ImageMaps(
-        schema.grid,
-        attention.map(layer)[0],  # [H, T, T]
-        None if gaussians is None else gaussians[0, layer].float(),  # [H, T, 4]
-        int(stored["labels"][0]),
-        torch.from_numpy(stored["logits"][0]).float().softmax(-1),
-        lambda: image_pixels(images_of(maps), image, schema.extra.get("views"), view),
-    )
-
-
-def images_of(maps: store.Store) -> ImageData:
-    """The data set that a store's maps were made from. Raises UserError where the store does not
-    name it, or where it is not there or another one."""
-    schema = maps.schema
-    try:
-        settings = DataSettings.model_validate(schema.extra.get("data"))
-    except ValidationError:
-        raise UserError(
-            f"{maps.url}: does not say which images its maps were made from, as stores that "
-            "export-maps writes do: they cannot be drawn"
-        ) from None
-    data = load_data(settings)
-    if data.sha256 != schema.dataset_sha256:
-        raise UserError(
-            f"{maps.url}: the images of {data.name} are not those the maps were made from"
-        )
-    return data
-
-
-def image_pixels(data: ImageData, image: int, views: dict[str, Any] | None, view: int = 0) -> Any:
-    """A training image, or the view of it that ``views``, a store's extra["views"], describes:
-    uint8 [height, width, C]."""
-    if views is None:
-        return data.train.image(image)
-    augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
-    return view_of(data.train, image, augment, view)
-
-
-def student_maps(run: RunDirectory, name: str, image: int, layer: int, view: int = 0) -> ImageMaps:
-    """The maps of a training image as a student makes them, from patches to patches; of a view of
-    the image where the store that the student learned from holds views."""
-    student = StudentMaps(run, name)
-    schema = student.store.schema if student.store else None
-    views = schema.extra.get("views") if schema else None
-    _check("--image", image, len(student.data.train), "the training split")
-    _check("--layer", layer, student.layers, "the student")
-    _check("--view", view, schema.views if schema else 1, "the student's store")
-    seen = student.see(image, views, view)
-    return ImageMaps(
-        student.grid,
-        seen.maps[layer],
-        None,
-        seen.label,
-        seen.logits.softmax(-1),
-        lambda: image_pixels(student.data, image, views, view),
-        seen.teacher[layer],
-        seen.no_teacher,
-    )
-
-
-def check_output(option: str, path: Path, *suffixes: str) -> None:
-    """Raises UserError for a file that cannot be written to."""
-    if path.suffix.lower() not in suffixes:
-        raise UserError(f"{option} {path}: should be a file whose name ends in {suffixes[0]}")
-    if not path.parent.is_dir():
-        raise UserError(f"{option} {path}: there is no folder {path.parent}")
-    if path.exists() and not path.is_file():
-        raise UserError(f"{option} {path}: is there and is not a file")
+    if student is None:
+        stored = StoredMaps(store.open(_store(url, run_dir)))
+        schema = stored.maps.schema
+        check("the store", schema.images, schema.layers, schema.views)
+        seen, _ = stored.see(image, view)
+        return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view)
+    live = StudentMaps(_run(run_dir), student)
+    views, count = None, 1
+    if live.store is not None:
+        views, count = live.store.schema.extra.get("views"), live.store.schema.views
+    check("the student", len(live.data.train), live.layers, count)
+    return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
 
 
 def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
@@ -263,11 +182,12 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     characters, which not every terminal has."""
     shades, by, of_teacher = BLOCKS if blocks else LETTERS, seen["by"], seen["teacher"]
     weights, top = np.array(seen["map"]), most_of(seen)
-    title = (
-        f"image {seen['image']} (label {seen['label']}, {by} says {seen['predicted']} with "
-        f"{seen['probability']:.2f}), layer {seen['layer']}, head {seen['head']}, query "
-        f"{seen['query']}"
-    )
+    known = [] if seen["label"] is None else [f"label {seen['label']}"]
+    if seen["predicted"] is not None:
+        known.append(f"{by} says {seen['predicted']} with {seen['probability']:.2f}")
+    of_classes = f" ({', '.join(known)})" if known else ""
+    title = f"image {seen['image']}{of_classes}"
+    title += f", layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
     rows = shaded(weights, seen, shades, top)
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
@@ -300,7 +220,7 @@ def most_of(seen: dict[str, Any]) -> float:
 
 def shaded(weights: np.ndarray, seen: dict[str, Any], shades: str, top: float) -> list[Text]:
     """A line for each row of a map [h, w]; the last of the ``shades`` is for ``top``."""
-    query = None if seen["query"] == "mean" else divmod(int(seen["query"]), seen["grid"][1])
+    query = divmod(seen["query"], seen["grid"][1]) if isinstance(seen["query"], int) else None
     lines = []
     for y, row in enumerate(weights):
         line = Text("  ")
@@ -344,15 +264,15 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
             )
             figure.colorbar(drawn, ax=axes, fraction=0.046, label="attention")
             axes.set_title(name, fontsize=9)
-        if seen["query"] != "mean":
-            y, x = divmod(int(seen["query"]), w)
+        if isinstance(seen["query"], int):
+            y, x = divmod(seen["query"], w)
             corner, size = (x * width / w, y * height / h), (width / w, height / h)
             axes.add_patch(Rectangle(corner, *size, fill=False, edgecolor="red", linewidth=2))
         axes.set_axis_off()
-    query = "mean over queries" if seen["query"] == "mean" else f"query {seen['query']} (red)"
+    query = f"query {seen['query']}" + " (red)" * isinstance(seen["query"], int)
+    label = "" if seen["label"] is None else f", label {seen['label']}"
     figure.suptitle(
-        f"image {seen['image']}, label {seen['label']}: layer {seen['layer']}, "
-        f"head {seen['head']}, {query}",
+        f"image {seen['image']}{label}: layer {seen['layer']}, head {seen['head']}, {query}",
         fontsize=10,
     )
     with whole_file(path) as partial:
@@ -370,16 +290,18 @@ def _store(url: str | None, run_dir: Path | None) -> str:
     return str(_run(run_dir).maps) if url is None else url
 
 
-def _choice(option: str, value: str, size: int) -> list[int]:
-    """Indices that an ``N|mean`` option stands for."""
+def _choice(option: str, value: str, size: int, extra: Sequence[str] = ()) -> list[int]:
+    """Indices that an ``N|mean`` option stands for, where tokens named in ``extra`` come first."""
+    if value in extra:
+        return [extra.index(value)]
     if value == "mean":
-        return list(range(size))
+        return list(range(len(extra), len(extra) + size))
     # int would also take '1_0' and digits of other scripts, and not take thousands of digits
     if not re.fullmatch("-?[0-9]{1,9}", value):
-        right = f"a number from 0 to {size - 1}, or mean"
+        right = ", ".join([f"a number from 0 to {size - 1}", *extra, "mean"])
         raise UserError(f"{option} {value[:30]!r}: should be {right}")
     _check(option, int(value), size, "the map")
-    return [int(value)]
+    return [len(extra) + int(value)]
 
 
 def _check(option: str, value: int, size: int, where: str) -> None:

@@ -20,7 +20,7 @@ import store
 from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, Reader, of_block
 from gaupipe.distillation.losses import gamma_at, soft_loss
@@ -34,18 +34,17 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.state import has_checkpoint
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory, check_name
-from stages.train import LabelLosses, Request, Training, check_training, train_into, train_plain
+from stages.train import LabelLosses, Training, train_into, train_plain
 from stages.train import build as build_plain
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
 
-WARM_START_IMAGES, WARM_START_BATCH = 256, 64
+WARM_START_IMAGES = 256
 """Training images, evenly spaced, on which Q and K are fitted to the prior."""
 
 
@@ -78,7 +77,7 @@ class PhaseB(Training):
 
     def gamma(self, epoch: int) -> float:
         phase = self.settings.phase_b
-        epochs = phase.gamma_epochs or phase.epochs
+        epochs = phase.gamma_epochs or -(-phase.epochs // 3)
         return gamma_at(epoch, phase.gamma, phase.gamma_schedule, epochs)
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
@@ -192,26 +191,17 @@ def run(
             "--maps: training on the labels alone (--no-distill) reads no maps: leave one out"
         )
 
-    def resolve() -> Request:
-        settings, joined, folder = join(run, student, name, overrides, distilled)
-        if not resume and folder.exists():
-            raise UserError(
-                f"{folder} already exists: --resume continues it, --name NAME trains another "
-                "student beside it"
-            )
-        images = data or load_data(settings.data, settings.download)
-        images.check_split(run.split)
-        return Request(settings, images, folder, joined)
-
-    request = ranks.resolve(run_dir, resolve)
+    ranks.check_shared(run_dir)
+    settings, folder = distributed.main_first(
+        lambda: join(run, student, name, overrides, distilled, resume)
+    )
     with run.locked(shared=True):
         return train_student(
-            request.settings,
-            request.folder,
+            settings,
+            folder,
             teacher=run if distilled else None,
             maps_url=maps_url,
-            overrides=request.overrides,
-            data=request.data,
+            data=data,
             resume=resume,
         )
 
@@ -222,29 +212,28 @@ def join(
     name: str | None,
     overrides: Sequence[str],
     distilled: bool,
-) -> tuple[Settings, list[str], Path]:
-    """The settings of a student, its overrides joined with those that it was started with, and its
-    folder. Arguments as in :func:`run`. Raises UserError for what the run does not allow."""
+    resume: bool,
+) -> tuple[Settings, Path]:
+    """The settings of a student, and its folder. Arguments as in :func:`run`. Raises UserError for
+    what the run does not allow."""
     name = name if name is not None else student or run.settings().phase_b.student
     check_name(name)
-    folder = run.student(name, distilled)
     new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-    recorded = run.overrides(name, distilled)
-    settings = run.with_overrides([*recorded, *new])
+    settings, folder = run.with_overrides(name, distilled, new)
+    if not resume and folder.exists():
+        raise UserError(
+            f"{folder} already exists: --resume continues it, --name NAME trains another student "
+            "beside it"
+        )
     if not distilled:
         check_used(new, settings)
-    fresh = not (folder / "overrides.json").is_file()
-    if settings.data.buckets is None and distributed.world_size() > 1 and fresh:
-        new.append(f"data.buckets={distributed.world_size()}")
-        settings = run.with_overrides([*recorded, *new])
     attention = settings.phase_b.student
     if name in STUDENTS and name != attention:
         raise UserError(
             f"--name {name}: is the name of an attention, and this student's is {attention}: "
             "choose another name"
         )
-    latest = dict.fromkeys(reversed([*recorded, *new]))  # of two values the last counts
-    return settings, [*reversed(latest)], folder
+    return settings, folder
 
 
 def train_student(
@@ -253,7 +242,6 @@ def train_student(
     *,
     teacher: RunDirectory | None,
     maps_url: str | None = None,
-    overrides: Sequence[str] = (),
     data: ImageData | None = None,
     resume: bool = False,
 ) -> list[dict[str, Any]]:
@@ -261,31 +249,33 @@ def train_student(
 
     teacher     the run whose phase A it learns from; None for the baseline
     maps_url    the teacher's store; None is the run's own, which must then be of that teacher
-    overrides   the settings that differ from those of the run
     """
     if teacher is None:
-        return train_plain(settings, folder, overrides=overrides, data=data, resume=resume)
+        return train_plain(settings, folder, data=data, resume=resume)
 
-    def start() -> Training:
-        images = data or load_data(settings.data, settings.download)
-        check_training(settings, images)
-        job = build(settings, images, teacher, maps_url)
-        if settings.phase_b.warm_start != "none" and not has_checkpoint(folder / "checkpoint"):
+    def start(images: ImageData, afresh: bool) -> Training:
+        job = build(settings, images, teacher, maps_url, afresh)
+        if settings.phase_b.warm_start != "none" and afresh:
             start_from_teacher(job, phase_a.load(teacher, images, with_images=False).teacher)
         return job
 
-    return train_into(folder, settings, overrides, start, resume)
+    return train_into(folder, settings, start, data, resume)
 
 
 def build(
-    settings: Settings, data: ImageData, teacher: RunDirectory | None, maps_url: str | None = None
+    settings: Settings,
+    data: ImageData,
+    teacher: RunDirectory | None,
+    maps_url: str | None = None,
+    afresh: bool = True,
 ) -> Training:
-    """A student, freshly started; the baseline without a ``teacher``. Writes nothing. Raises
-    UserError for settings that do not fit, StoreError for maps of another data set or teacher."""
+    """A student, freshly started; the baseline without a ``teacher``. Writes nothing. ``afresh``
+    False leaves trained weights out. Raises UserError for settings that do not fit, StoreError for
+    maps of another data set or teacher."""
     if teacher is None:
-        return build_plain(settings, data)
+        return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data).to(device)
+    student = build_student(settings, data, trained=afresh).to(device)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
@@ -329,9 +319,6 @@ def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
     images = torch.cat([batch.images for batch in batches.in_order(ids)])
     with torch.no_grad():
         gaussians = teacher.gaussians(None)  # [1, L, H, T, 4], of the shared prior
-        if teacher.predicts_gaussians:  # [N, L, H, T, 4]
-            parts = images.split(WARM_START_BATCH)
-            gaussians = torch.cat([teacher.look(part)[1] for part in parts])
 
     def map_of(layer: int) -> Tensor:
         heads = None if phase.head_map == "mean" else phase.head_map

@@ -9,7 +9,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.table import Table
 from timm.models import get_pretrained_cfg, is_model
 
 import store
-from gaupipe.data.batches import Batches
+from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
@@ -30,38 +29,22 @@ from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, train
+from stages.evaluate import predictions
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
+from stages.runs.directory import RunDirectory
 from stages.runs.resources import (
-    Plan,
     check_disk,
     check_memory,
-    check_resources,
-    copies,
     gigabytes,
     make_plan,
+    student_disk,
     training_memory,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A run to be planned, with its data set or what stands in for it."""
-
-    settings: Settings
-    run_dir: Path
-    data: ImageData
-    device: torch.device
-    images: int
-    """Training images of the run, of which ``data`` may hold a part."""
-    validation_images: int
-    steps: int
-    """Training steps of each phase to measure."""
-    world_size: int
+from stages.students import load_student
 
 
 def run(
@@ -77,84 +60,102 @@ def run(
     """Counts, bytes and seconds of a run, as plain JSON values. Leaves nothing on disk.
 
     plain             plans a training on the labels alone
-    steps             training steps of each phase to measure; 0 leaves the times out (null), and so
+    steps             training steps of an epoch to measure; 0 leaves the times out (null), and so
                       does a model that the memory cannot hold
     images, classes   describe a data set that is not at hand. Random pixels stand in for it, so
                       that decoding is not in the times
     world_size        number of processes: ``memory_bytes`` is that of each, and ``seconds`` are
                       those of one process divided by it, without the exchange of gradients
 
-    Raises UserError for settings that cannot be run. ``problem`` says what does not fit.
+    ``stages`` has epochs, parameters, bytes and seconds of phase_a (at most), export, phase_b and
+    plain (the baseline), ``total`` the largest memory and the sums of disk and time. ``problem``
+    says what does not fit. Raises UserError for settings that cannot be run.
     """
-    device = select_device(settings.device, settings.threads)
     data, held_out = data_of(settings, images, classes)
-    request = Request(
-        settings=settings,
-        run_dir=run_dir,
-        data=data,
-        device=device,
-        images=len(data.train) if images is None else images,
-        validation_images=held_out,
-        steps=steps,
-        world_size=world_size,
-    )
-    plan = plan_training(request) if plain else plan_run(request)
-    if plan["seconds"] is not None:
-        plan["seconds"] = {name: value / world_size for name, value in plan["seconds"].items()}
+    images = images or len(data.train)
+    stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
+    baseline = settings.baseline.epochs
+    if plain or baseline != 0:
+        check_baseline(settings, data)
+        epochs, ema = baseline or settings.phase_b.epochs, settings.baseline_optim.ema
+        stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
+    memory = max(stage["memory_bytes"] for stage in stages.values())
+    too_large = mistake_in(lambda: check_memory("the run", memory))
+    seconds = {}
+    if steps and not too_large:
+        small = first_images(data, steps * settings.data.batch_size)
+        seconds = measure(settings, small, stages, images, held_out)
+    for name, stage in stages.items():
+        stage["seconds"] = seconds[name] / world_size if seconds else None
+    disk = sum(stage["disk_bytes"] for stage in stages.values())
+    whole = sum(seconds.values()) / world_size if seconds else None
+    elsewhere = "choose another --run-dir"
     return {
-        **plan,
+        "images": images,
+        "stages": stages,
+        "total": {"memory_bytes": memory, "disk_bytes": disk, "seconds": whole},
+        **facts,
+        "kept_images_bytes": kept_image_bytes(settings, data),
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
-        "device": str(device),
+        "device": str(select_device(settings.device, settings.threads)),
+        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
     }
 
 
-def plan_run(request: Request) -> dict[str, Any]:
-    """Both phases and the export."""
-    settings, data = request.settings, request.data
-    buckets = settings.data.buckets or request.world_size
-    check_buckets(request.images, buckets, settings.data.batch_size, request.world_size)
+Stages = dict[str, dict[str, Any]]
+"""Epochs, parameters, bytes and later seconds of each stage by its name."""
+
+
+def plan_phases(
+    settings: Settings, data: ImageData, images: int, world_size: int
+) -> tuple[Stages, dict[str, Any]]:
+    """Both phases and the export, and facts about per-image parameters and stores."""
+    buckets = settings.data.buckets or world_size
+    check_buckets(images, buckets, settings.data.batch_size, world_size)
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = chosen(settings, tokens=math.prod(grid))
-    of_images = settings.phase_a.learns_of_images
-    check_export(export, settings.augment, teacher, grid, of_images, prefix="export.")
-    plan = make_plan(settings, teacher, data, request.images, request.world_size)
-    fits = mistake_in(lambda: check_memory("a step", plan.fixed_memory_bytes)) is None
-    store_bytes, maps = plan.store_bytes[str(export.kind)], request.run_dir / "maps.zarr"
-    return {
-        **dataclasses.asdict(plan),
-        "kept_images_bytes": kept_image_bytes(settings, data),
-        "seconds": measure(request, plan) if request.steps and fits else None,
-        "problem": mistake_in(lambda: check_resources(plan, request.run_dir))
-        or mistake_in(lambda: check_disk("export", store_bytes, maps, "choose another --kind")),
+    per_image = settings.phase_a.learns_of_images
+    check_export(export, settings.augment, teacher, grid, per_image, prefix="export.")
+    needs = make_plan(settings, teacher, data, images, world_size)
+    stored = needs.store_bytes[str(export.kind)]
+    memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
+    student = of_student(settings, data, "distilled", phase.epochs, phase.optim.ema, world_size)
+    student["memory_bytes"] += stored if stored <= phase_b.PRELOAD_BYTES else 0
+    stages = {
+        "phase_a": {
+            "model": "teacher (phase A)",
+            "epochs": teacher_epochs(settings),
+            "parameters": needs.parameters,
+            **memory,
+            "disk_bytes": needs.disk_bytes,
+        },
+        "export": {"model": f"store ({export.kind})", **memory, "disk_bytes": stored},
+        "phase_b": student,
     }
+    facts = {"per_image_parameters": needs.per_image_parameters, "store_bytes": needs.store_bytes}
+    return stages, facts
 
 
-def plan_training(request: Request) -> dict[str, Any]:
-    """A training on the labels alone."""
-    settings, data = request.settings, request.data
-    check_baseline(settings, data)
+def of_student(
+    settings: Settings,
+    data: ImageData,
+    how: str,
+    epochs: int,
+    ema: float | None,
+    world_size: int,
+) -> dict[str, Any]:
+    """The training of a student."""
     student = build_student(settings, data, "meta")
-    parameters = sum(parameter.numel() for parameter in student.parameters())
-    epochs, ema = settings.baseline.epochs or settings.phase_b.epochs, settings.baseline_optim.ema
-    memory = training_memory(settings, student, data, ema, request.world_size)
-    problem = mistake_in(lambda: check_memory("the training", memory))
-    seconds = None
-    if request.steps and problem is None:
-        training, scoring = measure_training(request)
-        epoch = request.images * training + request.validation_images * scoring
-        seconds = {"epoch": epoch, "training": epoch * epochs}
+    parameters = count_parameters(student)
     return {
-        "images": request.images,
-        "attention": settings.phase_b.student,
-        "network_parameters": parameters,
+        "model": f"{settings.phase_b.student}, {how}",
         "epochs": epochs,
-        "memory_bytes": memory,
-        "checkpoint_bytes": 4 * (copies(ema) + 1) * parameters,  # and the weights of the best epoch
-        "seconds": seconds,
-        "problem": problem,
+        "parameters": parameters,
+        "memory_bytes": training_memory(settings, student, data, ema, world_size),
+        "disk_bytes": student_disk(parameters, ema),
     }
 
 
@@ -230,122 +231,104 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def measure(request: Request, plan: Plan) -> dict[str, float]:
-    """Seconds of each stage, scaled up from a run on the first batches of images.
+def measure(
+    settings: Settings, small: ImageData, stages: Stages, images: int, held_out: int
+) -> dict[str, float]:
+    """Seconds of each of the ``stages`` with so many training and validation images, scaled up from
+    a run on a ``small`` part of them.
 
-    A first epoch warms up, the second counts. Training stops earlier than after ``max_epochs``
+    The first epoch of a training warms up. Phase A may stop earlier than after ``max_epochs``,
     where it reaches ``stop_accuracy``.
     """
-    settings, small = request.settings, first_images(request)
-    short, count = two_epochs(settings, in_files=plan.per_image_in == "files"), len(small.train)
+    short, phase = shortened(settings), settings.phase_b
+    seconds = {}
+
+    def epoch(metrics: list[dict[str, Any]], number: int = -1) -> float:
+        return images * metrics[number]["seconds"] / len(small.train)
+
     with scratch_folder() as folder:
-        job, train_a = measure_phase_a(short, small, folder)
-        score_a = measure_scores(job, evaluation(request, small)) / count
-        export = measure_export(job, folder / "maps.zarr") / count
-        student = build_student(short, small).to(request.device)
-        maps = store.open(str(folder / "maps.zarr"))
-        distilled = phase_b.PhaseB(short, small, request.device, student, short.phase_b.optim, maps)
-        train_b, score_b = measure_student(request, distilled, folder)
-    held_out = request.validation_images
-    epoch_a = request.images * (train_a + score_a) + held_out * score_a
-    epoch_b = request.images * train_b + held_out * score_b
-    return {
-        "phase_a_epoch": epoch_a,
-        "phase_a": epoch_a * settings.phase_a.max_epochs,
-        "export": export * request.images,
-        "phase_b_epoch": epoch_b,
-        "phase_b": epoch_b * settings.phase_b.epochs,
-    }
-
-
-def measure_training(request: Request) -> tuple[float, float]:
-    """Seconds of an image in a plain training and in validation."""
-    job = phase_b.build(two_epochs(request.settings), first_images(request), teacher=None)
-    with scratch_folder() as folder:
-        return measure_student(request, job, folder)
-
-
-def measure_student(request: Request, job: train.Training, folder: Path) -> tuple[float, float]:
-    """Seconds of an image in the training of a student and in validation."""
-    state, count = train.training_state(job), len(job.data.train)
-    train.train(job, state, folder / "student")
-    batches = evaluation(request, job.data)
-    scoring = clock(lambda: score_model(job.student, batches)) / count
-    return state.metrics[-1]["seconds"] / count, scoring
+        if "phase_a" in stages:
+            metrics = phase_a.run(short, folder, force=True, data=small)
+            job = phase_a.load(RunDirectory(folder), small)
+            scored = held_out if settings.phase_a.teacher == "vit" else images + held_out
+            teacher = epoch(metrics) + scored * measure_teacher(job)
+            seconds["phase_a"] = teacher * max(1, teacher_epochs(settings))
+            views = (settings.export.views or 1) / (short.export.views or 1)
+            seconds["export"] = images * views * measure_export(job, folder / "maps.zarr")
+            metrics = phase_b.run(folder, data=small)
+            scoring = held_out * measure_student(folder, small)
+            with_maps = min(phase.gamma_epochs or phase.epochs, phase.epochs)
+            seconds["phase_b"] = phase.epochs * scoring + with_maps * epoch(metrics, 1)
+            seconds["phase_b"] += (phase.epochs - with_maps) * epoch(metrics)
+        if "plain" in stages:
+            metrics = train.run(short, folder, data=small)
+            scoring = held_out * measure_student(folder, small)
+            seconds["plain"] = stages["plain"]["epochs"] * (epoch(metrics) + scoring)
+    return seconds
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder that is removed, while nothing is printed to stderr."""
-    with tempfile.TemporaryDirectory() as name, contextlib.redirect_stderr(io.StringIO()):
-        yield Path(name)
+    """A folder that is removed, while nothing is printed."""
+    nowhere = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.redirect_stderr(nowhere),
+        contextlib.redirect_stdout(nowhere),
+    ):
+        yield Path(name) / "run"
 
 
-def first_images(request: Request) -> ImageData:
-    """The training images of the first ``steps`` batches, and one validation image."""
-    data = request.data
-    count = min(request.steps * request.settings.data.batch_size, len(data.train))
-    return dataclasses.replace(
-        data, train=data.train.trial(count), val=data.val.trial(1), test=None
-    )
+def first_images(data: ImageData, count: int) -> ImageData:
+    """The first training images, and one validation image."""
+    train = data.train.trial(min(count, len(data.train)))
+    return dataclasses.replace(data, train=train, val=data.val.trial(1), test=None)
 
 
-def evaluation(request: Request, data: ImageData) -> Batches:
-    """Batches of the training images, of the size for evaluation."""
-    sizes = request.settings.data
-    return Batches(data.train, data, request.device, sizes.eval_batch_size, sizes.workers)
+def shortened(settings: Settings) -> Settings:
+    """The settings of a run with few epochs, whatever accuracy they reach, which no logger sees. A
+    student learns from maps in two epochs, and in two others without. At most two views of an image
+    are stored."""
+    with_maps = settings.phase_b.gamma_epochs and 2
+    changes: dict[str, dict[str, Any]] = {
+        "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
+        "export": {"views": settings.export.views and 2},
+        "phase_b": {"epochs": 4, "gamma_epochs": with_maps, "patience": None},
+        "baseline": {"epochs": 2},
+        "data": {"buckets": None},
+    }
+    few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}
+    return settings.model_copy(update=few | {"log": LogSettings(every=0)})
 
 
-def two_epochs(settings: Settings, in_files: bool = False) -> Settings:
-    """The settings with two epochs a phase, whatever accuracy they reach, which no logger sees;
-    per-image parameters lie in memory or ``in_files``, and in one bucket."""
-    phase_a = settings.phase_a
-    rows = phase_a.rows.model_copy(update={"memory_budget_gb": 0 if in_files else math.inf})
-    changes = {"max_epochs": 2, "stop_accuracy": 1.0, "rows": rows}
-    return settings.model_copy(
-        update={
-            "phase_a": phase_a.model_copy(update=changes),
-            "phase_b": settings.phase_b.model_copy(update={"epochs": 2}),
-            "data": settings.data.model_copy(update={"buckets": None}),
-            "log": LogSettings(every=0),
-        }
-    )
+def teacher_epochs(settings: Settings) -> int:
+    """Epochs of phase A at most; 0 for a teacher that was trained before."""
+    phase = settings.phase_a
+    return phase.max_epochs if phase.teacher in ("gaussian", "vit") else 0
 
 
-def measure_phase_a(settings: Settings, data: ImageData, folder: Path) -> tuple[TeacherJob, float]:
-    """The trained teacher, and the seconds an image took in the last epoch: none where the teacher
-    was trained before."""
-    phase, count = settings.phase_a, len(data.train)
-    if phase.learns_gaussians:
-        job = phase_a.build(settings, folder, data)
-        state = phase_a.training_state(job)
-        phase_a.train(job, state, folder / "phase_a")
-        return job, state.metrics[-1]["seconds"] / count
-    if phase.teacher != "vit":
-        return trained_teacher.build(settings, data), 0.0
-    training = trained_teacher.training(settings, data)
-    started = trained_teacher.training_state(training)
-    trained_teacher.train(training, started, folder / "phase_a")
-    vit = VitTeacher(started.kept, data, "vit").to(training.device)
-    trained = TeacherJob(settings, data, training.device, vit)
-    return trained, started.metrics[-1]["seconds"] / count
-
-
-def measure_scores(job: TeacherJob, evaluation: Batches) -> float:
-    """Seconds that the teacher takes to classify the images."""
+def measure_teacher(job: TeacherJob) -> float:
+    """Seconds that the teacher takes to classify an image."""
+    batches = job.batches(job.data.train)
     if job.settings.phase_a.learns_gaussians:
-        return clock(lambda: phase_a.score_teacher(job, evaluation, seen=True))
-    vit = job.teacher
-    assert isinstance(vit, VitTeacher)
-    return clock(lambda: [vit(batch.images) for batch in evaluation.in_order()])
+        seconds = clock(lambda: phase_a.score_teacher(job, batches, seen=True))
+    else:
+        seconds = clock(lambda: score_model(job.teacher, batches))
+    return seconds / len(job.data.train)
+
+
+def measure_student(folder: Path, data: ImageData) -> float:
+    """Seconds that the student of a run takes to classify an image."""
+    student, settings = load_student(folder).model, RunDirectory(folder).settings()
+    return clock(lambda: predictions(student, data.train, data, settings)) / len(data.train)
 
 
 def measure_export(job: TeacherJob, path: Path) -> float:
-    """Seconds of an export of the kind that the settings say, without views."""
+    """Seconds of an image in an export."""
     export = chosen(job.settings, tokens=math.prod(job.shape.grid))
-    schema = export_maps.make_schema(job, export.model_copy(update={"views": None}))
+    schema = export_maps.make_schema(job, export)
     writer = store.create(str(path), schema, decoder=export_maps.decoder(job, schema.kind))
-    return clock(lambda: export_maps.write(job, writer))
+    return clock(lambda: export_maps.write(job, writer)) / len(job.data.train)
 
 
 def clock(work: Callable[[], Any]) -> float:
@@ -361,21 +344,31 @@ def clock(work: Callable[[], Any]) -> float:
 
 LABELS = {
     "images": "training images",
-    "network_parameters": "parameters of the network",
-    "prior_parameters": "parameters of the shared prior",
     "per_image_parameters": "per-image parameters, in all",
-    "memory_bytes": "memory of each process",
-    "available_memory_bytes": "available memory",
-    "checkpoint_bytes": "disk, one of two checkpoints",
-    "per_image_disk_bytes": "disk, per-image parameters",
-    "phase_a_disk_bytes": "disk, phase A",
-    "free_disk_bytes": "free disk",
     "kept_images_bytes": "decoded images (data.cache)",
+    "available_memory_bytes": "available memory",
+    "free_disk_bytes": "free disk",
 }
 
 
-def table(plan: dict[str, Any]) -> Table:
-    """The plan that :func:`run` returned, in two columns."""
+def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
+    """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
+    stages = Table("", box=None, pad_edge=False)
+    for column in ("epochs", "parameters", "an epoch", "time", "memory", "disk"):
+        stages.add_column(column, justify="right", no_wrap=True)
+    for stage in (*plan["stages"].values(), plan["total"]):
+        epochs, seconds, parameters = map(stage.get, ("epochs", "seconds", "parameters"))
+        stages.add_row(
+            stage.get("model", "total"),
+            f"{epochs:,}" if epochs else "",
+            f"{parameters:,}" if parameters else "",
+            duration(seconds / epochs) if epochs and seconds else "",
+            duration(seconds) if seconds else "",
+            gigabytes(stage["memory_bytes"]),
+            gigabytes(stage["disk_bytes"]),
+        )
+    yield stages
+    yield ""
     rows = Table(show_header=False, box=None, pad_edge=False)
     rows.add_column()
     rows.add_column(justify="right")
@@ -384,10 +377,8 @@ def table(plan: dict[str, Any]) -> Table:
             rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
     for kind, size in plan.get("store_bytes", {}).items():
         rows.add_row(f"store of kind {kind}, before compression", gigabytes(size))
-    for name, seconds in (plan["seconds"] or {}).items():
-        rows.add_row(f"time, {name.replace('_', ' ')}", duration(seconds))
     rows.add_row("device", plan["device"])
-    return rows
+    yield rows
 
 
 def duration(seconds: float) -> str:

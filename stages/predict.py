@@ -18,6 +18,7 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from gaupipe.data.decoding import read_rgb, refusing, suffix_of, suffixes
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
@@ -26,20 +27,25 @@ from gaupipe.vit.saving import load_folder
 
 RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"
 
+Classes = tuple[tuple[str, float], ...]
+"""(name of a class, its probability)."""
+
 
 @dataclass(frozen=True)
 class Prediction:
     """The most probable classes of an image, the first of them first.
 
-    path     the image file
+    path     the image file; the image id where a data set has no files
     classes  (name of the class, probability), at most as many as were asked for; empty where the
              image could not be read
     problem  why the image could not be read; None where it was
+    label    the name of the image's class; None where it is not known
     """
 
-    path: Path
-    classes: tuple[tuple[str, float], ...] = ()
+    path: str
+    classes: Classes = ()
     problem: str | None = None
+    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,6 @@ class Request:
     model: nn.Module
     class_names: tuple[str, ...]
     images: tuple[Path, ...]
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Request:
@@ -70,8 +72,7 @@ def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Re
     count = getattr(model, "num_classes", 0)
     if not count:
         raise UserError(f"{source}: predicts no classes: take a model with a head")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Request(model.to(device), class_names(model, count), images, device)
+    return Request(model.to(select_device("auto")), class_names(model, count), images)
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -106,15 +107,12 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
 
 
-def reader(model: Any, image_size: int | None = None) -> Callable[[Path], Tensor]:
-    """A function from an image file to the model's input [channels, height, width], scaled,
-    cropped and normalised as the model's config says, at its ``image_size`` or another. It raises
-    UserError for a file that cannot be read."""
-    config = resolve_model_data_config(model)
-    if image_size is not None:
-        config["input_size"] = (config["input_size"][0], image_size, image_size)
-    to_tensor: Any = create_transform(**config, is_training=False)
-    grey = config["input_size"][0] == 1
+def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:
+    """A function from an image file to a model's input [channels, height, width]. It raises
+    UserError for a file that cannot be read. ``transform`` has keywords of timm's
+    ``create_transform``, as ``resolve_model_data_config`` gives them for a model."""
+    to_tensor: Any = create_transform(**transform, normalize=normalize)
+    grey = transform["input_size"][0] == 1
 
     def read(path: Path) -> Tensor:
         with refusing(str(path)), path.open("rb") as file:
@@ -124,12 +122,13 @@ def reader(model: Any, image_size: int | None = None) -> Callable[[Path], Tensor
     return read
 
 
-def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Prediction]]:
-    """The predictions of the request's images in their order, a batch at a time.
-
-    An image that cannot be read has a ``problem`` in place of classes.
-    """
-    read_input = reader(request.model)
+@torch.inference_mode()
+def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
+    """The predictions of the request's images in their order, with progress on stderr. An image
+    that cannot be read has a ``problem`` in place of classes."""
+    model, predictions = request.model, []
+    device = next(model.parameters()).device
+    read_input = reader(resolve_model_data_config(model))
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -137,59 +136,57 @@ def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Pre
         except UserError as error:
             return str(error)
 
-    with ThreadPoolExecutor() as pool:
-        for first in range(0, len(request), batch_size):
-            paths = request.images[first : first + batch_size]
+    images = request.images
+    with ThreadPoolExecutor() as pool, EpochProgress("predict", len(images), 1) as progress:
+        for paths in (images[i : i + batch_size] for i in range(0, len(images), batch_size)):
             inputs = list(pool.map(read, paths))
             readable = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
-            rows = iter(_most_probable(request, torch.stack(readable), top) if readable else ())
-            yield [
-                Prediction(path, next(rows))
-                if isinstance(tensor, Tensor)
-                else Prediction(path, problem=tensor)
-                for path, tensor in zip(paths, inputs, strict=True)
-            ]
+            classes: Iterator[Classes] = iter(())
+            if readable:
+                logits = model(torch.stack(readable).to(device)).float().cpu()  # [B, C]
+                classes = iter(most_probable(logits.softmax(-1), request.class_names, top))
+            for path, tensor in zip(paths, inputs, strict=True):
+                problem = tensor if isinstance(tensor, str) else None
+                best = () if problem else next(classes)
+                predictions.append(Prediction(str(path), best, problem))
+            progress.advance(len(paths))
+    return predictions
 
 
-@torch.inference_mode()
-def _most_probable(
-    request: Request, images: Tensor, top: int
-) -> list[tuple[tuple[str, float], ...]]:
-    """The ``top`` classes of images [B, channels, height, width], with their probabilities."""
-    probabilities = request.model(images.to(request.device)).float().softmax(-1).cpu()  # [B, C]
+def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -> list[Classes]:
+    """For each row of ``probabilities`` [B, C] its ``top`` classes, the most probable first."""
     values, classes = probabilities.topk(min(top, probabilities.shape[-1]))
     return [
-        tuple((request.class_names[c], p) for c, p in zip(row, of_row, strict=True))
+        tuple((class_names[c], p) for c, p in zip(row, of_row, strict=True))
         for row, of_row in zip(classes.tolist(), values.tolist(), strict=True)
     ]
 
 
-def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
-    """The predictions of all images of a request, with progress on stderr."""
-    predictions: list[Prediction] = []
-    with EpochProgress("predict", len(request), 1) as progress:
-        for batch in predict(request, top=top, batch_size=batch_size):
-            predictions += batch
-            progress.advance(len(batch))
-    return predictions
+def as_row(prediction: Prediction) -> dict[str, Any]:
+    """{"path", "classes": [{"class", "probability"}]}, and the image's "label" where it is known,
+    otherwise its "problem"."""
+    classes = [{"class": name, "probability": round(p, 6)} for name, p in prediction.classes]
+    row: dict[str, Any] = {"path": prediction.path, "classes": classes}
+    if prediction.label is None:
+        return row | {"problem": prediction.problem}
+    return row | {"label": prediction.label}
 
 
 def as_csv(predictions: Sequence[Prediction]) -> str:
-    """A line for each image: path, class and probability of each of the most probable classes,
-    and the problem of an image that could not be read."""
-    most = max((len(prediction.classes) for prediction in predictions), default=0)
-    header = [f"{name}{'' if k == 0 else k + 1}" for k in range(most) for name in COLUMNS]
+    """A line for each image: path, label, class and probability of each of the most probable
+    classes, and problem."""
+    rows = []
+    for row in map(as_row, predictions):
+        for rank, best in enumerate(row.pop("classes"), 1):
+            row |= {f"{key}{'' if rank == 1 else rank}": value for key, value in best.items()}
+        rows.append(row)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    ordered = sorted(columns, key=lambda name: name == "problem")
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["path", *header, "problem"])
-    for prediction in predictions:
-        values = [value for name, p in prediction.classes for value in (name, f"{p:.6f}")]
-        padding = [""] * (len(header) - len(values))
-        writer.writerow([str(prediction.path), *values, *padding, prediction.problem or ""])
+    writer = csv.DictWriter(text, ordered, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return text.getvalue()
-
-
-COLUMNS = ("class", "probability")
 
 
 def table(predictions: Sequence[Prediction]) -> Table:
@@ -197,26 +194,17 @@ def table(predictions: Sequence[Prediction]) -> Table:
     rows = Table("image", "classes", box=None, pad_edge=False)
     for prediction in predictions:
         classes = ", ".join(f"{name} {p:.1%}" for name, p in prediction.classes)
-        rows.add_row(Text(str(prediction.path)), Text(prediction.problem or classes))
+        rows.add_row(Text(prediction.path), Text(prediction.problem or classes))
     return rows
 
 
-def as_json(predictions: Sequence[Prediction]) -> str:
-    """A list of ``{"path", "classes": [{"class", "probability"}], "problem"}``."""
-    described = [
-        {
-            "path": str(prediction.path),
-            "classes": [dict(zip(COLUMNS, pair, strict=True)) for pair in prediction.classes],
-            "problem": prediction.problem,
-        }
-        for prediction in predictions
-    ]
-    return json.dumps(described, indent=2) + "\n"
-
-
 def write(predictions: Sequence[Prediction], out: Path) -> None:
-    """Writes predictions as CSV, or as JSON where the name ends in ``.json``."""
-    write_whole(out, (as_json if out.suffix == ".json" else as_csv)(predictions))
+    """Writes predictions as CSV, or where the name ends in ``.json`` as JSON."""
+    if out.suffix == ".json":
+        text = json.dumps([as_row(prediction) for prediction in predictions], indent=2) + "\n"
+    else:
+        text = as_csv(predictions)
+    write_whole(out, text)
 
 
 def check_readable(predictions: Sequence[Prediction]) -> None:

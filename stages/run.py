@@ -33,7 +33,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             check_baseline(settings, data)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
-            run_directory.overrides(attention, distilled)
+            if run_directory.student(attention, distilled).exists():
+                run_directory.student_settings(attention, distilled)
         return data
 
     ranks.check_shared(run_dir)

@@ -7,8 +7,9 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
-from gaupipe.settings import OptimSettings, PhaseBSettings, Settings
+from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, flatten
 from gaupipe.settings.sections import Scope
@@ -31,12 +32,12 @@ from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.teachers.fine_tuning import weights_sha256, with_images_of_weights
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import accuracy, label_targets, score_model
-from gaupipe.training.state import TrainingState
-from stages.figures import geometry
+from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
@@ -66,11 +67,6 @@ class Training:
     def label_smoothing(self) -> float:
         return self.settings.phase_b.label_smoothing
 
-    @property
-    def geometry_every(self) -> int:
-        """Batches between two measurements of norms and angles; 0: none."""
-        return self.settings.geometry_every
-
     def label(self, folder: Path) -> str:
         """The name of the training in lines and on the bar."""
         return f"{folder.name} (plain)"
@@ -78,7 +74,8 @@ class Training:
     def identity(self) -> dict[str, Any]:
         """Settings, data and teacher that a checkpoint belongs to."""
         return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
-            "the data set": self.data.sha256
+            "the data set": self.data.sha256,
+            **weights_sha256(self.settings.model.name),
         }
 
     def losses(self) -> nn.Module:
@@ -96,6 +93,18 @@ class Training:
     def remarks(self) -> list[str]:
         """Lines to print before the first epoch."""
         return []
+
+    def ending(self, state: TrainingState, folder: Path) -> str:
+        """A line about a training that has ended: why early, and which epoch is kept where."""
+        assert state.best
+        phase, best, last = self.settings.phase_b, state.best["epoch"], len(state.metrics)
+        accuracy = state.metrics[best - 1]["val_acc"]
+        early = f"; phase_b.patience={phase.patience} ended it" if last < self.epochs else ""
+        kept = best if phase.keep == "best" else last
+        return (
+            f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
+            f"epoch {kept} (phase_b.keep={phase.keep})"
+        )
 
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
@@ -129,7 +138,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
     settings, label, losses = job.settings, job.label(folder), job.losses()
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(job.augment, settings.seed)
-    projection = geometry.Geometry(job.data, job.device, job.geometry_every)
     attention = student_attention(state.kept, job.device)
     done = len(state.metrics)
 
@@ -145,7 +153,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 with update.forward():
                     values = losses_of(batch, gamma)
                 update(values["loss"], batch.weight)
-                projection.measure(job.student, update.batch, epoch)
                 epoch.add(len(batch), **values)
             means = epoch.means()
 
@@ -167,18 +174,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
                 f"validation acc {scores['acc']:.4f}",
             )
-        if state.best and len(state.metrics) > done:
-            progress.line(f"{label}: {epochs_in_words(state, settings.phase_b)}")
-
-
-def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
-    """The best epoch of a training that has finished, and the reason for an early end."""
-    assert state.best
-    best, last = state.best["epoch"], len(state.metrics)
-    accuracy = state.metrics[best - 1]["val_acc"]
-    early = f"; no better one in {last - best}: stopped" if last < phase.epochs else ""
-    student = best if phase.keep == "best" else last
-    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {student}"
+        progress.line(f"{label}: {job.ending(state, folder)}")
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
@@ -192,29 +188,35 @@ def training_state(job: Training) -> TrainingState[VisionTransformer]:
 def train_into(
     folder: Path,
     settings: Settings,
-    overrides: Sequence[str],
-    build: Callable[[], Training],
+    build: Callable[[ImageData, bool], Training],
+    data: ImageData | None = None,
     resume: bool = False,
 ) -> list[dict[str, Any]]:
-    """Trains the student that ``build`` makes into ``folder``, or goes on with one, and returns
-    its metrics.
+    """Trains the student that ``build`` makes of (data, True if it starts afresh) into ``folder``,
+    or goes on with one, and returns its metrics.
 
-    The settings are written first, with the ``overrides`` in which they differ from the run's, so
-    that ``--resume`` knows them after any interruption. What is refused leaves no folder behind.
+    The settings are written first, so that ``--resume`` knows them after any interruption. What is
+    refused leaves no folder behind.
     """
     created = distributed.broadcast(not folder.exists())
     distributed.on_main(lambda: say_if_afresh(folder, resume))
+
+    def start() -> Training:
+        images = data or load_data(settings.data, settings.download)
+        images.check_split(folder.parent.parent / "split.json")
+        check_training(settings, images)
+        return build(images, not has_checkpoint(folder / "checkpoint"))
+
     with locked(folder, "student"):
         with removed_if_refused(folder, created):
             if created:
-                distributed.on_main(lambda: write_request(folder, settings, overrides))
-            job = distributed.main_first(build)
+                distributed.on_main(lambda: write_request(folder, settings))
+            job = distributed.main_first(start)
             ranks.check_same(settings, job.data)
             state = training_state(job)
             distributed.main_first(lambda: state.load(folder / "checkpoint"))
-        distributed.on_main(lambda: write_request(folder, settings, overrides, job.maps))
+        distributed.on_main(lambda: write_request(folder, settings, job.maps))
         train(job, state, folder)
-        distributed.on_main(lambda: geometry.draw(state.metrics, folder))
         distributed.on_main(
             lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
         )
@@ -234,12 +236,9 @@ def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
         raise
 
 
-def write_request(
-    folder: Path, settings: Settings, overrides: Sequence[str], maps: store.Store | None = None
-) -> None:
-    """Writes what a student's training was asked for: config.yaml, overrides.json, maps.json."""
+def write_request(folder: Path, settings: Settings, maps: store.Store | None = None) -> None:
+    """Writes what a student's training was asked for: config.yaml and maps.json."""
     write_whole(folder / "config.yaml", dump(settings))
-    write_whole(folder / "overrides.json", json.dumps(overrides) + "\n")
     if maps is not None:
         url = maps.url if "://" in maps.url else os.path.abspath(maps.url)
         source = {"url": url, "teacher_sha256": maps.schema.teacher_sha256}
@@ -247,27 +246,20 @@ def write_request(
 
 
 def train_plain(
-    settings: Settings,
-    folder: Path,
-    *,
-    overrides: Sequence[str] = (),
-    data: ImageData | None = None,
-    resume: bool = False,
+    settings: Settings, folder: Path, *, data: ImageData | None = None, resume: bool = False
 ) -> list[dict[str, Any]]:
     """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
     if settings.baseline.epochs:
         phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
         settings = settings.model_copy(update={"phase_b": phase})
-    return train_into(folder, settings, overrides, lambda: build(settings, data), resume)
+    return train_into(folder, settings, partial(build, settings), data, resume)
 
 
-def build(settings: Settings, data: ImageData | None = None) -> Training:
-    """A student that learns from the labels alone, freshly started. Writes nothing. Raises
-    UserError for settings that do not fit."""
-    data = data or load_data(settings.data, settings.download)
-    check_training(settings, data)
+def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
+    """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
+    weights out. Writes nothing. Raises UserError for settings that do not fit."""
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data).to(device)
+    student = build_student(settings, data, trained=afresh).to(device)
     return Training(settings, data, device, student, settings.baseline_optim)
 
 
@@ -299,24 +291,16 @@ def run(
     request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
     distributed.on_main(lambda: begin(run, request))
     with run.locked(shared=True):
-        return train_plain(
-            request.settings,
-            request.folder,
-            overrides=request.overrides,
-            data=request.data,
-            resume=resume,
-        )
+        return train_plain(request.settings, request.folder, data=request.data, resume=resume)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A student to be trained in a run: settings and data, checked; ``overrides`` are the settings
-    in which it differs from the run."""
+    """A student to be trained in a run: settings and data, checked."""
 
     settings: Settings
     data: ImageData
     folder: Path
-    overrides: list[str]
 
 
 def resolve(
@@ -329,12 +313,9 @@ def resolve(
         phase = settings.phase_b.model_copy(update=changes)
         return settings.model_copy(update={"phase_b": phase})
 
-    settings = run.settled(with_phase(student=attention))
+    settings = with_images_of_weights(run.settled(with_phase(student=attention)))
     keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
     run.check(with_phase(keep=keep))  # another epoch to keep does not make another run
-    overrides = [f"phase_b.student={attention}"]
-    if settings.phase_b.keep != keep:
-        overrides.append(f"phase_b.keep={settings.phase_b.keep}")
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
         raise UserError(
@@ -344,8 +325,8 @@ def resolve(
     images.check_split(run.split)
     check_training(settings, images)
     select_device(settings.device, settings.threads)
-    check_baseline(settings, images)
-    return Request(settings, images, folder, overrides)
+    check_baseline(settings, images, trained=not has_checkpoint(folder / "checkpoint"))
+    return Request(settings, images, folder)
 
 
 def begin(run: RunDirectory, request: Request) -> None:

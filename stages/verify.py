@@ -15,7 +15,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.distillation.kinds import KINDS, StoredAttention
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from stages import export_maps
+from stages import any_vit, export_maps
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a.job import TeacherJob
 from stages.runs.directory import RunDirectory
@@ -85,14 +85,16 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
 
 def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     """The teacher of a store: the run's, or a trained ViT that the export was given."""
-    folder = store.local_folder(url)
+    folder, schema = store.local_folder(url), store.open(url).schema
+    if "files" in schema.extra:
+        files = [Path(path) for path in schema.extra["files"]]
+        return any_vit.open_model(schema.extra["teacher"], files)[0]
     if run_dir is None:
         if folder is None:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
         run_dir = folder.parent
     run = RunDirectory(run_dir)
-    settings, schema = run.settings(), store.open(url).schema
-    teacher = schema.extra.get("teacher")
+    settings, teacher = run.settings(), schema.extra.get("teacher")
     if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
         return phase_a.load(run)
     return export_maps.other_teacher(settings, teacher, schema.extra.get("teacher_args"))

@@ -38,10 +38,12 @@ class Sizes:
     embedding_dim: int | None = None
     encoding: str = "float16"
     k: int | None = None
+    prefix_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        return self.grid[0] * self.grid[1]
+        """Tokens of a row: class and register tokens, then those of the grid."""
+        return self.prefix_tokens + self.grid[0] * self.grid[1]
 
 
 class Kind:
@@ -51,6 +53,7 @@ class Kind:
     decoder           whether arrays that all images share lie beside those of the images
     default_k         ``Schema.k`` where none is asked for; None for a kind without k
     default_encoding  the encoding where none is asked for
+    has_prefix        whether maps may have class and register tokens beside the grid
     javascript        the function of ``ROWS`` in ``stages/view/static/rows.js`` that makes maps of
                       the arrays; None where the server sends the page Gaussians or whole maps
     """
@@ -59,6 +62,7 @@ class Kind:
     decoder = False
     default_k: int | None = None
     default_encoding = "float16"
+    has_prefix = False
     javascript: str | None = None
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
@@ -103,6 +107,7 @@ class Dense(Kind):
     """Whole maps."""
 
     name = "dense"
+    has_prefix = True
     javascript = "maps"
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
@@ -113,6 +118,7 @@ class TopK(Kind):
     """The k largest keys of a query and their weights."""
 
     name = "topk"
+    has_prefix = True
     default_k = 8
     default_encoding = "uint8"
     javascript = "keys"

@@ -38,6 +38,9 @@ class Schema(Sizes):
     and None in the others. `extra` holds free notes, any JSON. Raises StoreError when a field makes
     no sense.
 
+    `prefix_tokens` class and register tokens come before the grid's in the rows and columns of the
+    kinds 'dense' and 'topk'.
+
     `views` augmented views of each image may be stored: axis 0 then has `num_images` = images *
     views entries, and view v of image i is entry i * views + v. Everything else of the store takes
     an entry for an image. With 1 view, the entries are the images themselves.
@@ -84,6 +87,11 @@ class Schema(Sizes):
             self._check(name, sound, f"it must be a whole number from 1 to {LARGEST}", size)
         fits = (self.kind == "embedding") == (self.embedding_dim is not None)
         self._check("embedding_dim", fits, "it is for the kind 'embedding', which needs it")
+        prefix = self.prefix_tokens
+        sound = type(prefix) is int and 0 <= prefix <= (
+            LARGEST if self.kind_class.has_prefix else 0
+        )
+        self._check("prefix_tokens", sound, "it is for the kinds 'dense' and 'topk', 0 or more")
         refused_k = self.kind_class.refused_k(self)
         self._check("k", refused_k is None, f"in the kind {self.kind!r} {refused_k}")
         multiple = self.num_images % self.views == 0
@@ -174,10 +182,11 @@ class Schema(Sizes):
         return cls(**{name: attributes[name] for name in names})
 
     def difference(self, other: Schema) -> str:
-        """The fields in which `other` differs, as one line; empty when they are equal."""
-        theirs = other.to_attributes()
+        """The fields and notes in which `other` differs, as one line; empty when they are equal."""
+        ours, theirs = ({**each.to_attributes(), **each.extra} for each in (self, other))
+        del ours["extra"], theirs["extra"]
         return ", ".join(
-            f"{name} {value!r} against {theirs[name]!r}"
-            for name, value in self.to_attributes().items()
-            if value != theirs[name]
+            f"{name} {ours.get(name)!r} against {theirs.get(name)!r}"
+            for name in ours | theirs
+            if ours.get(name) != theirs.get(name)
         )

@@ -15,9 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from safetensors.numpy import load_file, save_file
-
 from gaupipe.system import digests
 from store.layout import seal
 
@@ -64,15 +61,6 @@ def replace(name: str, source: str) -> Change:
         remove(name)(folder)
         copy = shutil.copytree if (folder / source).is_dir() else shutil.copyfile
         copy(folder / source, folder / name)
-
-    return change
-
-
-def exchange(first: str, second: str) -> Change:
-    def change(folder: Path) -> None:
-        contents = (folder / first).read_bytes(), (folder / second).read_bytes()
-        put(folder / second, contents[0])
-        put(folder / first, contents[1])
 
     return change
 
@@ -145,19 +133,6 @@ def attributes(name: str, **values: Any) -> Change:
     return change
 
 
-def weights(name: str, shape: tuple[int, ...]) -> Change:
-    """Gives the head of a saved student weights of another shape."""
-
-    def change(folder: Path) -> None:
-        path = folder / name / "model.safetensors"
-        tensors = load_file(path) | {"head.weight": np.zeros(shape, np.float32)}
-        path.unlink()
-        save_file(tensors, path)
-        digests.write(folder / name)
-
-    return change
-
-
 def options(command: str, *cases: tuple[str, str]) -> list[Row]:
     """Rows of one command: what follows it, and the message."""
     return [Row(f"{command} {more}", message) for more, message in cases]
@@ -178,6 +153,7 @@ def files(name: str, *cases: tuple[str | bytes, str]) -> list[Row]:
 
 CHECKPOINT_A = "runs/tiny/phase_a/checkpoint"
 STATE_A = f"{CHECKPOINT_A}/state.pt"
+ROWS_A = f"{CHECKPOINT_A}/rows.0001.0000.pt"
 STUDENT = "runs/tiny/phase_b/standard"
 CHECKPOINT_B = f"{STUDENT}/checkpoint"
 MAPS = "runs/tiny/maps.zarr"
@@ -192,6 +168,14 @@ COMPARE = "compare tiny.yaml --run-dir new --no-tune"
 COMMAND_LINE = [
     Row("nonsense", "nonsense"),
     Row("--nonsense", "--nonsense"),
+    *(
+        Row(f"{command} --run-dir {folder}", f"{folder} is not a run directory")
+        for command in ("export-maps", "phase-b", "evaluate", "inspect --student belief")
+        for folder in ("absent", "pictures")
+    ),
+    Row("verify --run-dir absent", "absent"),
+    Row("export-student --run-dir absent", "not a run directory"),
+    Row("publish --out new --run-dir absent", "not a run directory"),
     *options(
         "run",
         ("--student beleif", "belief"),
@@ -200,9 +184,7 @@ COMMAND_LINE = [
         ("--resume", "--resume"),
         ("absent.yaml", "absent.yaml"),
         ("tiny.yaml --run-dir tiny.yaml", "not a run directory"),
-        ("tiny.yaml --run-dir pictures", "not a run directory"),
         ("tiny.yaml --run-dir /dev/null", "/dev/null"),
-        ("tiny.yaml --run-dir /proc/x", "/proc/x"),
         ("tiny.yaml --run-dir runs/tiny --set seed=1", "seed is 0, asked 1"),
         ("tiny.yaml --run-dir runs/tiny --set phase_b.epochs=2", "phase_b.epochs"),
         ("pictures.yaml --run-dir runs/tiny", "other settings"),
@@ -212,14 +194,12 @@ COMMAND_LINE = [
         "phase-a tiny.yaml",
         ("", "--resume"),
         ("--run-dir runs/tiny --resume --set phase_a.mode=stochastic", "phase_a.mode"),
-        ("--student belief", "--student"),
     ),
     *options(
         "train tiny.yaml",
         ("", "already exists"),
         ("--resume --set seed=1", "seed is 0, asked 1"),
         ("--student beleif", "belief"),
-        ("--run-dir pictures", "not a run directory"),
         ("--run-dir new --set 'phase_b.model_args={num_heads: 3}'", "cannot be built"),
         ("--run-dir new --set data.train_images=99999", "data.train_images"),
     ),
@@ -233,17 +213,14 @@ COMMAND_LINE = [
         ("--k 3 --overwrite", "--k 3: a store of the kind gaussian has no k"),
         ("--kind topk --k 99 --overwrite", "--k 99"),
         ("--views 0", "--views"),
-        ("--views 2 --overwrite", "--views"),
         ("--teacher local-dir:absent", "--out"),
         ("--teacher local-dir:absent --out new.zarr", "there is no folder"),
         ("--teacher nonsense --out new.zarr", "timm has no weights"),
         ("--teacher vit --out new.zarr", "is trained by phase A"),
         ("--shard-mb inf --overwrite", "--shard-mb inf"),
-        ("--shard-mb 0 --overwrite", "--shard-mb"),
         ("--shard-mb 1e300 --overwrite", "shard"),
         ("--overwrite --repair", "--repair"),
         ("", "--overwrite"),
-        ("--run-dir absent", "not a run directory"),
         ("--out ''", "--out"),
         ("--out pictures/train/cat/0.png/maps.zarr", "0.png"),
         ("--out ftp://x/y", "ftp://x/y"),
@@ -251,10 +228,8 @@ COMMAND_LINE = [
         ("--run-dir ~nosuchuser/x", "there is no such user"),
         ("--out s3://", "s3://"),
         ("--out absent.zarr --repair", "no attention-map store"),
-        ("--out shards.zarr --kind dense", "--overwrite replaces it"),
         ("--out shards.zarr --kind dense --repair", "another export is there"),
         ("--out pictures", "pictures"),
-        ("--set seed=1", "--set"),
     ),
     *options(
         "phase-b --run-dir runs/tiny",
@@ -263,50 +238,36 @@ COMMAND_LINE = [
         ("--no-distill", "already exists"),
         ("--no-distill --name x --maps shards.zarr", "--maps"),
         ("--name a/b", "--name"),
-        ("--name ''", "--name"),
         ("--name é", "--name"),
+        ("--name 'a\nb'", "--name"),
+        ("--name '\x1b[31m'", "--name"),
         (f"--name {'n' * 200}", "--name"),
         ("--name belief", "is the name of an attention"),
-        ("--name belief --student xsa", "is the name of an attention"),
         ("--name new --maps absent.zarr", "no attention-map store"),
         ("--name new --maps compressed/maps.zarr --set phase_b.warm_start=x", "warm_start"),
         ("--name new --maps ''", "--maps"),
         ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
         ("--name new --set model.args.depth=2", "--set model.args.depth: belongs to the run"),
         ("--resume --set phase_b.epochs=3", "phase_b.epochs"),
-        ("--resume --maps absent.zarr", "no attention-map store"),
         ("--student belief2 --resume --name standard", "is the name of an attention"),
-    ),
-    *options(
-        "phase-b",
-        ("--run-dir absent", "not a run directory"),
-        ("--name a/b", "--name"),
     ),
     *options(
         "evaluate",
         ("--student belief", "phase-b"),
-        ("--student ''", "--name"),
-        ("--student ../standard", "--name"),
         ("--test", "no test split"),
-        ("--plain --student belief", "phase-b"),
         ("--run-dir compressed", "no student"),
-        ("--run-dir absent", "not a run directory"),
         ("extra", "extra"),
     ),
     *options(
         "export-student",
         ("--student belief", ""),
-        ("--run-dir absent", ""),
         ("--out pictures", ""),
         ("--out absent/x.onnx", ""),
         ("--format torch", "--format"),
-        ("--format pt2 --out pictures", "pictures"),
     ),
     *options(
         "publish",
         ("", "--out FOLDER"),
-        ("--out new --run-dir absent", "not a run directory"),
-        ("--out new --run-dir compressed", "no student"),
         ("absent --out new", "phase-b"),
         ("--out pictures", "is there already"),
         ("--repo a/b/c", "a/b/c"),
@@ -315,16 +276,14 @@ COMMAND_LINE = [
         INSPECT,
         ("--image 40", "0 to 39"),
         ("--image -1", "0 to 39"),
+        (f"--image {'9' * 5000}", "--image"),
         ("--image 0 --layer 99", "--layer 99"),
         ("--image 0 --head ²", "--head"),
         ("--image 0 --head 2", "--head 2"),
-        ("--image 0 --head 1_0", "--head"),
         ("--image 0 --head ''", "--head"),
         ("--image 0 --query 16", "--query 16"),
-        ("--image 0 --query x", "--query"),
         ("--image 0 --png a.txt", "--png"),
         ("--image 0 --png absent/a.png", "absent"),
-        ("--image 0 --png pictures", "--png"),
         ("--png a.png", "--image"),
         ("--head 0", "--image"),
         ("--student standard", "not both"),
@@ -339,15 +298,11 @@ COMMAND_LINE = [
     *options(
         "inspect",
         ("absent.zarr", "no attention-map store"),
-        ("~nosuchuser/x", "~nosuchuser/x: there is no such user"),
         ("''", "no attention-map store"),
-        ("tiny.yaml", "tiny.yaml"),
         ("http://x/y", "http://x/y"),
         ("--student belief", "phase-b"),
         ("--student standard --image 40", "0 to 39"),
         ("--student standard --image 0 --layer 1", "--layer 1"),
-        ("--student ''", "--name"),
-        ("--run-dir absent", "absent"),
     ),
     *options(
         "verify",
@@ -357,29 +312,25 @@ COMMAND_LINE = [
         (f"{MAPS} --teacher --run-dir absent", "not a run directory"),
         (f"{MAPS} --teacher --run-dir other", "another teacher"),
         ("shards.zarr --teacher", "not a run directory"),
-        ("--run-dir absent", "absent"),
     ),
     *options(
         PLAN,
         ("--steps -1", "--steps"),
-        ("--images 10 --classes 1", "--classes"),
         ("--images 10", "--classes"),
-        ("--classes 10", "--images"),
         ("--images 10 --classes 2 --set model.name=resnet18", "model.name"),
         ("--set data.workers=1000000", "data.workers"),  # 'plan --steps 0' starts no process
-        ("--student belief", "--student"),
         ("--run-dir /dev/null/x --set seed=x", "seed"),
     ),
     *options(
         COMPARE,
         ("--students beleif", "--students"),
-        ("--students ''", "--students"),
-        ("--seeds -1", "--seeds"),
         ("--seeds 2147483648", "--seeds"),
+        ("--seeds 0,x", "--seeds"),
         ("--targets nan", "--targets"),
+        ("--targets 84", "from 0 to 1"),
         ("--jobs 0", "--jobs"),
-        ("--row unknown", "no such cell"),
-        ("--sweep unknown", "unknown"),
+        ("--row prior", "prior alone"),
+        ("--sweep none", "loss_weights"),
         ("--sweep tiny.yaml", "a sweep is a list"),
         ("--test", "no test split"),
     ),
@@ -399,45 +350,32 @@ SETTINGS = [
         # what the loader refuses is in test_config
         ("device=meta", "device"),
         ("device=cuda:99", "device"),
-        ("device=foo", "device"),
         ("device=hpu", "device: 'hpu' cannot be used: No module named 'torch.hpu'"),
-        ("data.name=nonsense", "data.name"),
-        ("data.name=torch/nonsense", "torch/nonsense"),
+        ("data.name=digitz", "unknown data set 'digitz'"),
         ("data.name=torch/cifar10", "download=true"),
         ("data.name=folder", "data.root"),
-        ("data.name=folder & data.root=absent", "absent"),
         ("data.name=folder & data.root=~nosuchuser/x", "~nosuchuser/x"),
-        ("data.name=fashion_mnist & data.root=absent", "absent"),
-        ("data.train_images=9", "9"),
-        ("data.train_images=100000", "data.train_images"),
+        ("data.name=fashion_mnist & data.root=absent", "apt-get install dataset-fashion-mnist"),
+        ("data.train_images=9", "class by class"),
+        ("data.train_images=100000", "has 1437 training images"),
         ("data.image_size=9", "data.image_size"),
         ("data.image_size=1000000000000", "data.image_size"),
         ("model.name=gauvit_atto", "did you mean 'gauvit_atto_patch4_32'"),
-        ("model.name=resnet18", "model.name"),
-        ("model.name=vit_tiny_patch16_224", "model.name"),
+        ("model.name=vit_tiny_patch16_224", "do not fit the weights"),
         ("model.name=hf-hub:nobody/nothing", "model.name"),
-        ("model.name=local-dir:pictures", "model.name"),
         ("model.name=gauvit_converted", "gauvit_converted cannot be built"),
         *((f"model.args.{argument}", argument.split("=")[0]) for argument in MODEL_ARGS),
         ("phase_a.teacher=local-dir:absent", "there is no folder"),
-        ("phase_a.teacher=local-dir:~nosuchuser/x", "there is no folder ~nosuchuser/x"),
         ("phase_a.teacher=vit & phase_a.teacher_args={nonsense: 3}", "nonsense"),
         ("phase_a.optim.name=adamx", "optim.name"),
         ("phase_a.optim.name=lbfgs", "optim"),
         ("phase_a.optim.schedule=plateau", "optim.schedule"),
         ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
-        ("phase_a.optim.schedule_args={num_epochs: -3}", "schedule"),
         (
             "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
             "& phase_a.max_epochs=3",
             "schedule",
         ),
-        (
-            "phase_a.optim.schedule_args={decay_milestones: x} & phase_a.optim.schedule=multistep "
-            "& phase_a.max_epochs=3",
-            "schedule",
-        ),
-        ("phase_a.optim.schedule_args={cycle_mul: x}", "schedule"),
         ("phase_a.optim.schedule_args={step_on_epochs: true}", "schedule"),
         (
             "phase_a.teacher=vit & phase_b.student=gaussian & phase_b.warm_start=teacher",
@@ -446,17 +384,13 @@ SETTINGS = [
         ("phase_b.student=gaussian & model.args={class_token: true}", "register token"),
         ("phase_b.attention_options={prior: 1}", "prior"),
         ("phase_b.attention_options={nonsense: 1}", "nonsense"),
-        ("phase_b.student=belief2 & phase_b.attention_options={activation: x}", "activation"),
         ("phase_b.student=attentionx & phase_b.attention_options={gamma: null}", "gamma"),
         ("phase_b.student=attentionx & phase_b.attention_options={mask_diagonal: 7}", "diagonal"),
-        ("phase_b.student=belief & phase_b.attention_options={signal: x}", "signal"),
         ("phase_b.student=xsa & phase_b.attention_options={num_heads: 4}", "num_heads"),
         ("phase_b.model_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
         ("phase_b.model_args={num_heads: 4}", "heads"),
         ("phase_b.layer_map=[1]", "layer_map"),
-        ("phase_b.layer_map=[null]", "layer_map"),
         ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
-        ("phase_b.optim.name=adamx", "optim.name"),
     ),
     *settings(
         ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
@@ -466,7 +400,6 @@ SETTINGS = [
 
 YAML = [
     *files("bad.yaml", ("- seed: 1\n", "should hold settings"), ("seed: 1\nseed: 2\n", "twice")),
-    Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkdir)),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", os.mkfifo)),
     Row("run bad.yaml", "bad.yaml", make("bad.yaml", link("bad.yaml"))),
     Row("run /dev/zero", "/dev/zero"),
@@ -476,47 +409,22 @@ YAML = [
 
 RUNS = [
     *(
-        Row(command, "not a run directory", make("empty", os.mkdir))
-        for command in (
-            "export-maps --run-dir empty",
-            "phase-b --run-dir empty",
-            "evaluate --run-dir empty",
-            "inspect --run-dir empty --student belief",
-        )
-    ),
-    *(
         Row(command, "nonsense", write("runs/tiny/config.yaml", "nonsense: 1"))
         for command in ("evaluate", "export-maps", "run tiny.yaml", RESUME_A)
     ),
     *(
         Row("phase-b", message, write("runs/tiny/config.yaml", content))
-        for content, message in (
-            ("", "config.yaml"),
-            ("seed: [", "YAML"),
-            ("nonsense: 1", "nonsense"),
-            (b"\xff\0", "YAML"),
+        for content, message in (("", "config.yaml"), ("seed: [", "YAML"), (b"\xff\0", "YAML"))
+    ),
+    *(
+        Row(command, message, change)
+        for command in (RESUME_A, "export-maps --overwrite", "verify --teacher")
+        for change, message in (
+            (replace("runs/tiny/config.yaml", "other/config.yaml"), "seed"),
+            (edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"), "phase_a.mode"),
         )
     ),
-    Row(RESUME_A, "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
-    Row("export-maps --overwrite", "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
-    Row("run tiny.yaml", "seed", replace("runs/tiny/config.yaml", "other/config.yaml")),
-    Row(
-        "export-maps --overwrite",
-        "phase_a.mode",
-        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
-    ),
-    Row(
-        RESUME_A,
-        "phase_a.mode",
-        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
-    ),
-    Row(
-        "verify --teacher",
-        "phase_a.mode",
-        edit("runs/tiny/config.yaml", "mode: expected", "mode: stochastic"),
-    ),
     Row("export-maps", "no run in runs/", remove("runs/tiny/config.yaml")),
-    Row("evaluate", "no run in runs/", remove("runs")),
     Row("evaluate", "no run in runs/", both(remove("runs"), write("runs", "a file"))),
     Row("phase-b", "not a run", replace("runs/tiny/config.yaml", "pictures")),
     *(
@@ -524,31 +432,13 @@ RUNS = [
         for command, checkpoint in ((RESUME_A, CHECKPOINT_A), (RESUME_B, CHECKPOINT_B))
         for change, message in (
             (flip(f"{checkpoint}/state.pt"), "damaged"),
-            (
-                both(
-                    write(f"{checkpoint}/state.pt", pickle.dumps({"a": 1})),
-                    sums(checkpoint),
-                ),
-                "damaged",
-            ),
             (replace(checkpoint, checkpoint.replace("runs/tiny", "other")), "was started"),
         )
     ),
-    *(
-        Row(RESUME_A, message, change)
-        for change, message in (
-            (cut(STATE_A), "damaged"),
-            (write(STATE_A, pickle.dumps(os.system)), "damaged"),
-            (replace(STATE_A, STATE_A.replace("runs/tiny", "other")), "damaged"),
-            (both(write(STATE_A, b""), sums(CHECKPOINT_A)), "damaged"),
-            (both(write(STATE_A, pickle.dumps(os.system)), sums(CHECKPOINT_A)), "damaged"),
-            (write(f"{CHECKPOINT_A}/SHA256SUMS", "nonsense"), "SHA256SUMS"),
-            (write(f"{CHECKPOINT_A}/SHA256SUMS", b"\xff\0"), "SHA256SUMS"),
-        )
-    ),
+    Row(RESUME_A, "damaged", write(STATE_A, pickle.dumps(os.system))),
+    Row("export-maps --overwrite", "rows.0001.0000.pt is missing or damaged", cut(ROWS_A)),
+    Row(RESUME_A, "SHA256SUMS", write(f"{CHECKPOINT_A}/SHA256SUMS", b"\xff\0")),
     Row("export-maps --overwrite", "has not finished", remove(STATE_A)),
-    Row("verify --teacher", "damaged", flip(STATE_A)),
-    Row("verify --teacher", "has not finished", remove(STATE_A)),
     Row(
         f"{NEW_STUDENT} --set phase_b.warm_start=teacher",
         "has not finished",
@@ -561,57 +451,15 @@ RUNS = [
         "another teacher",
         replace("runs/tiny/phase_a/teacher_sha256", "other/phase_a/teacher_sha256"),
     ),
-    *(
-        Row("inspect --student standard", message, change)
-        for change, message in (
-            (remove(f"{STUDENT}/student/config.json"), "config.json is not there"),
-            (flip(f"{STUDENT}/student/model.safetensors"), "damaged"),
-            (weights(f"{STUDENT}/student", (7, 16)), "head.weight"),
-            (
-                both(
-                    write(f"{STUDENT}/student/config.json", "{}"),
-                    sums(f"{STUDENT}/student"),
-                ),
-                "no model that timm reads",
-            ),
-        )
-    ),
-    *(
-        Row(EVALUATE, message, change)
-        for change, message in (
-            (remove(f"{STUDENT}/student/config.json"), "config.json is not there"),
-            (remove(f"{STUDENT}/student/model.safetensors"), "model.safetensors is not there"),
-            (flip(f"{STUDENT}/student/model.safetensors"), "damaged"),
-            (weights(f"{STUDENT}/student", (7, 16)), "head.weight"),
-            (
-                both(write(f"{STUDENT}/student/config.json", "[1]"), sums(f"{STUDENT}/student")),
-                "no model that timm reads",
-            ),
-            (both(flip(f"{STUDENT}/student/config.json"), sums(f"{STUDENT}/student")), ""),
-            (
-                both(cut(f"{STUDENT}/student/model.safetensors"), sums(f"{STUDENT}/student")),
-                "no model that timm reads",
-            ),
-            (
-                both(
-                    write(f"{STUDENT}/student/model.safetensors", b""), sums(f"{STUDENT}/student")
-                ),
-                "no model that timm reads",
-            ),
-        )
-    ),
+    Row("inspect --student standard", "damaged", flip(f"{STUDENT}/student/model.safetensors")),
+    Row(EVALUATE, "config.json is not there", remove(f"{STUDENT}/student/config.json")),
     Row(EVALUATE, "no student", remove(f"{STUDENT}/student")),
     Row(EVALUATE, "", both(remove(f"{STUDENT}/student"), write(f"{STUDENT}/student", ""))),
     Row(EVALUATE, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
-    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "")),
     Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
     Row("inspect --student standard", "metrics.jsonl", remove(f"{STUDENT}/metrics.jsonl")),
-    *(
-        Row(RESUME_B, "overrides.json", write(f"{STUDENT}/overrides.json", content))
-        for content in ("{", "", "1", "[1]", '{"a": 1}', b"\xff", "[" * 100_000, '"text"')
-    ),
-    Row("run tiny.yaml", "overrides.json", write(f"{STUDENT}/overrides.json", "{")),
-    Row(RESUME_B, "unknown setting", write(f"{STUDENT}/overrides.json", '["x.y=1"]')),
+    Row(RESUME_B, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
+    Row("run tiny.yaml", "unknown setting", write(f"{STUDENT}/config.yaml", "x: 1")),
 ]
 
 STORES = [
@@ -623,7 +471,6 @@ STORES = [
             ({"grid": [10**5, 10**5]}, "image takes"),
             ({"format": "other"}, "not a store"),
             ({"format_version": 99}, "format version 99"),
-            ({"images_per_shard": 7}, "zarr.json"),
         )
     ),
     *(
@@ -634,7 +481,6 @@ STORES = [
             (both(remove(MAPS), write(MAPS, "a file")), "maps.zarr"),
             (remove(f"{MAPS}/zarr.json"), "no attention-map store"),
             (flip(f"{MAPS}/zarr.json"), "damaged"),
-            (flip(f"{MAPS}/gaussians/zarr.json"), "gaussians/zarr.json"),
             (remove(f"{MAPS}/labels"), "labels/zarr.json"),
         )
     ),
@@ -642,8 +488,6 @@ STORES = [
         Row(f"{INSPECT} --image 0", "gaussians", change)
         for change in (
             remove(f"{MAPS}/gaussians/c"),
-            cut(f"{MAPS}/gaussians/c/0/0/0/0/0"),
-            write(f"{MAPS}/gaussians/c/0/0/0/0/0", b""),
             replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
         )
     ),
@@ -656,7 +500,6 @@ STORES = [
         attributes(MAPS, extra={"data": {"name": "digits", "train_images": 41}}),
     ),
     Row(NEW_STUDENT, "another teacher", replace(MAPS, "other/maps.zarr")),
-    Row(EVALUATE, "gaussians", cut(f"{MAPS}/gaussians/c/0/0/0/0/0")),
     Row(NEW_STUDENT, "gaussians", cut(f"{MAPS}/gaussians/c/0/0/0/0/0")),
     Row(NEW_STUDENT, "logits", flip(f"{MAPS}/logits/c/0/0")),
     Row(
@@ -669,49 +512,25 @@ STORES = [
         "decoder",
         flip("compressed/maps.zarr/decoder/prior/c/0/0/0/0"),
     ),
-    *(
-        Row("inspect compressed/maps.zarr --image 0", "decoder", change)
-        for change in (
-            remove("compressed/maps.zarr/decoder"),
-            remove("compressed/maps.zarr/decoder/weight1"),
-            flip("compressed/maps.zarr/decoder/prior/c/0/0/0/0"),
-            write("compressed/maps.zarr/decoder/zarr.json", "{}"),
-        )
-    ),
     Row(
-        "verify compressed/maps.zarr",
+        "inspect compressed/maps.zarr --image 0",
         "decoder",
         remove("compressed/maps.zarr/decoder/weight1"),
-        code=1,
     ),
     *(
         Row("verify shards.zarr", message, change, code=1)
         for change, message in (
             (flip("shards.zarr/gaussians/c/1/0/0/0/0"), "shard 1, gaussians"),
             (remove("shards.zarr/gaussians/c/1"), "missing"),
-            (
-                exchange("shards.zarr/gaussians/c/0/0/0/0/0", "shards.zarr/gaussians/c/1/0/0/0/0"),
-                "shard 0, gaussians",
-            ),
-            (exchange("shards.zarr/logits/c/0/0", "shards.zarr/logits/c/1/0"), "shard 0, logits"),
-            (replace("shards.zarr/labels/c/0", MAPS + "/labels/c/0"), "labels"),
             (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
-            (flip("shards.zarr/zarr.json"), "damaged"),
             (attributes("shards.zarr", complete=False), "incomplete"),
             (attributes("shards.zarr", teacher_sha256="0" * 64), "not what was written for it"),
-            (remove("shards.zarr/shard_sha256/c/1"), "shard 1"),
-            (flip("shards.zarr/shard_sha256/c/0/0/0"), "shard 0"),
-            (flip("shards.zarr/shard_nbytes/c/0/0"), "shard 0"),
-            (flip("shards.zarr/image_crc32c/c/0/0"), "shard 0"),
-            (flip("shards.zarr/image_crc32c/zarr.json"), "image_crc32c/zarr.json"),
             (remove("shards.zarr/shard_nbytes"), "shard_nbytes"),
-            (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json"),
         )
     ),
     Row("verify bad", "bad", make("bad", link("bad"))),
     Row("verify --teacher", "another teacher", replace(MAPS, "other/maps.zarr")),
     Row("export-maps --repair", "another export", replace(MAPS, "other/maps.zarr")),
-    Row("export-maps", "zarr.json", flip(f"{MAPS}/zarr.json")),
     Row("export-maps --out bad.zarr --overwrite", "bad.zarr", write("bad.zarr", "a file")),
 ]
 
@@ -726,29 +545,13 @@ DATA = [
         Row("run pictures.yaml --run-dir new", message, change)
         for change, message in (
             (remove("pictures"), "pictures"),
-            (remove(f"{PICTURES}/cat"), "one class only"),
-            (make(f"{PICTURES}/mouse", os.mkdir), "mouse"),
-            (write(f"{PICTURES}/cat/0.png", "text"), "0.png"),
-            (
-                both(remove(f"{PICTURES}/cat/0.png"), make(f"{PICTURES}/cat/0.png", link("x"))),
-                "0.png",
-            ),
             (write("pictures/val/horse/0.png", b"x"), "horse"),
         )
     ),
     *settings(
-        ("data.image_size=0", "data.image_size"),
-        ("data.image_size=9", "data.image_size"),
         ("data.train_images=19", "data.train_images"),
         ("data.val_fraction=0.001", "0.001"),
         command="run pictures.yaml --run-dir new",
-    ),
-    *(
-        Row("run tiny.yaml --run-dir new --set data.name=fashion_mnist --set data.root=idx", m, c)
-        for c, m in (
-            (write("idx/train-images-idx3-ubyte.gz", b""), "train-images"),
-            (write("idx/train-images-idx3-ubyte.gz", b"x" * 100), "train-images"),
-        )
     ),
 ]
 
@@ -756,31 +559,24 @@ SWEEPS = [
     Row(f"{COMPARE} --sweep bad.yaml", message, write("bad.yaml", content))
     for content, message in (
         ("", "a sweep is a list"),
-        ("- 1", "a sweep is a list"),
         ("- [a]", "a sweep is a list"),
-        ("- {phase_b.nonsense: 1}", "phase_b.nonsense"),
+        ("- {phase_b.gama: 1}", "did you mean 'phase_b.gamma'"),
         ("- {phase_b.gamma: .nan}", "finite"),
         ("- {phase_b.gamma.x: 1}", "'gamma' is a value"),
-        ("- {1: 2}", "1"),
         ("- {name: a, phase_b.gamma: 0.5}\n- {name: a, phase_b.gamma: 0.6}", "two cells"),
         ("- {name: distilled, phase_b.gamma: 0.5}", "two cells"),
-        ("- {name: a, like: b}", "no such cell"),
+        ("- {name: a, like: b}", "no such row"),
         ("- {name: a, plain: maybe}", "plain"),
         ("- {name: a, kind: x}", "kind"),
-        ("- {name: a, encoding: x}", "encoding"),
         ("- {name: a, seed: 1}", "seed"),
-        ("- {name: a, trials: [1]}", "trials"),
+        ("- {name: a, trials: {phase_b.epochs: 3}}", "trials"),
+        ("- {name: 5}", "name"),
+        ("- {export.kind: prior, export.encoding: uint8}", "--kind prior"),
         ("- {name: a, trials: [{seed: 1}]}", "seed"),
         ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "layer_map"),
-        ("- {name: a, data.train_images: 100000}", "train_images"),
         ("- {name: a, model.name: resnet18}", "model.name"),
         ("- {name: a, name: b}", "twice"),
     )
 ]
 
 ROWS = [*COMMAND_LINE, *SETTINGS, *YAML, *RUNS, *STORES, *DATA, *SWEEPS]
-
-ASCII_ROWS = [
-    Row(f"{INSPECT} --image 0 --head ²", "--head"),
-    Row("phase-b --run-dir runs/tiny --name né", "--name"),
-]

@@ -15,7 +15,6 @@ import pytest
 import torch
 import typer
 
-from arguments import sets
 from gaupipe.cli import main
 
 torch.set_num_threads(1)
@@ -88,59 +87,29 @@ def small_run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(small_run, tmp_path) -> Path:
-    """A copy of :func:`small_run`."""
-    return Path(shutil.copytree(small_run, tmp_path / "run"))
+def copied_run(small_run, tmp_path):
+    """Copies :func:`small_run`; a test may write to the copy's files."""
+    return lambda name="run": Path(shutil.copytree(small_run, tmp_path / name))
+
+
+@pytest.fixture
+def run(copied_run) -> Path:
+    return copied_run()
 
 
 @pytest.fixture
 def in_process(capfd):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
+    """Runs a command in this process: (exit code, stdout, stderr without the lines that say what
+    begins)."""
 
     def call(*arguments, cwd=None) -> tuple[int, str, str]:
         capfd.readouterr()
         code = run_main(*arguments, cwd=cwd)
-        return (code, *capfd.readouterr())
+        out, err = capfd.readouterr()
+        lines = err.splitlines(keepends=True)
+        return code, out, "".join(line for line in lines if not line.endswith(" ...\n"))
 
     return call
-
-
-TEACHERS = {
-    "table": [],
-    "embedding": ["phase_a.per_image=embedding", "phase_a.compression.embedding=3"],
-    "predicted": ["phase_a.per_image=predicted"],
-    "vit": ["phase_a.teacher=vit"],
-}
-"""Settings of a run with each kind of teacher."""
-
-
-@pytest.fixture(scope="session")
-def finished_run(tmp_path_factory):
-    """The folder of a finished run with a kind of teacher: 40 digits, one epoch of each phase. It
-    is made once; a test that changes it takes ``copied_run``."""
-
-    @functools.cache
-    def run(teacher: str = "table") -> Path:
-        folder = tmp_path_factory.mktemp(teacher) / "run"
-        size = ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", "threads=1"]
-        size += ["baseline.epochs=0"]
-        images = ["data.train_images=40", "data.batch_size=20"]
-        epochs = ["phase_a.max_epochs=1", "phase_b.epochs=1"]
-        changes = sets(*size, *images, *epochs, *TEACHERS[teacher])
-        assert run_main("run", "digits", "--run-dir", folder, *changes) == 0
-        return folder
-
-    return run
-
-
-@pytest.fixture
-def copied_run(finished_run, tmp_path):
-    """A copy of a finished run, whose files a test may write to."""
-
-    def copy(teacher: str = "table", name: str = "run") -> Path:
-        return Path(shutil.copytree(finished_run(teacher), tmp_path / name))
-
-    return copy
 
 
 def linked(folder: Path, copy: Path) -> Path:

@@ -54,15 +54,6 @@ def test_one_bucket_is_one_permutation_in_full_batches():
     assert np.array_equal(np.concatenate([step[0] for step in steps]), order)
 
 
-def test_positions_count_the_members_of_a_bucket():
-    buckets = Buckets(1003, 3)
-    for bucket in range(3):
-        members = buckets.members(bucket)
-        assert (buckets.of(members) == bucket).all()
-        assert buckets.positions(members).tolist() == list(range(len(members)))
-    assert buckets.sizes().sum() == 1003
-
-
 @pytest.mark.parametrize(
     "images,count,batch_size,world,words",
     [
@@ -80,24 +71,20 @@ def test_buckets_that_do_not_work_are_refused(images, count, batch_size, world, 
 N = 5 * BLOCK + 3
 
 
-def make(numbers, folder=None) -> BucketedState:
+def make(numbers, folder) -> BucketedState:
     buckets = Buckets(N, 2)
 
     def state(bucket, ids):
-        place = folder and folder / str(bucket)
-        named = torch.from_numpy(ids)
-        return ImageState(
-            len(ids), torch.zeros(3), lr=0.1, folder=place, initial_std=0.5, drawn_as=named
-        )
+        start = {"folder": folder / str(bucket), "initial_std": 0.5}
+        return ImageState(len(ids), torch.zeros(3), lr=0.1, drawn_as=torch.from_numpy(ids), **start)
 
     return BucketedState(buckets, numbers, state)
 
 
-@pytest.mark.parametrize("in_files", [False, True])
-def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
+def test_parameters_in_buckets_are_those_of_one_state(tmp_path):
     """The same start, the same updates, the same numbers, whatever the order of the ids."""
-    whole = ImageState(N, torch.zeros(3), lr=0.1, initial_std=0.5)
-    parts = make([0, 1], tmp_path if in_files else None)
+    whole = ImageState(N, torch.zeros(3), lr=0.1, folder=tmp_path / "whole", initial_std=0.5)
+    parts = make([0, 1], tmp_path)
     for epoch in range(2):
         for ids in torch.randperm(N, generator=torch.Generator().manual_seed(epoch)).split(20):
             gathered = parts.gather(ids)
@@ -108,38 +95,4 @@ def test_parameters_in_buckets_are_those_of_one_state(tmp_path, in_files):
         parts.commit()
     assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
     with pytest.raises(KeyError):
-        make([1]).read(torch.tensor([0]))
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path, in_files):
-    folder = tmp_path / "rows" if in_files else None
-    ranks = [make([0], folder), make([1], folder)]
-    files = {}
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        state.update(ids, torch.randn(len(ids), 3))
-        state.commit()
-        files |= state.save(tmp_path / "checkpoint", "0001")["buckets"]
-    alone = make([0, 1], folder)
-    alone.load(tmp_path / "checkpoint", {"buckets": files})
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        assert torch.equal(alone.read(ids), state.read(ids))
-    damaged = tmp_path / "checkpoint" / "rows.0001.0001.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
-        make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})
-
-
-def test_only_files_that_the_checkpoint_names_stay(tmp_path):
-    for epoch in (1, 2, 3):
-        for bucket in (0, 1):
-            (tmp_path / f"rows.{epoch:04d}.{bucket:04d}.pt").touch()
-    (tmp_path / "state.pt").touch()
-    there, state = set(tmp_path.iterdir()), make([0, 1])
-    state.remove_superseded(tmp_path)
-    assert set(tmp_path.iterdir()) == there  # without a checkpoint nothing is known to be old
-    state.files = {"rows.0002.0000.pt": "", "rows.0002.0001.pt": ""}
-    state.remove_superseded(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"state.pt", *state.files}
+        make([1], tmp_path).read(torch.tensor([0]))

@@ -2,13 +2,12 @@
 refused in one line, and a process killed at any moment leaves what the next one reads."""
 
 import copy
-import hashlib
 import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +24,9 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
-from stages import evaluate
+from processes import kill_this_process
 
 PICO = "gauvit_pico_patch2_8"
-
-
-def sum_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def flip(path: Path, where: float) -> None:
@@ -41,30 +36,20 @@ def flip(path: Path, where: float) -> None:
     path.write_bytes(data)
 
 
-CHANGES = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "os.truncate"}
-
-
-def killed_at(step: int, work) -> bool:
-    """Runs `work` in a process that ends without a word before it changes the file system for
-    the time number `step`; whether it ended so."""
+def killed_at(step: int, folder: Path, work) -> bool:
+    """Runs ``work`` in a process that is killed before it touches files in the folder for the time
+    number ``step``; whether it was."""
     child = os.fork()
     if child == 0:
-        changes = itertools.count()
-
-        def hook(event, arguments):
-            writes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            if event in CHANGES and writes and next(changes) == step:
-                os._exit(9)
-
         try:
-            sys.addaudithook(hook)
+            kill_this_process(folder, step + 1, 0)
             work()
-        except BaseException:
+            os._exit(0)
+        finally:
             os._exit(1)
-        os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, 9)
-    return code == 9
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -81,7 +66,6 @@ def make_state(width: int = 16, finished: bool = False) -> TrainingState:
 
 def test_a_checkpoint_lies_beside_its_digest(tmp_path):
     make_state().save(tmp_path)
-    assert (tmp_path / "SHA256SUMS").read_text() == f"{sum_of(tmp_path / 'state.pt')}  state.pt\n"
     subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["SHA256SUMS", "state.pt"]
     assert make_state().load(tmp_path)
@@ -99,35 +83,23 @@ def test_one_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
     assert make_state().load(tmp_path)
 
 
-def foreign(path: Path, content) -> None:
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(content, path)
-
-
 PARTS = ("modules", "optimizer", "scaler", "ema", "rows", "metrics", "identity", "finished")
-NOTHING = dict(zip(PARTS, ({}, {}, {}, None, None, None, {}, False), strict=True))
-FOREIGN = {
-    "empty": b"",
-    "text": b"hello",
-    "zeros": bytes(1000),
-    "zip": b"PK\x05\x06" + bytes(18),
-    "list": [1, 2],
-    "tensor": torch.zeros(3),
-    "dict": {"a": 1},
-    "none": None,
-    "other types": {name: number for number, name in enumerate(PARTS)},
-    "no metrics": NOTHING,
-    "other metrics": NOTHING | {"metrics": [1]},
-}
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"hello", b"PK\x05\x06" + bytes(18), [1, 2], None),
+        dict.fromkeys(PARTS, 3),
+        dict(zip(PARTS, ({}, {}, {}, None, None, [1], {}, False), strict=True)),
+    ],
+    ids=lambda content: str(content)[:20],
+)
 @pytest.mark.parametrize("listed", [True, False])
-def test_a_foreign_checkpoint_is_refused(tmp_path, name, listed):
+def test_a_foreign_checkpoint_is_refused(tmp_path, content, listed):
     """With its digest beside it, or without one."""
-    foreign(tmp_path / "state.pt", FOREIGN[name])
+    path = tmp_path / "state.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     if listed:
         digests.write(tmp_path)
     with pytest.raises(UserError, match="damaged, or not a checkpoint of this run") as error:
@@ -149,33 +121,16 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
     for step in itertools.count():
         shutil.rmtree(folder)
         shutil.copytree(first, folder)
-        killed = killed_at(step, lambda: new.save(folder))
+        killed = killed_at(step, folder, lambda: new.save(folder))
         state = make_state()
         assert state.load(folder)
         seen.add(state.finished)
         new.save(folder)  # and the next one goes on from there
-        assert (
-            make_state().load(folder) and len((folder / "SHA256SUMS").read_text().splitlines()) == 1
-        )
+        assert make_state().load(folder)
         if not killed:
             break
-    assert (
-        seen == {False, True} and step == 7
-    )  # a folder is made, three files are written and renamed
+    assert seen == {False, True} and step > 6
     assert sorted(path.name for path in folder.iterdir()) == ["SHA256SUMS", "state.pt"]
-
-
-@pytest.mark.parametrize("command", ["phase-a", "export-maps", "phase-b"])
-def test_a_damaged_checkpoint_ends_a_command_in_one_line(run, in_process, command):
-    name = "phase_b/standard" if command == "phase-b" else "phase_a"
-    flip(run / name / "checkpoint/state.pt", 0.02)
-    arguments = {
-        "phase-a": [run / "config.yaml", "--resume"],
-        "export-maps": ["--overwrite"],
-        "phase-b": ["--student", "standard", "--resume"],
-    }[command]
-    code, _out, err = in_process(command, *arguments, "--run-dir", run)
-    assert (code, err.count("\n")) == (2, 1) and "state.pt" in err and "Traceback" not in err
 
 
 # ---- records in files ----------------------------------------------------------------------------
@@ -204,13 +159,12 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
     assert checkpoint["records"]["place"][image] == place
     path, size = tmp_path / f"records.{place}", 15 * 4
     sound = path.read_bytes()
-    for word in range(15):
+    for word in (0, 7, 14):
         data = bytearray(sound)
         data[image * size + 4 * word + 1] ^= 8
         path.write_bytes(data)
         state = continued(tmp_path, checkpoint)
-        others = torch.tensor([i for i in range(6) if i != image])
-        assert state.gather(others).shape == (5, 5)
+        assert state.gather(torch.tensor([1, 2, 4, 5])).shape == (4, 5)
         for read in (
             lambda state=state: state.gather(torch.tensor([0, image])),
             lambda state=state: list(state.chunks()),
@@ -218,35 +172,9 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
         ):
             with pytest.raises(UserError, match=f"the record of image {image} is damaged"):
                 read()
-    path.write_bytes(sound)
-    assert continued(tmp_path, checkpoint).parameters().shape == (6, 5)
 
 
-def test_records_that_are_not_committed_may_be_anything(tmp_path):
-    """What a killed process had begun to write."""
-    checkpoint = trained_rows(tmp_path)
-    parameters = continued(tmp_path, checkpoint).parameters()
-    for place in range(2):
-        data = bytearray((tmp_path / f"records.{place}").read_bytes())
-        for image in range(6):
-            if checkpoint["records"]["place"][image] != place:
-                data[image * 60 : (image + 1) * 60] = b"\xff" * 60
-        (tmp_path / f"records.{place}").write_bytes(data)
-    assert torch.equal(continued(tmp_path, checkpoint).parameters(), parameters)
-
-
-def test_the_checksums_of_a_checkpoint_are_crc32c(tmp_path):
-    from test_store_binding import crc32c
-
-    checkpoint = trained_rows(tmp_path)
-    for image in range(6):
-        record = (tmp_path / f"records.{checkpoint['records']['place'][image]}").read_bytes()[
-            image * 60 : (image + 1) * 60
-        ]
-        assert checkpoint["records"]["checksums"][image].item() % 2**32 == crc32c(record)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 10**5, '{"commits": []}', "\udcff"])
+@pytest.mark.parametrize("text", ["", "[" * 10**5, '{"commits": []}', "\udcff"])
 def test_a_damaged_files_json_is_refused(tmp_path, text):
     checkpoint = trained_rows(tmp_path)
     (tmp_path / "files.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -272,40 +200,32 @@ def assert_refused(run: Path, message: str, in_process) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "SHA256SUMS"])
-@pytest.mark.parametrize("where", [0.1, 0.5, 0.99])
-def test_one_flipped_bit_of_a_student_is_refused(run, name, where, in_process):
+def test_one_flipped_bit_of_a_student_is_refused(run, name, in_process):
     folder = run / "phase_b/standard/student"
     digests.write(folder)
-    assert evaluate.load_student(run, "standard")
-    flip(folder / name, where)
+    flip(folder / name, 0.5)
     assert_refused(run, "damaged", in_process)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b"null", b"[" * 10**5, b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}", None],
+    "content", [b"", b"{}", b"[" * 10**5, b"\xff" * 100, (2**62).to_bytes(8, "little") + b"{}"]
 )
 def test_a_student_folder_with_other_files_is_refused(run, name, content, in_process):
     path = run / "phase_b/standard/student" / name
     path.unlink()
-    if content is not None:
-        path.write_bytes(content)
+    path.write_bytes(content)
     assert_refused(run, "--resume' writes it again", in_process)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(architecture="resnet18"),
-        dict(architecture="no_such_model"),
-        dict(architecture=3),
+        *(dict(architecture=name) for name in ("resnet18", "no_such_model", 3)),
         dict(model_args=None),
         dict(num_classes=7, model_args={"num_classes": 7}),
         dict(model_args={"embed_dim": 10**9}),
-        dict(model_args={"depth": 10**9}),
         dict(model_args={"depth": 2}),
-        dict(model_args={"img_size": [80, 80]}),
         dict(model_args={"in_chans": 3}),
         dict(model_args={"num_heads": 5}),
     ],
@@ -320,19 +240,10 @@ def test_a_student_of_other_sizes_is_refused(run, changes, in_process):
     assert_refused(run, "--resume' writes it again", in_process)
 
 
-EDITS = {
-    "less": lambda weights: weights.pop("fc_norm.weight"),
-    "more": lambda weights: weights.update(more=torch.ones(1)),
-    "another shape": lambda weights: weights.update({"head.bias": torch.ones(3)}),
-}
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_student_with_other_weights_is_refused(run, edit, in_process):
+@pytest.mark.parametrize("changes", [{"more": torch.ones(1)}, {"head.bias": torch.ones(3)}])
+def test_a_student_with_other_weights_is_refused(run, changes, in_process):
     path = run / "phase_b/standard/student/model.safetensors"
-    weights = load_file(path)
-    EDITS[edit](weights)
-    save_file(weights, path)
+    save_file(load_file(path) | changes, path)
     assert_refused(run, "in model.safetensors", in_process)
 
 
@@ -363,12 +274,10 @@ def test_a_student_that_is_replaced_by_a_killed_process(tmp_path, monkeypatch, t
     for step in itertools.count():
         shutil.rmtree(parent)
         shutil.copytree(first, parent)
-        killed = killed_at(step, lambda: save_student(new, folder))
+        killed = killed_at(step, parent, lambda: save_student(new, folder))
         seen.append(classes_of(folder) if folder.is_dir() else None)
-        with folders.replaced(
-            folder
-        ) as fresh:  # the next process puts an earlier student back first
-            assert classes_of(folder) == seen[-1] or (seen[-1] is None and classes_of(folder) == 4)
+        with folders.replaced(folder) as fresh:  # puts an earlier student back first
+            assert classes_of(folder) == (seen[-1] or 4)
             (fresh / "config.json").touch()
         assert [path.name for path in parent.iterdir()] == ["student"]
         if not killed:
@@ -384,32 +293,16 @@ def classes_of(student: Path) -> int:
     return json.loads((student / "config.json").read_text())["num_classes"]
 
 
-def test_the_earlier_student_of_a_process_killed_between_two_steps_is_put_back(tmp_path):
-    folder = tmp_path / "student"
-    save_student(timm.create_model(PICO, num_classes=4), folder)
-    left = tmp_path / ".student.replaced-abc"
-    left.mkdir()
-    folder.rename(left / "student")
-
-    with pytest.raises(RuntimeError, match="full"), folders.replaced(folder):
-        raise RuntimeError("the disk is full")
-    assert [path.name for path in tmp_path.iterdir()] == ["student"]
-    assert json.loads((folder / "config.json").read_text())["num_classes"] == 4
-
-
 def test_a_student_takes_no_place_of_something_else(tmp_path):
     model = timm.create_model(PICO)
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "thesis.tex").write_text("precious")
+    (tmp_path / "folder/thesis.tex").write_text("precious")
     for name in ("file", "folder"):
         with pytest.raises(UserError, match="is not the folder of a student"):
             save_student(model, tmp_path / name)
-    assert (
-        (tmp_path / "file").read_text()
-        == (tmp_path / "folder" / "thesis.tex").read_text()
-        == "precious"
-    )
+    for name in ("file", "folder/thesis.tex"):
+        assert (tmp_path / name).read_text() == "precious"
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     save_student(model, tmp_path / "link")

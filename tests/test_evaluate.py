@@ -1,6 +1,9 @@
-"""Evaluate beside every state of the run's store, and where an exported student may go."""
+"""Evaluate: where a student fails, beside every state of the run's store; and where an exported
+student may go."""
 
+import csv
 import dataclasses
+import io
 import json
 import os
 import resource
@@ -9,10 +12,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+from PIL import Image
+from rich.console import Console
+from scipy.stats import binomtest
+from sklearn.metrics import confusion_matrix
+from timm.models import save_for_hf
 
 import store
+from conftest import run_main
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import load_folder
+from stages import by_class
+from stages.predict import Prediction
 from test_store import write_store
 
 
@@ -92,6 +104,106 @@ def test_a_foreign_normalisation_is_refused(small_run, tmp_path, key, value):
 def test_a_teacher_that_is_not_known_is_not_compared(run, in_process):
     (run / "phase_a/teacher_sha256").unlink()
     assert "teacher_agreement" in json.loads(evaluate(run, in_process)[1])
+
+
+# ---- where a student fails -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """The run of a ViT that was trained for an epoch on photos/{train,val}/{ant,bee,cat}."""
+    folder, draw = tmp_path_factory.mktemp("photos"), np.random.default_rng(0)
+    for split, count in (("train", 20), ("val", 12)):
+        for shade, name in enumerate(("ant", "bee", "cat")):
+            (folder / "photos" / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = draw.integers(80 * shade, 80 * shade + 96, (20, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"photos/{split}/{name}/{number}.png")
+    options = ["--set", "baseline.epochs=1", "--set", "threads=1", "--run-dir", folder / "run"]
+    assert run_main("train", "--data", folder / "photos", *options) == 0
+    return folder
+
+
+def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_path, in_process):
+    arguments = ["evaluate", "--run-dir", photos / "run", "--confusion", "c.png"]
+    code, text, err = in_process(*arguments, "--out", "p.json", cwd=tmp_path)
+    assert code == 0, err
+    assert max(map(len, text.splitlines())) <= 80 and "top1_interval" in text
+    code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
+    assert code == 0, err
+    scores = json.loads(out)
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    assert [*rows[0]] == ["path", "label", "class", "probability"]
+    assert [Path(row["path"]).parent.name for row in rows] == [row["label"] for row in rows]
+    labels, classes = ([row[key] for row in rows] for key in ("label", "class"))
+    assert scores["confusion"] == confusion_matrix(labels, classes).tolist()
+    right = int(np.trace(scores["confusion"]))
+    assert scores["top1"] == pytest.approx(right / 36) and 0 < right < 36 and "top5" not in scores
+    assert sum(entry["top1"] * entry["images"] for entry in scores["classes"]) == right
+    wilson = binomtest(right, 36).proportion_ci(method="wilson")
+    assert scores["top1_interval"] == pytest.approx([wilson.low, wilson.high], abs=1e-6)
+    wrong = [row for row in rows if row["class"] != row["label"]]
+    wrong.sort(key=lambda row: -float(row["probability"]))
+    assert [row["path"] for row in scores["mistakes"]] == [row["path"] for row in wrong[:10]]
+    as_json = json.loads((tmp_path / "p.json").read_text())
+    assert [row["classes"][0]["class"] for row in as_json] == classes
+    assert Image.open(tmp_path / "c.png").width > 400
+
+
+def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_process):
+    arguments = ["evaluate", "--run-dir", photos / "run", "--json"]
+    whole = json.loads(in_process(*arguments)[1])
+    scores = json.loads(in_process(*arguments, "--data", photos / "photos/val")[1])
+    assert scores.pop("split") == str(photos / "photos/val")
+    assert scores == {name: whole[name] for name in scores} and "confusion" in scores
+    part = Path(shutil.copytree(photos / "photos/val", tmp_path / "part"))
+    shutil.rmtree(part / "cat")
+    code, out, _ = in_process(*arguments[:-1], "--data", part)
+    assert code == 0 and "no images of cat" in out and scores["classes"][1]["class"] == "bee"
+    part.joinpath("ant").rename(part / "wasp")
+    for data, message in (
+        (part, "no class 'wasp'; its classes are ant, bee, cat"),
+        ("x", "no such"),
+    ):
+        code, out, err = in_process(*arguments, "--data", data, cwd=tmp_path)
+        assert (code, out, err.count("\n")) == (2, "", 1) and message in err
+
+
+def test_an_eva_that_was_fine_tuned_is_a_student_too(photos, tmp_path, in_process):
+    sizes = dict(img_size=28, depth=1, embed_dim=32, num_heads=2)
+    eva = timm.create_model("eva02_tiny_patch14_224", **sizes, num_classes=3)
+    save_for_hf(eva, tmp_path / "eva", model_args=sizes, safe_serialization=True)
+    options = ["--data", photos / "photos", "--model", f"local-dir:{tmp_path / 'eva'}"]
+    options += ["--set", "baseline.epochs=1", "--set", "data.image_size=28"]
+    code, _, err = in_process("train", *options, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    code, out, err = in_process("evaluate", "--run-dir", tmp_path / "run", "--json")
+    assert code == 0 and json.loads(out)["images"] == 36, err
+
+
+def test_images_without_files_are_named_by_their_ids(run, in_process, tmp_path):
+    out = evaluate(run, in_process, "--out", tmp_path / "p.csv")[1]
+    rows = list(csv.DictReader((tmp_path / "p.csv").open()))
+    assert [row["path"] for row in rows] == [str(image) for image in range(360)]
+    assert {row["path"] for row in json.loads(out)["mistakes"]} <= {row["path"] for row in rows}
+    refused = evaluate(run, in_process, "--data", tmp_path)
+    assert refused[0] == 2 and refused[2].count("\n") == 1
+
+
+def test_tables_of_many_classes_fit_a_terminal():
+    names = [f"a class with quite a long name [{number}]" for number in range(300)]
+    draw = np.random.default_rng(0)
+    rows = [
+        Prediction("/photos/" + 90 * "x", ((names[draw.integers(280)], 0.5),), label=name)
+        for name in names[:280]
+    ]
+    scores = by_class.by_class(rows, names)
+    terminal = Console(width=80, file=io.StringIO())
+    terminal.print(*by_class.tables(scores), sep="\n")
+    lines = terminal.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and len(lines) < 110
+    said = " ".join(line.strip() for line in lines)
+    assert "and 260 classes with higher accuracy" in said and "15 more classes" in said
 
 
 # ---- export-student ------------------------------------------------------------------------------

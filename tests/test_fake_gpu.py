@@ -100,7 +100,7 @@ def teacher_job(request, tmp_path):
     return phase_a.build(settings, tmp_path, load_data(settings.data, False))
 
 
-TEACHERS = ["mode=expected", "mode=stochastic", "per_image=predicted", "per_image=embedding"]
+TEACHERS = ["mode=expected", "mode=stochastic", "per_image=table", "per_image=embedding"]
 
 
 @pytest.mark.parametrize("teacher_job", TEACHERS, indirect=True)

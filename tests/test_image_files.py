@@ -1,7 +1,6 @@
 """Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -14,7 +13,6 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from arguments import sets
-from gaupipe.data import cache as user_cache
 from gaupipe.data import files as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
@@ -23,17 +21,6 @@ from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
 CPU = torch.device("cpu")
-ORIENTATION = 0x0112
-EXIF_TURNS = {
-    1: lambda a: a,
-    2: np.fliplr,
-    3: lambda a: np.rot90(a, 2),
-    4: np.flipud,
-    5: lambda a: a.swapaxes(0, 1),
-    6: lambda a: np.rot90(a, -1),
-    7: lambda a: np.rot90(a, 2).swapaxes(0, 1),
-    8: np.rot90,
-}
 
 
 def noise(seed: int, *shape: int, dtype: type = np.uint8) -> np.ndarray:
@@ -82,7 +69,6 @@ def pixels(path) -> np.ndarray:
     "content,reason",
     [
         (b"", "it is empty"),
-        (b"no image", "of no format that Pillow reads"),
         (bytes(5000), "of no format that Pillow reads"),
         (b"\x89PNG\r\n\x1a\n", ""),
         (None, "No such file"),
@@ -98,7 +84,6 @@ def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason
         path.write_bytes(content)
     message = refused(root)
     assert message.startswith(f"{path}: not readable as an image (") and reason in message
-    assert "files are so" not in message
     other = root / split / "cat" / "0.bmp"
     other.write_text("none")
     message = refused(root)
@@ -116,7 +101,7 @@ def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, 
     message = str(error.value)
     assert message.startswith(f"{path}: not readable as an image (")
     assert "truncated" in message or "No such file" in message
-    assert "\n" not in message and "Traceback" not in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("limit", [20, 40])  # of 64 pixels: Pillow raises an error, and only warns
@@ -128,25 +113,17 @@ def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit
     )
 
 
-@pytest.mark.parametrize("command", ["phase-a", "train"])
-@pytest.mark.parametrize("cache", ["auto", "none"])
+@pytest.mark.parametrize("command,cache", [("phase-a", "auto"), ("train", "none")])
 def test_a_damaged_image_stops_a_run_before_anything_is_written(
     root, in_process, tmp_path, command, cache
 ):
     path = root / "train" / "dog" / "3.bmp"
-    whole = path.read_bytes()
-    settings = ["data.name=folder", f"data.root={root}", "data.image_size=8", "threads=1"]
-    small = ["phase_a.max_epochs=1", "phase_b.epochs=1", "phase_a.per_image=none"]
-    small += ["model.args={depth: 1, embed_dim: 16, num_heads: 2}", f"data.cache={cache}"]
-    train = [command, "digits", "--run-dir", tmp_path / "run", *sets(*settings, *small)]
-    for size in (150, 0):  # only the header is there, and nothing
-        os.truncate(path, size)
-        code, out, err = in_process(*train)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.startswith(f"gaupipe: {path}: not readable")
-        assert not (tmp_path / "run").exists()
-    path.write_bytes(whole)
-    assert in_process(*train)[0] == 0
+    os.truncate(path, 150)  # only the header is there
+    settings = sets("data.name=folder", f"data.root={root}", f"data.cache={cache}")
+    code, out, err = in_process(command, "digits", "--run-dir", tmp_path / "run", *settings)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"gaupipe: {path}: not readable")
+    assert not (tmp_path / "run").exists()
 
 
 # what a folder holds
@@ -157,12 +134,10 @@ def test_image_ids_follow_the_sorted_classes_and_paths(root):
     shutil.move(root / "train" / "cat" / "7.bmp", root / "train" / "cat" / "a" / "7.bmp")
     shutil.copytree(root / "train" / "cat", root / "train" / "Zebra")
     files = load(root).train.source.files
-    nested = [*(f"{number}.bmp" for number in range(10) if number != 7), "a/7.bmp"]
-    own = [f"{name}/{image}" for name in ("Zebra", "cat") for image in nested]
-    own += [f"dog/{number}.bmp" for number in range(10)]
-    assert files.names == own
+    assert files.names[:2] == ["Zebra/0.bmp", "Zebra/1.bmp"] and files.names[9] == "Zebra/a/7.bmp"
     theirs = ImageFolder(root / "train")
-    assert [path for path, _ in theirs.samples] == [str(root / "train" / name) for name in own]
+    names = [str(root / "train" / name) for name in files.names]
+    assert [path for path, _ in theirs.samples] == names
     assert load(root).train.source.labels.tolist() == theirs.targets
 
 
@@ -171,28 +146,18 @@ def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     cat, train = root / "train" / "cat", root / "train"
     for name in ("notes.txt", "more.TXT", "README", "._0.bmp"):
         (cat / name).write_text("no image")
-    for folder in (train / ".ipynb_checkpoints", cat / ".ipynb_checkpoints"):
-        shutil.copytree(train / "dog", folder)
+    shutil.copytree(train / "dog", train / ".ipynb_checkpoints")
     shutil.copy(cat / "0.bmp", train / "stray.bmp")
     (cat / "up").symlink_to(cat)
-    (cat / "far up").symlink_to(root.parent)
-    (cat / "self").symlink_to(cat / "self")
     (train / "loop").symlink_to(train)
     os.mkfifo(cat / "pipe.bmp")
     (cat / "zero.png").symlink_to("/dev/zero")
-    data = load(root)
-    assert len(data.train.source) == 20 and data.num_classes == 2
+    assert len(load(root).train.source) == 20
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith(f"data.root {root}: left out ") and f"example {train / '.ipynb_'}" in err
-    for part in (
-        "hidden (3)",
-        "link to a folder read already (3)",
-        ".txt (2)",
-        "pipe or device (2)",
-        "without suffix (2)",
-        "outside a class folder (1)",
-    ):
+    parts = "hidden (2)", "link to a folder read already (2)", ".txt (2)", "pipe or device (2)"
+    for part in (*parts, "without suffix (1)", "outside a class folder (1)"):
         assert part in err
     load(root)
     assert capfd.readouterr() == ("", "")
@@ -211,15 +176,12 @@ def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(r
     assert "cat/deep/deeper/0.BMP" in data.train.source.files.names
 
 
-def test_a_thousand_folders_in_each_other_are_read(root, request):
+def test_a_thousand_folders_in_each_other_are_read(root, monkeypatch, request):
     request.addfinalizer(lambda: remove(root / "train" / "cat"))  # too deep for pytest
-    folder = os.open(root / "train" / "cat", os.O_RDONLY)
+    monkeypatch.chdir(root / "train" / "cat")
     for _ in range(1200):
-        os.mkdir("d", dir_fd=folder)
-        below = os.open("d", os.O_RDONLY, dir_fd=folder)
-        os.close(folder)
-        folder = below
-    os.close(folder)
+        os.mkdir("d")
+        os.chdir("d")
     assert len(load(root).train.source) == 20
 
 
@@ -239,11 +201,9 @@ def only(folder, name):
 
 
 FOLDERS = {
-    "/train holds no class folder": lambda root: empty(root / "train"),
     "/val holds no class folder": lambda root: empty(root / "val"),
-    "holds no class folder": lambda root: only(root / "train", "a.bmp"),
+    "/train holds no class folder": lambda root: only(root / "train", "a.bmp"),
     "/train/cat holds no image that Pillow reads; put": lambda root: empty(root / "train" / "cat"),
-    "/val/cat holds no image that Pillow reads; put": lambda root: empty(root / "val" / "cat"),
     "/train/cat holds no image that Pillow reads, only .heic (1)": lambda root: only(
         root / "train" / "cat", "1.heic"
     ),
@@ -276,12 +236,10 @@ def test_a_folder_that_cannot_be_meant_is_refused(root, message):
 
 
 def test_formats_that_lose_nothing_give_the_pixels_of_the_first_frame_back(tmp_path):
-    values, webp = noise(0, 6, 9, 3), {"lossless": True, "exact": True}
-    options = {"webp": webp, "tiff": {"compression": "tiff_lzw"}, "PNG": {"format": "BMP"}}
-    for suffix in ("png", "BMP", "webp", "tif", "tiff", "ppm", "tga", "PNG"):
-        path = tmp_path / f"a.{suffix}"
-        Image.fromarray(values).save(path, **options.get(suffix, {}))
-        np.testing.assert_array_equal(pixels(path), values)
+    values = noise(0, 6, 9, 3)
+    for suffix in ("ppm", "tga", "PNG"):
+        Image.fromarray(values).save(tmp_path / f"a.{suffix}")
+        np.testing.assert_array_equal(pixels(tmp_path / f"a.{suffix}"), values)
     frames = [Image.fromarray(np.full((5, 5), value, np.uint8)) for value in (40, 200)]
     frames[0].save(tmp_path / "a.gif", save_all=True, append_images=frames[1:])
     np.testing.assert_array_equal(pixels(tmp_path / "a.gif"), 40)
@@ -303,21 +261,19 @@ def test_fractions_are_scaled_and_numbers_without_a_known_range_refused(root):
     assert pixels(path)[0, :, 0].tolist() == [0, 128, 255]
     for values in ([[0, 1.5]], [[-0.1, 0]], [[np.nan, 1]]):
         Image.fromarray(np.array(values, np.float32)).save(path)
-        message = refused(root)
-        assert "5.tif: " in message and "its values go from " in message
-        assert "0 to 1 can be scaled" in message
+        assert "its values go from " in refused(root)
     Image.fromarray(np.array([[0, 65536]], np.int32)).save(path)
     assert "0 to 65536; 0 to 65535 can be scaled" in refused(root)
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp", "16.png"])
+@pytest.mark.parametrize("name", ["a.tif", "16.png"])
 def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path, name):
     values = noise(0, 6, 9, 3) if name != "16.png" else noise(0, 6, 9, dtype=np.uint16)
     shown = values if values.ndim == 3 else np.repeat(np.rint(values / 257)[..., None], 3, axis=2)
     exif = Image.Exif()
-    for exif[ORIENTATION], turned in EXIF_TURNS.items():
-        Image.fromarray(values).save(tmp_path / name, exif=exif, lossless=True, exact=True)
-        np.testing.assert_array_equal(pixels(tmp_path / name), turned(shown))
+    exif[0x0112] = 6  # of its orientation
+    Image.fromarray(values).save(tmp_path / name, exif=exif)
+    np.testing.assert_array_equal(pixels(tmp_path / name), np.rot90(shown, -1))
 
 
 @pytest.mark.filterwarnings("error")
@@ -327,8 +283,6 @@ def test_colours_become_rgb_and_transparency_is_dropped(tmp_path):
     np.testing.assert_array_equal(pixels(path), values[..., :3])
     Image.fromarray(values[..., :2].copy(), "LA").save(path)
     np.testing.assert_array_equal(pixels(path), np.repeat(values[..., :1], 3, axis=2))
-    Image.fromarray(values[..., 0]).save(path)
-    np.testing.assert_array_equal(pixels(path), np.repeat(values[..., :1], 3, axis=2))
     Image.fromarray(values[..., 0] > 127).save(path)
     np.testing.assert_array_equal(pixels(path)[..., 1], 255 * (values[..., 0] > 127))
     palette, indices = noise(1, 256, 3), values[..., 0]
@@ -336,32 +290,9 @@ def test_colours_become_rgb_and_transparency_is_dropped(tmp_path):
     with_palette.putpalette(palette.tobytes())
     with_palette.save(path, transparency=bytes(range(256)))
     np.testing.assert_array_equal(pixels(path), palette[indices])
-    values[..., 3] = 0  # no black ink
-    Image.fromarray(values, "CMYK").save(tmp_path / "a.tif")
-    np.testing.assert_array_equal(pixels(tmp_path / "a.tif"), 255 - values[..., :3])
-    Image.fromarray(np.full((4, 4, 4), 255, np.uint8), "CMYK").save(tmp_path / "a.tif")
-    assert not pixels(tmp_path / "a.tif").any()
 
 
 # the digest
-
-
-def test_the_digest_is_of_names_contents_and_labels(root):
-    data = load(root)
-    files = hashlib.sha256()
-    for name in [f"{name}/{image}.bmp" for name in ("cat", "dog") for image in range(10)]:
-        content = (root / "train" / name).read_bytes()
-        files.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
-    digest = hashlib.sha256(files.digest())
-    for array in (data.train.positions, data.train.labels):
-        digest.update(array.astype("<i8").tobytes())
-    assert data.sha256 == digest.hexdigest()
-
-
-def swap(first, second):
-    first.rename(first.with_name("aside"))
-    second.rename(first)
-    first.with_name("aside").rename(second)
 
 
 def edit(path):
@@ -377,8 +308,11 @@ def edit(path):
 
 CHANGES = {
     "edited image": lambda train: edit(train / "cat" / "4.bmp"),
-    "exchanged images": lambda train: swap(train / "cat" / "4.bmp", train / "dog" / "4.bmp"),
-    "exchanged classes": lambda train: swap(train / "cat", train / "dog"),
+    "exchanged classes": lambda train: (
+        (train / "cat").rename(train / "x"),
+        (train / "dog").rename(train / "cat"),
+        (train / "x").rename(train / "dog"),
+    ),
     "renamed class": lambda train: (train / "cat").rename(train / "cow"),
     "renamed image": lambda train: (train / "cat" / "9.bmp").rename(train / "cat" / "99.bmp"),
     "removed image": lambda train: (train / "cat" / "9.bmp").unlink(),
@@ -424,6 +358,7 @@ def examined(monkeypatch):
 
 
 def test_only_files_that_have_changed_are_read_again(root, cache, examined):
+    """Also after a refusal, which comes after all files of a folder have been read."""
     before = load(root).sha256
     assert len(examined) == 24 and len(list(cache.iterdir())) == 2  # a file for train, one for val
     examined.clear()
@@ -432,26 +367,13 @@ def test_only_files_that_have_changed_are_read_again(root, cache, examined):
     assert load(root).sha256 != before and examined == ["4.bmp"]
     examined.clear()
     shutil.copy(root / "train" / "cat" / "0.bmp", root / "train" / "dog" / "new.bmp")
-    load(root)
-    assert examined == ["new.bmp"]
-
-
-def test_a_file_that_has_just_been_written_is_read_again(root, cache, examined, monkeypatch):
-    monkeypatch.setattr(image_files, "SETTLED_NS", 10**18)
-    load(root), load(root)
-    assert len(examined) == 48
-
-
-def test_after_a_mistake_only_the_wrong_file_is_read_again(root, cache, examined):
-    wrong = root / "train" / "cat" / "3.bmp"
-    good = wrong.read_bytes()
-    wrong.write_text("no image")
+    (root / "train" / "dog" / "3.bmp").write_text("no image")
     refused(root)
+    assert sorted(examined) == ["3.bmp", "new.bmp"]
     examined.clear()
-    wrong.write_bytes(good)
+    (root / "train" / "dog" / "3.bmp").unlink()
     load(root)
-    val = ["0.bmp", "0.bmp", "1.bmp", "1.bmp"]  # it was not reached before
-    assert sorted(examined) == [*val, "3.bmp"]
+    assert examined == []
 
 
 def test_a_damaged_cache_counts_as_none(root, cache, examined):
@@ -460,59 +382,15 @@ def test_a_damaged_cache_counts_as_none(root, cache, examined):
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[whole.index(b".bmp") + 60] ^= 1
-        name, [stamp, _] = next(iter(json.loads(whole.partition(b"\n")[2]).items()))
-        forged = ([], [1], {name: 1}, {name: [stamp]}, {name: [stamp, "x"]}, {name: [[], {}]})
-        damaged = [b"", whole[:-1], bytes(len(whole)), bytes(flipped), *map(sealed, forged)]
+        forged = b'{"a.bmp": [1]}'
+        seal = hashlib.sha256(forged).hexdigest().encode()
+        damaged = b"", whole[:-1], bytes(len(whole)), bytes(flipped), seal + b"\n" + forged
         for content in (*damaged, None):
             path.unlink()
             os.mkfifo(path) if content is None else path.write_bytes(content)
             examined.clear()
             assert load(root).sha256 == before and examined
             assert path.read_bytes() == whole
-
-
-def sealed(value) -> bytes:
-    """A forged cache whose first line fits the rest."""
-    text = json.dumps(value).encode()
-    return hashlib.sha256(text).hexdigest().encode() + b"\n" + text
-
-
-def test_where_the_cache_lies(monkeypatch, tmp_path):
-    monkeypatch.delenv("GAUPIPE_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_cache.cache_folder() == tmp_path / ".cache" / "gaupipe"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert user_cache.cache_folder() == tmp_path / "x" / "gaupipe"
-
-
-# a run on a folder
-
-
-def test_maps_of_images_that_have_changed_are_refused(root, in_process, tmp_path):
-    run, maps = tmp_path / "run", tmp_path / "run" / "maps.zarr"
-    settings = sets(
-        *("data.name=folder", f"data.root={root}", "data.image_size=8", "threads=1"),
-        *("phase_a.max_epochs=1", "model.args={depth: 1, embed_dim: 16, num_heads: 2}"),
-    )
-    assert in_process("phase-a", "digits", "--run-dir", run, *settings)[0] == 0
-    assert in_process("export-maps", "--run-dir", run)[0] == 0
-    commands = [
-        (["verify", maps, "--teacher"], "started with the data set"),
-        (["inspect", maps, "--image", 0, "--png", tmp_path / "map.png"], "are not those the maps"),
-        (["phase-b", "--run-dir", run], "split.json: the training images of data set folder were"),
-        (["phase-a", run / "config.yaml", "--run-dir", run, "--resume"], "the training images of"),
-    ]
-    for arguments, _ in commands[:2]:
-        assert in_process(*arguments)[0] == 0
-    (tmp_path / "map.png").unlink()
-    edit(root / "train" / "dog" / "7.bmp")
-    for arguments, message in commands:
-        code, _, err = in_process(*arguments)
-        assert (code, err.count("\n")) == (2, 1) and message in err
-    assert not (tmp_path / "map.png").exists() and not (run / "phase_b").exists()
-    edit(root / "train" / "dog" / "7.bmp")  # as it was
-    assert in_process(*commands[0][0])[0] == 0
 
 
 # other data sets whose images lie in files
@@ -538,12 +416,10 @@ def test_inaturalist_in_the_order_of_names(tmp_path):
             for image in range(count):
                 Image.fromarray(noise(image, 8, 8, 3)).save(folder / f"{image}.jpg")
     data = load(tmp_path, name="torch/inaturalist")
-    assert data.train.source.files.names == [
-        f"{number:05}_a_b_c_d_e_f_g{number}/{image}.jpg"
-        for number in range(2)
-        for image in range(6)
-    ]
-    assert data.train.source.labels.tolist() == [0] * 6 + [1] * 6 and len(data.test) == 4
+    folders = [f"{number:05}_a_b_c_d_e_f_g{number}" for number in range(2)]
+    names = [f"{folder}/{image}.jpg" for folder in folders for image in range(6)]
+    assert data.train.source.files.names == names and len(data.test) == 4
+    assert data.train.source.labels.tolist() == [0] * 6 + [1] * 6
 
 
 class HubData(list):
@@ -555,11 +431,8 @@ class HubData(list):
         return [label for _, label in self] if key == "label" else super().__getitem__(key)
 
 
-class HubReader:
+class HubReader(SimpleNamespace):
     label_key = "label"
-
-    def __init__(self, samples):
-        self.dataset = HubData(samples)
 
     def __getitem__(self, position):
         path, label = self.dataset[position]
@@ -570,7 +443,7 @@ def test_a_hugging_face_data_set(root, monkeypatch):
     def create_dataset(_name, split, **_options):
         folder = root / ("train" if split == "train" else "val")
         samples = [(path, int(path.parent.name == "dog")) for path in sorted(folder.rglob("*.bmp"))]
-        return SimpleNamespace(reader=HubReader(samples))
+        return SimpleNamespace(reader=HubReader(dataset=HubData(samples)))
 
     monkeypatch.setattr("timm.data.create_dataset", create_dataset)
     data = load(root, name="hfds/mine")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gaupipe.attention import ATTENTION, comparing, kernels
@@ -17,45 +17,31 @@ from gaupipe.attention.kernels import (
     perpendicular,
 )
 
-torch.set_num_threads(1)
-
 HEADS = 2
-PROJECTIONS = {
-    "over all heads": perpendicular,
-    "in each head": lambda m, v: per_head(perpendicular, m, v, HEADS),
-}
+PROJECTIONS = {1: perpendicular, HEADS: lambda m, v: per_head(perpendicular, m, v, HEADS)}
 
 
-# ---- the oracle: numpy, from D = m - <m, v> / <v, v> v ------------------------------------------
-
-
-def oracle(m, v, sensitivity):
-    """(D, dm, dv) over the last axis, in numpy's widest type; a vector of length 0 takes nothing
-    away."""
-    m, v, g = (x.astype(np.longdouble) for x in (m, v, sensitivity))
+def oracle(heads, *arrays):
+    """(D, dm, dv) of D = m - <m, v> / <v, v> v and its gradient, head by head, in numpy's widest
+    type; a vector of length 0 takes nothing away."""
+    m, v, g = (x.astype(np.longdouble).reshape(*x.shape[:-1], heads, -1) for x in arrays)
     squared = (v * v).sum(-1, keepdims=True)
     squared[squared == 0] = np.inf
     a, c = (m * v).sum(-1, keepdims=True) / squared, (g * v).sum(-1, keepdims=True) / squared
-    return m - a * v, g - c * v, -(a * (g - c * v) + c * (m - a * v))
-
-
-def oracle_of(projection, *arrays):
-    if projection == "over all heads":
-        return oracle(*arrays)
-    split = [x.reshape(*x.shape[:-1], HEADS, -1) for x in arrays]
-    return [x.reshape(arrays[0].shape) for x in oracle(*split)]
+    results = m - a * v, g - c * v, -(a * (g - c * v) + c * (m - a * v))
+    return [result.reshape(arrays[0].shape) for result in results]
 
 
 def numbers(*shape, dtype=np.float32):
     return np.random.default_rng(len(shape)).standard_normal((3, *shape)).astype(dtype)
 
 
-def compare(projection, m, v, sensitivity, function=None, slope=True, close=3e-6):
+def compare(heads, function, m, v, sensitivity, slope=True, close=3e-6):
     """Value and gradients against the oracle, relative to the largest number of each row; without
     ``slope`` v has no gradient."""
-    expected = oracle_of(projection, m, v, sensitivity)
+    expected = oracle(heads, m, v, sensitivity)
     mine_m, mine_v = (torch.tensor(x, requires_grad=True) for x in (m, v))
-    d = (function or PROJECTIONS[projection])(mine_m, mine_v)
+    d = function(mine_m, mine_v)
     d.backward(torch.tensor(sensitivity))
     if not slope:
         assert not mine_v.grad.any()
@@ -71,35 +57,30 @@ LENGTHS = [(1, size) for size in (1e-33, 1e-30, 1e-19, 1e-10, 1, 1e19, 1e30, 1e3
 LENGTHS += [(1e30, 1e30), (1e-30, 1e-30), (1e-38, 1e-38), (1e-38, 1), (1e37, 1e37), (1e30, 1)]
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_values_and_gradients_for_vectors_of_any_length(projection):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("heads", PROJECTIONS)
+def test_values_and_gradients_for_vectors_of_any_length(heads, compiled):
+    function = PROJECTIONS[heads]
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
     m, v, sensitivity = numbers(5, 8)
     for of_m, of_v in LENGTHS:
         # numbers below 1e-38 have fewer digits
         close = 3e-6 if min(of_m, of_v) > 1e-37 else 1e-4
         m_now, v_now = m * np.float32(of_m), (v / 4 * np.float32(of_v)).astype(np.float32)
-        compare(projection, m_now, v_now, sensitivity, close=close)
+        compare(heads, function, m_now, v_now, sensitivity, close=close)
     for of_v in (1e-37, 1e-40, 1e-44):  # |m| / |v| leaves the type, v keeps its direction
-        compare(projection, m, v * np.float32(of_v), sensitivity, slope=False)
-    m, v, sensitivity = numbers(5, 8, dtype=np.float64)
-    for size in (1e-250, 1e-160, 1e-30, 1e160, 1e300):
-        compare(projection, m, v * size, sensitivity, close=1e-12)
-        compare(projection, m * size, v * size, sensitivity, close=1e-12)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_heads_of_very_different_lengths(projection, compiled):
-    m, v, sensitivity = numbers(6, 8)
-    v[0, :4] *= 1e-20
+        compare(heads, function, m, v * np.float32(of_v), sensitivity, slope=False)
+    v[0, :4] *= 1e-20  # heads of very different lengths
     v[1, 4:] *= 1e-28
     v[2, :4] = 0
     v[3, :4] *= 1e25
     v[4] = 0
-    function = PROJECTIONS[projection]
-    if compiled:
-        function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    compare(projection, m, v, sensitivity, function)
+    compare(heads, function, m, v, sensitivity)
+    m, v, sensitivity = numbers(5, 8, dtype=np.float64)
+    for size in (1e-250, 1e-160, 1e-30, 1e160, 1e300):
+        compare(heads, function, m, v * size, sensitivity, close=1e-12)
+        compare(heads, function, m * size, v * size, sensitivity, close=1e-12)
     torch._dynamo.reset()
 
 
@@ -107,7 +88,7 @@ def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_u
     torch.manual_seed(0)
     m, v = torch.randn(2, 64, 768).bfloat16()
     m = (m + 20 * v).bfloat16()  # nearly parallel: rounding the coefficient alone costs 8 %
-    exact = torch.from_numpy(oracle(*(x.double().numpy() for x in (m, v, v)))[0].astype(float))
+    exact = torch.from_numpy(oracle(1, *(x.double().numpy() for x in (m, v, v)))[0].astype(float))
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = perpendicular(m.float(), v.float())
     assert perpendicular(m, v).dtype == torch.bfloat16
@@ -115,50 +96,31 @@ def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_u
     torch.testing.assert_close(under_autocast.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-# ---- derivatives of any order and kind ----------------------------------------------------------
-
-
 def doubles(*shape):
     torch.manual_seed(0)
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_second_derivatives(projection):
-    function, m, v = PROJECTIONS[projection], doubles(2, 3, 6), doubles(3, 2, 6).transpose(0, 1)
+@pytest.mark.parametrize("heads", PROJECTIONS)
+def test_derivatives_of_any_order_and_kind(heads):
+    """Backward, forward, one over the other, and batches of them."""
+    function, m, v = PROJECTIONS[heads], doubles(2, 3, 6), doubles(3, 2, 6).transpose(0, 1)
     assert torch.autograd.gradcheck(function, (m, v), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, (m, v), check_batched_grad=True)
+    jacobian = torch.autograd.functional.jacobian(function, (m, v))
+    torch.testing.assert_close(jacfwd(function, (0, 1))(m, v), jacobian)
+
+    def loss(m):
+        return function(m, v).pow(3).sum()
+
+    second = torch.autograd.functional.hessian(loss, m)
+    torch.testing.assert_close(hessian(loss)(m), second)
+    torch.testing.assert_close(vmap(function, (0, None))(m, v[0]), function(m, v[:1].expand_as(m)))
     v = torch.zeros(2, 3, 6, dtype=torch.float64, requires_grad=True)
     first = torch.autograd.grad(function(m, v).pow(3).sum(), (m, v), create_graph=True)
     assert torch.equal(first[1], torch.zeros_like(v))
     second = torch.autograd.grad(first[0].square().sum() + first[1].sum(), (m, v))
     assert all(x.isfinite().all() for x in second)
-
-
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_transforms_agree_with_autograd(projection):
-    function, m, v = PROJECTIONS[projection], doubles(3, 6), doubles(2, 3, 6)[1]
-
-    def loss(m, v):
-        return function(m, v).pow(3).sum()
-
-    expected = torch.autograd.grad(loss(m, v), (m, v))
-    torch.testing.assert_close(grad(loss, (0, 1))(m, v), expected)
-    torch.testing.assert_close(vmap(grad(loss, (0, 1)))(m, v), expected)
-    torch.testing.assert_close(vmap(function, (None, 0))(m[0], v), function(m[:1].expand_as(v), v))
-    torch.testing.assert_close(vmap(function, (1, 0), 1)(m.T, v), function(m, v).T)
-
-    jacobians = torch.autograd.functional.jacobian(function, (m, v))
-    torch.testing.assert_close(jacrev(function, (0, 1))(m, v), jacobians)
-    torch.testing.assert_close(jacfwd(function, (0, 1))(m, v), jacobians)
-    tangents = torch.randn_like(m), torch.randn_like(v)
-    expected = sum(
-        torch.einsum("abcd,cd->ab", j, t) for j, t in zip(jacobians, tangents, strict=True)
-    )
-    torch.testing.assert_close(jvp(function, (m, v), tangents)[1], expected)
-    torch.testing.assert_close(
-        hessian(loss)(m, v), torch.autograd.functional.hessian(lambda m: loss(m, v), m)
-    )
 
 
 @pytest.mark.parametrize("key", comparing())
@@ -190,9 +152,6 @@ def test_derivatives_of_a_layer_and_of_single_images(key):
             torch.testing.assert_close(gradients[name][i], parameter.grad)
 
 
-# ---- fused attention with its log-normaliser ----------------------------------------------------
-
-
 def explicit(q, k, v, hidden, scale):
     scores = scale * q @ k.mT
     if hidden is not None:
@@ -201,7 +160,7 @@ def explicit(q, k, v, hidden, scale):
 
 
 @pytest.mark.parametrize("hidden", [None, torch.eye(16, dtype=torch.bool)], ids=["all", "others"])
-def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden):
+def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden, recwarn):
     """flex_attention, for GPUs, has no backward pass on a CPU."""
     torch.manual_seed(0)
     wide, narrow = torch.randn(2, 2, 3, 16, 32), torch.randn(2, 3, 16, 16)
@@ -216,11 +175,7 @@ def test_the_kernels_have_the_values_and_gradients_of_explicit_attention(hidden)
         results[1] += explicit(narrow, narrow, narrow, hidden, 0.3)
     for value, expected in zip(*results, strict=True):
         torch.testing.assert_close(value, expected, rtol=2e-5, atol=2e-5)
-
-
-def test_flex_attention_is_asked_for_its_normaliser_as_torch_wants_it(recwarn):
-    flex_with_normaliser(*torch.randn(3, 1, 1, 16, 16), None, 0.3)
-    assert not [w for w in recwarn if "return_lse" in str(w.message)]
+    assert not [w for w in recwarn if "return_lse" in str(w.message)]  # an old way to ask for it
 
 
 def test_without_the_private_operator_there_is_no_kernel(monkeypatch):

@@ -1,4 +1,4 @@
-"""Maps of trained teachers: kept keys, dropped tokens, and views; against loops in numpy."""
+"""Maps of trained teachers: kept keys, dropped tokens, and views; against numpy."""
 
 import numpy as np
 import pytest
@@ -23,45 +23,39 @@ def geometry(*views: tuple[tuple[float, float], tuple[float, float]]) -> Geometr
     return Geometry(torch.tensor(offset), torch.tensor(scale))
 
 
-def moved_by_loops(stored, offset, scale, grid, new_grid) -> np.ndarray:
-    """The map [T', T'] of one view, a key and a query at a time. Lengths are in parts of the image:
-    the image is [0, 1] along both axes."""
-    (h, w), (new_h, new_w) = grid, new_grid
-    stored = stored.reshape(h, w, h, w).astype(np.float64)
+def along_an_axis(offset: float, scale: float, n: int, new: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of an axis with n stored tokens, seen by ``new`` ones: the weights of the queries, and the
+    part of each stored cell that a new cell covers, both [new, n]."""
 
-    def place(axis, view):  # view and result in [0, 1]
-        return (offset[axis] + scale[axis] * (2 * view - 1) + 1) / 2
+    def pixels(view):  # of places in [0, 1] of the view
+        return (offset + scale * (2 * view - 1) + 1) / 2 * n
 
-    def row(y, x):
-        """Bilinear between the four queries around a place, borders clamped."""
-        y, x = np.clip(y * h - 0.5, 0, h - 1), np.clip(x * w - 0.5, 0, w - 1)
-        y0, x0 = min(int(y), max(h - 2, 0)), min(int(x), max(w - 2, 0))
-        y1, x1, fy, fx = min(y0 + 1, h - 1), min(x0 + 1, w - 1), y - y0, x - x0
-        return (
-            (1 - fy) * (1 - fx) * stored[y0, x0]
-            + (1 - fy) * fx * stored[y0, x1]
-            + fy * (1 - fx) * stored[y1, x0]
-            + fy * fx * stored[y1, x1]
-        )
+    u = (pixels((np.arange(new) + 0.5) / new) - 0.5).clip(0, n - 1)
+    queries = (1 - np.abs(u[:, None] - np.arange(n))).clip(0)
+    borders = pixels(np.arange(new + 1) / new)[:, None]
+    low, high = np.minimum(borders[1:], borders[:-1]), np.maximum(borders[1:], borders[:-1])
+    covered = np.minimum(high, np.arange(n) + 1) - np.maximum(low, np.arange(n))
+    return queries, covered.clip(0)
 
-    def part(axis, n, new_n, key, cell):
-        ends = sorted([place(axis, key / new_n) * n, place(axis, (key + 1) / new_n) * n])
-        return max(0.0, min(ends[1], cell + 1) - max(ends[0], cell))
 
-    area = np.zeros((new_h, new_w, h, w))
-    for ky, kx, cy, cx in np.ndindex(area.shape):
-        area[ky, kx, cy, cx] = part(1, h, new_h, ky, cy) * part(0, w, new_w, kx, cx)
-    result = np.zeros((new_h, new_w, new_h, new_w))
-    for qy, qx in np.ndindex(new_h, new_w):
-        taken = row(place(1, (qy + 0.5) / new_h), place(0, (qx + 0.5) / new_w))
-        seen = (area * taken).sum((2, 3))
-        if seen.sum() < 1e-4:
-            seen = area.sum((2, 3)) if area.sum() else np.ones((new_h, new_w))
-        result[qy, qx] = seen / seen.sum()
-    return result.reshape(new_h * new_w, new_h * new_w)
+def moved_by_numpy(stored, offset, scale, grid, new_grid) -> np.ndarray:
+    """The maps [H, T', T'] of one view of maps [H, T, T], float64."""
+    (queries_y, cells_y), (queries_x, cells_x) = (
+        along_an_axis(offset[axis], scale[axis], grid[1 - axis], new_grid[1 - axis])
+        for axis in (1, 0)
+    )
+    rows = stored.reshape(len(stored), *grid, *grid).astype(np.float64)
+    rows = np.einsum("ai,bj,hijkl->habkl", queries_y, queries_x, rows)
+    seen = np.einsum("habkl,yk,xl->habyx", rows, cells_y, cells_x)
+    area = np.outer(cells_y.sum(1), cells_x.sum(1))
+    uniform = area if area.sum() else np.ones(new_grid)
+    seen = np.where(seen.sum((-2, -1), keepdims=True) < 1e-4, uniform, seen)
+    tokens = new_grid[0] * new_grid[1]
+    return (seen / seen.sum((-2, -1), keepdims=True)).reshape(-1, tokens, tokens)
 
 
 VIEWS = {
+    "whole": ((0.0, 0.0), (1.0, 1.0)),
     "crop": ((0.2, -0.15), (0.7, 0.6)),
     "crop, mirrored": ((-0.11, 0.3), (-0.63, 0.6)),
     "shift": ((0.23, 0.4), (1.0, 1.0)),
@@ -77,84 +71,46 @@ VIEWS = {
 @pytest.mark.parametrize("new_grid", [None, (3, 4), (7, 2), (1, 1)], ids=str)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_views_are_those_of_the_definition(grid, new_grid):
+    """Whatever the precision around it; also of one map of all images, and without a view."""
     tokens, views = grid[0] * grid[1], list(VIEWS.values())
-    maps = random_maps(0, len(views), 2, tokens, tokens)
-    moved = move_map(maps, geometry(*views), grid, new_grid)
-    assert moved.dtype == torch.float32
-    assert (moved >= 0).all()
-    torch.testing.assert_close(moved.sum(-1), torch.ones(moved.shape[:-1]), atol=1e-6, rtol=0)
-    for image, (offset, scale) in enumerate(views):
-        for head in range(2):
-            expected = moved_by_loops(
-                maps[image, head].numpy(), offset, scale, grid, new_grid or grid
-            )
-            np.testing.assert_allclose(
-                moved[image, head], expected, atol=3e-6, err_msg=list(VIEWS)[image]
-            )
-
-
-@pytest.mark.parametrize("new_grid", [(2, 2), (6, 6), (5, 3), (1, 1)], ids=str)
-def test_another_grid_without_a_view(new_grid):
-    maps = random_maps(1, 2, 3, 12, 12)
-    moved = move_map(maps, None, (3, 4), new_grid)
-    for image, head in np.ndindex(2, 3):
-        expected = moved_by_loops(maps[image, head].numpy(), (0, 0), (1, 1), (3, 4), new_grid)
-        np.testing.assert_allclose(moved[image, head], expected, atol=3e-7)
-
-
-def test_a_map_that_needs_no_move_is_returned_itself():
-    maps = random_maps(2, 2, 1, 12, 12)
-    assert move_map(maps, None, (3, 4)) is maps
-    assert move_map(maps, None, (3, 4), (3, 4)) is maps
-    identity = geometry(((0.0, 0.0), (1.0, 1.0)), ((0.0, 0.0), (1.0, 1.0)))
-    assert torch.equal(move_map(maps, identity, (3, 4)), maps)
-
-
-def test_one_map_of_all_images():
-    maps = random_maps(3, 1, 2, 12, 12)
-    views = geometry(VIEWS["crop"], VIEWS["shift"])
-    moved = move_map(maps, views, (3, 4))
-    assert torch.equal(moved, move_map(maps.expand(2, -1, -1, -1), views, (3, 4)))
+    new_grid = new_grid or grid
+    maps, where = random_maps(0, len(views), 2, tokens, tokens), geometry(*views)
+    with torch.autocast("cpu", torch.bfloat16):
+        moved = move_map(maps, where, grid, new_grid)
+        of_one = move_map(maps[:1], where, grid, new_grid)
+    assert moved.dtype == torch.float32 and (moved >= 0).all()
+    for image, (name, view) in enumerate(VIEWS.items()):
+        for ours, stored in ((moved[image], maps[image]), (of_one[image], maps[0])):
+            expected = moved_by_numpy(stored.numpy(), *view, grid, new_grid)
+            np.testing.assert_allclose(ours, expected, atol=3e-6, err_msg=name)
+    torch.testing.assert_close(move_map(maps[:1], None, grid, new_grid), moved[:1])
 
 
 @pytest.mark.parametrize("grid", [*GRIDS, (14, 14)], ids=str)
-@pytest.mark.parametrize("axis", ["x", "y", "both"])
-def test_a_flip_is_a_permutation(grid, axis):
+@pytest.mark.parametrize("dims", [(), (3, 5), (2, 4), (2, 3, 4, 5)], ids=["none", "x", "y", "both"])
+def test_a_flip_is_a_permutation(grid, dims):
     """To the last bit, also of maps that do not quite sum to 1; twice is nothing."""
     tokens = grid[0] * grid[1]
     maps = random_maps(4, 2, 2, tokens, tokens).half().float()
-    flip = (0.0, 0.0), (-1.0 if axis != "y" else 1.0, -1.0 if axis != "x" else 1.0)
+    flip = (0.0, 0.0), (-1.0 if 3 in dims else 1.0, -1.0 if 2 in dims else 1.0)
     views = geometry(flip, flip)
-    dims = {"x": (3, 5), "y": (2, 4), "both": (2, 3, 4, 5)}[axis]
     expected = maps.reshape(2, 2, *grid, *grid).flip(dims).reshape(maps.shape)
     moved = move_map(maps, views, grid)
     assert torch.equal(moved, expected)
     assert torch.equal(move_map(moved, views, grid), maps)
 
 
-def test_half_precision_around_it_changes_nothing():
-    maps, views = random_maps(7, 1, 2, 16, 16), geometry(VIEWS["crop"])
-    expected = move_map(maps, views, (4, 4))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(move_map(maps, views, (4, 4)), expected)
-
-
 @pytest.mark.parametrize("k", [1, 4, 11, 12])
-def test_the_largest_keys_keep_their_weights(k):
+def test_the_largest_keys_keep_their_weights_and_the_rest_is_spread_evenly(k):
     maps = random_maps(8, 2, 3, 12, 12)
     keys, weights = top_k(maps, k)
-    assert keys.dtype == torch.int64
     order = np.argsort(-maps.numpy(), axis=-1, kind="stable")[..., :k]
-    assert np.array_equal(keys, order)
-    assert np.array_equal(weights, np.take_along_axis(maps.numpy(), order, -1))
-    expected = np.zeros(maps.shape)
-    for row in np.ndindex(2, 3, 12):
-        rest = 1 - weights[row].double().sum().item()
-        expected[row] = rest / (12 - k) if k < 12 else 0
-        expected[row][order[row]] = weights[row]
-    restored = from_top_k(keys, weights, 12)
-    np.testing.assert_allclose(restored, expected, atol=2e-7)
-    np.testing.assert_allclose(restored.sum(-1), 1, atol=5e-7)
+    largest = np.take_along_axis(maps.double().numpy(), order, -1)
+    assert keys.dtype == torch.int64 and np.array_equal(keys, order)
+    rest = (1 - largest.sum(-1, keepdims=True)) / max(12 - k, 1)
+    expected = np.broadcast_to(rest, maps.shape).copy()
+    np.put_along_axis(expected, order, largest, -1)
+    np.testing.assert_allclose(from_top_k(keys, weights, 12), expected, atol=5e-7)
 
 
 def test_weights_that_rounding_made_too_large():

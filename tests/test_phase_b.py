@@ -13,18 +13,18 @@ import timm
 import torch
 
 import store
+from arguments import sets
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map
-from gaupipe.models import convert, forward_with_maps
+from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.vit.diagnostics import belief_geometry
 from stages import evaluate, export_maps, phase_b
 from stages import train as student_training
 from stages.figures import key_attention
@@ -145,10 +145,7 @@ WAYS = {
         "phase_b.layer_map=[0, null, 1]",
         "phase_b.head_map=mean",
     ],
-    "other-grid-rezero": [
-        "phase_b.model_args={patch_size: 1}",
-        "phase_b.rezero=true",
-    ],
+    "other-grid-rezero": ["phase_b.model_args={patch_size: 1, rezero: true}"],
 }
 
 
@@ -319,61 +316,33 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
         assert settings.baseline_optim.lr == 0.5
 
 
-def test_norms_and_angles_are_measured_while_a_student_is_trained(run_dir, tmp_path):
-    """Every 23 steps, which an epoch has; the last time is after the last step. The training does
-    not notice."""
-    rows = {}
-    for every in (0, 23):
-        changes = ["phase_b.epochs=2", f"geometry_every={every}"]
-        settings = config.load(run_dir / "config.yaml", changes)
-        rows[every] = phase_b.train_student(settings, tmp_path / str(every), teacher=None)
-    assert [row["train_loss"] for row in rows[0]] == [row["train_loss"] for row in rows[23]]
-    measured = [entry for row in rows[23] for entry in row["geometry"]]
-    assert [entry["step"] for entry in measured] == [23, 46] and "geometry" not in rows[0][0]
-
-    student = timm.create_model(f"local-dir:{tmp_path / '23' / 'student'}", pretrained=True)
-    data = load_data(settings.data)
-    ids = np.linspace(0, 1436, 64).astype(int)
-    batches = Batches(data.train, data, torch.device("cpu"), 64)
-    images = next(iter(batches.in_order(ids))).images
-    for layer, block in enumerate(belief_geometry(convert(student.eval(), "standard"), images)):
-        assert measured[1]["d_norm"][layer] == pytest.approx(block.d_norm.mean().item(), rel=1e-4)
-        angle = block.mh_update_angle.mean().item()
-        assert measured[1]["mh_update_angle"][layer] == pytest.approx(angle, rel=1e-4)
-    assert (tmp_path / "23" / "geometry.png").stat().st_size > 10_000
-    assert not (tmp_path / "0" / "geometry.png").exists()
-
-
 @pytest.mark.parametrize("moment", ["load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
-    run_dir, monkeypatch, capsys, moment
+    run_dir, monkeypatch, in_process, moment
 ):
-    """Its folder has the request. Before there is a folder, --resume says that it starts afresh."""
+    """Its folder has the request, and the command that goes on is said."""
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
 
     name = f"at_{moment}"
-    folder = run_dir / "phase_b" / name
+    command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        patch.setattr(student_training if moment == "train" else phase_b, moment, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            phase_b.run(run_dir, "belief2", name=name, overrides=["phase_b.epochs=2"])
-    assert folder.exists() == (moment != "load_data")
-    begun = [] if folder.exists() else ["phase_b.epochs=1"]
-    capsys.readouterr()
-    rows = phase_b.run(run_dir, name=name, resume=True, overrides=begun)
-    assert len(rows) == (1 if begun else 2)
-    said = capsys.readouterr().err
-    assert f"{folder}: nothing was saved to resume: starts afresh with the settings" in said
-    assert ("of this command" if begun else "it was begun with") in said
+        module = phase_b if moment == "build_student" else student_training
+        patch.setattr(module, moment, interrupted)
+        code, _, err = in_process(*command, *sets("phase_b.epochs=2"), "--student", "belief2")
+    asked = f"{name} --set phase_b.epochs=2 --student belief2 --resume"
+    assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
+    code, _, said = in_process(*command, "--resume")
+    assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said
+    assert code == 0 and f"{name} epoch 2/2: " in said and "next: gaupipe evaluate" in said
 
 
 def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
     phase_b.run(run_dir, "xsa", resume=True)
     message = "phase_b.alpha 0.1, now it is 0.3"
-    with changed(run_dir, "phase_b.alpha=0.3"), pytest.raises(UserError, match=message):
-        phase_b.run(run_dir, "xsa", resume=True)
+    with pytest.raises(UserError, match=message):
+        phase_b.run(run_dir, "xsa", resume=True, overrides=["phase_b.alpha=0.3"])
 
 
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import zarr
+from PIL import Image
 
 import store
 from arguments import sets
@@ -27,7 +28,7 @@ from stages.runs.resources import check_resources, make_plan
 
 
 def settings(**phase_a):
-    return parse({"phase_a": phase_a, "device": "cpu"}, "test")
+    return parse({"phase_a": {"per_image": "table"} | phase_a, "device": "cpu"}, "test")
 
 
 def planned(name, images, compression=None, phase_a=None, **model):
@@ -52,23 +53,18 @@ def test_the_papers_counts_for_imagenet():
     compression = {"per_image": "embedding"}
     compressed = planned(images=1_300_000, compression=(256, 768), phase_a=compression, **block)
     assert compressed.per_image_parameters == 1_300_000 * 256
-    network = compressed.network_parameters - gaussians.network_parameters
-    network += compressed.prior_parameters
-    assert network == 256 * 768 + 768 + 768 * 18_816 + 18_816  # 196 tokens, 12 heads, 8 numbers
-    assert round((compressed.per_image_parameters + network) / 1e6) == 347
+    network = compressed.parameters - gaussians.parameters
+    assert network == 256 * 768 + 768 + 768 * 18_816  # 196 tokens, 12 heads, 8 numbers
+    assert round((compressed.per_image_parameters + network + 18_816) / 1e6) == 347
 
 
 def test_cifar10_atto_keeps_a_billion_numbers_in_files():
     plan = atto()
     assert plan.per_image_parameters == 1_075_200_000
-    assert plan.per_image_in == "files" and plan.per_image_disk_bytes == 2 * 3 * 4 * 1_075_200_000
-    assert plan.memory_bytes < 2.5e9 and plan.checkpoint_bytes < 100e6
-    in_memory = atto(rows={"memory_budget_gb": 20})
-    assert in_memory.per_image_in == "memory" and in_memory.per_image_disk_bytes == 0
-    assert in_memory.memory_bytes - plan.memory_bytes == 12 * 1_075_200_000
-    assert in_memory.checkpoint_bytes > 12 * 1_075_200_000
+    assert plan.memory_bytes < 2.5e9
+    assert 0 < plan.disk_bytes - 2 * 3 * 4 * 1_075_200_000 < 2 * 100e6  # beside two checkpoints
     alone = atto(per_image="none")  # the prior
-    assert alone.per_image_parameters == alone.per_image_disk_bytes == 0
+    assert alone.per_image_parameters == 0 and alone.disk_bytes < 2 * 100e6
 
 
 @pytest.mark.parametrize(
@@ -96,13 +92,16 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
 
 
 def test_the_planned_bytes_are_what_the_files_take(tmp_path):
-    plan = atto(images=2, rows={"memory_budget_gb": 0})
+    plan = atto(images=2)
     state = ImageState(2, torch.zeros(7 * 12 * 64 * 4), lr=0.1, folder=tmp_path)
     for _ in range(2):
         state.update(torch.arange(2), torch.ones(2, 7 * 12 * 64 * 4))
         state.commit()
     files = list(tmp_path.glob("records.*"))
-    assert sum(file.stat().st_size for file in files) == plan.per_image_disk_bytes
+    alone = atto(images=2, per_image="none")
+    other = 4 * (9 * 2 + 4 * 7 * 12 * 64 * 4) // 4  # of a checkpoint: counts and an image's start
+    written = sum(file.stat().st_size for file in files)
+    assert plan.disk_bytes == alone.disk_bytes + written + 2 * other
 
 
 def free(monkeypatch, disk, memory):
@@ -146,8 +145,8 @@ def test_a_job_that_does_not_fit_is_refused_in_one_line(tmp_path, monkeypatch):
 
 
 def test_what_a_run_has_written_already_is_not_asked_for_again(tmp_path, monkeypatch):
-    plan = atto(images=100, rows={"memory_budget_gb": 0})
-    free(monkeypatch, disk=plan.phase_a_disk_bytes - 2e6, memory=None)
+    plan = atto(images=100)
+    free(monkeypatch, disk=plan.disk_bytes - 2e6, memory=None)
     with pytest.raises(UserError, match="of disk"):
         check_resources(plan, tmp_path)
     (tmp_path / "phase_a" / "rows").mkdir(parents=True)
@@ -160,10 +159,48 @@ def test_plan_measures_the_digits_and_leaves_nothing_behind(tmp_path, in_process
     assert code == 0, err
     plan = json.loads(out)
     assert plan["images"] == 1437 and plan["per_image_parameters"] == 1437 * 4 * 4 * 16 * 4
-    assert plan["per_image_in"] == "memory" and plan["problem"] is None
+    assert plan["problem"] is None
     assert set(plan["store_bytes"]) == {"gaussian", "dense", "topk"}
-    assert all(seconds > 0 for seconds in plan["seconds"].values())
     assert not list(tmp_path.iterdir())
+    stages, total = plan["stages"], plan["total"]
+    assert [*stages] == ["phase_a", "export", "phase_b", "plain"]
+    assert all(stage["seconds"] > 0 for stage in stages.values())
+    assert stages["export"]["disk_bytes"] == plan["store_bytes"]["gaussian"]
+    for name, of_all in (("seconds", sum), ("disk_bytes", sum), ("memory_bytes", max)):
+        assert total[name] == pytest.approx(of_all(stage[name] for stage in stages.values()))
+
+
+def test_plan_has_a_line_for_each_training_of_a_run(tmp_path, in_process):
+    """With a folder of images too, whose store has views; without a baseline there is none."""
+    draw = np.random.default_rng(0)
+    for name in (f"{folder}/{number}.png" for folder in ("ant", "bee") for number in range(20)):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(256, size=(16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / name)
+    code, out, err = in_process("plan", "--data", "photos", "--steps", 1, cwd=tmp_path)
+    assert code == 0, err
+    first, second, third, fourth, fifth = out.splitlines()[1:6]
+    assert "teacher" in first and "store (topk)" in second and "belief, distilled" in third
+    assert "belief, plain" in fourth and fifth.startswith("total")
+    assert max(map(len, out.splitlines())) <= 80
+    options = sets("baseline.epochs=0", "export.kind=prior", "phase_a.per_image=none")
+    _, out, _ = in_process("plan", "--steps", 0, *options, "--json", cwd=tmp_path)
+    assert [*json.loads(out)["stages"]] == ["phase_a", "export", "phase_b"]
+
+
+def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkeypatch):
+    """Three of ten epochs have maps, and six views are stored, of which two are measured."""
+    epochs = [{"seconds": seconds} for seconds in (9.0, 2.0, 9.0, 1.0)]
+    monkeypatch.setattr(plan.phase_b, "run", lambda *_, **__: epochs)
+    monkeypatch.setattr(plan, "measure_student", lambda *_: 0.0)
+    monkeypatch.setattr(plan, "measure_export", lambda *_: 0.5)
+    changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]
+    changes += ["model.args={embed_dim: 16, depth: 1, num_heads: 2}", "data.train_images=80"]
+    changes += ["phase_b.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
+    settings = load("digits", [*changes, "baseline.epochs=0", "threads=1"])
+    stages = plan.run(settings, tmp_path, steps=2)["stages"]
+    assert stages["phase_b"]["seconds"] == pytest.approx(80 / 40 * (3 * 2 + 7 * 1))
+    assert stages["export"]["seconds"] == pytest.approx(80 * 0.5 * 3)
 
 
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
@@ -172,8 +209,8 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
     code, out, err = in_process(*arguments, "--json", cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
-    assert plan["per_image_parameters"] == 1_281_167 * 7 * 12 * 64 * 4 and plan["seconds"] is None
-    assert "of disk" in plan["problem"]
+    assert plan["per_image_parameters"] == 1_281_167 * 7 * 12 * 64 * 4
+    assert plan["total"]["seconds"] is None and "of disk" in plan["problem"]
     table = in_process(*arguments, cwd=tmp_path)[1]
     assert "1,281,167" in table and "does not fit: " in table
 
@@ -181,13 +218,14 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
 LARGE = ["model.args={embed_dim: 65536, num_heads: 4}", "device=cpu"]
 
 
-@pytest.mark.parametrize("options", [[], ["--plain"]])
+@pytest.mark.parametrize("options", [[], ["--train"]])
 def test_a_model_that_no_memory_holds_is_planned_without_being_made(tmp_path, in_process, options):
     code, out, err = in_process("plan", *options, "--json", *sets(*LARGE), cwd=tmp_path)
     assert code == 0, err
     plan = json.loads(out)
-    assert plan["network_parameters"] > 1e11 and plan["memory_bytes"] > 1e12
-    assert plan["seconds"] is None and "needs" in plan["problem"]
+    for stage in plan["stages"].values():
+        assert stage["memory_bytes"] > 1e12 and stage.get("parameters", 1e12) > 1e11
+    assert plan["total"]["seconds"] is None and "needs" in plan["problem"]
     code, out, err = in_process("phase-a", *sets(*LARGE), cwd=tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1) and "phase A needs" in err
     assert not list(tmp_path.iterdir())
@@ -204,15 +242,16 @@ def test_an_allocation_that_fails_is_one_line():
 
 def test_plan_of_a_world_divides_memory_and_time(tmp_path, monkeypatch):
     digits = load("digits", ["data.batch_size=100", "device=cpu"])
-    seconds = {"phase_a_epoch": 8.0, "export": 4.0}
+    seconds = {"phase_a": 8.0, "export": 4.0, "phase_b": 2.0, "plain": 1.0}
     monkeypatch.setattr(plan, "measure", lambda *_: dict(seconds))
-    alone, each = (plan.run(digits, tmp_path, world_size=size) for size in (1, 4))
-    assert each["seconds"] == {name: value / 4 for name, value in seconds.items()}
-    records = alone["per_image_parameters"] * 3 * 4
+    plans = [plan.run(digits, tmp_path, world_size=size) for size in (1, 4)]
+    alone, each = (planned["stages"] for planned in plans)
+    assert {name: 4 * stage["seconds"] for name, stage in each.items()} == seconds
+    assert plans[1]["total"]["seconds"] == 15 / 4
     activations = 4 * resources.ACTIVATIONS * 100 * 16 * 4 * 64  # tokens, blocks, width
-    saved = alone["memory_bytes"] - each["memory_bytes"]
-    assert saved == pytest.approx((records + activations) * 3 / 4, abs=4)
-    assert each["phase_a_disk_bytes"] == alone["phase_a_disk_bytes"]
+    saved = alone["phase_a"]["memory_bytes"] - each["phase_a"]["memory_bytes"]
+    assert saved == pytest.approx(activations * 3 / 4, abs=4)
+    assert each["phase_a"]["disk_bytes"] == alone["phase_a"]["disk_bytes"]
 
 
 def test_a_world_that_cannot_share_the_buckets_is_refused(tmp_path, in_process):

@@ -3,6 +3,9 @@
 import csv
 import io
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -60,7 +63,7 @@ def test_probabilities_are_those_of_the_model_on_the_prepared_image(student, pic
 def test_folders_are_searched_and_unreadable_images_are_rows(student, pictures):
     request = predict.resolve(f"local-dir:{student / 'student'}", [pictures])
     predictions = predict.run(request, top=2, batch_size=2)
-    names = [str(prediction.path.relative_to(pictures)) for prediction in predictions]
+    names = [str(Path(prediction.path).relative_to(pictures)) for prediction in predictions]
     assert names == ["a/3.png", "b/1.png", "b/2.png", "b/broken.png"]
     assert [bool(prediction.problem) for prediction in predictions] == [False] * 3 + [True]
     alone = predict.run(predict.resolve(str(student), [pictures / "b" / "2.png"]), top=2)
@@ -121,6 +124,8 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
     assert [bool(row["problem"]) for row in rows] == [False] * 3 + [True]
     assert {row["class2"] for row in rows[:3]} <= set(NAMES)
     picture = pictures / "a" / "3.png"
+    alone = [sys.executable, "-m", "gaupipe", "predict", student, picture]  # timm knows the model
+    assert subprocess.run(alone, capture_output=True, text=True).stdout.count("\n") == 2
     for out in ("p.csv", "p.json"):
         assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
     assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)

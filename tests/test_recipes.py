@@ -10,25 +10,19 @@ import torch
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData
+from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
 from stages import phase_b, train
-from stages.compare.cells import default_cells, resolve, sweep_cells
+from stages.compare.cells import Cell, default_cells, resolve, sweep_cells
+from stages.compare.run import check
 from stages.compare.trainings import as_run, digest
 from stages.plan import random_data
 
-PLAIN = (
-    "attentions",
-    "baselines",
-    "attentionx_gamma",
-    "baselines",
-    "belief2_signals",
-    "belief2_tables",
-    "beliefformer_concat",
-)
+PLAIN = ("attentions", "attentionx_gamma", "baselines", "belief2_signals", "belief2_tables")
+PLAIN += ("beliefformer_concat",)
 """Sweeps that train no teacher."""
 
 
@@ -65,12 +59,12 @@ def test_a_step_of_every_shipped_configuration(name):
     assert "head.weight" in changed and "blocks.0.attn.qkv.weight" in changed
 
 
-def resolved(base: Settings, sweep: str) -> dict[str, tuple[bool, Settings]]:
-    """By cell of a sweep whether it is plain, and its settings."""
+def resolved(base: Settings, sweep: str) -> list[tuple[Cell, Settings]]:
+    """Every cell of a sweep over a configuration."""
     defaults = default_cells(base, ["standard"], tune=False)
     cells = sweep_cells(config.read_yaml(sweep, "sweeps"), sweep, defaults)
     by_name = {cell.name: cell for cell in cells}
-    return {cell.name: (cell.plain, resolve(cell, by_name, {}, base)) for cell in cells}
+    return [(cell, resolve(cell, by_name, {}, base)) for cell in cells]
 
 
 def counts(name: str, sweep: str) -> dict[str, int]:
@@ -78,16 +72,15 @@ def counts(name: str, sweep: str) -> dict[str, int]:
     base = config.load(name)
     data = data_of(name, base)
     return {
-        cell: count_parameters(build_student(settings, data, "meta"))
-        for cell, (_, settings) in resolved(base, sweep).items()
+        cell.name: count_parameters(build_student(settings, data, "meta"))
+        for cell, settings in resolved(base, sweep)
     }
 
 
 def test_the_parameters_of_belief2s_tables():
     """*Belief2, tables 2 and 3*, in millions."""
-    millions = {
-        cell: count / 1e6 for cell, count in counts("belief2_cifar100", "belief2_tables").items()
-    }
+    sizes = counts("belief2_cifar100", "belief2_tables")
+    millions = {cell: count / 1e6 for cell, count in sizes.items()}
     for cell in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
         assert millions[cell] == pytest.approx(3.38, abs=0.005), cell
     assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.01)
@@ -104,29 +97,37 @@ def test_small_recipes_have_equal_parameters_too(name):
         assert size == pytest.approx(sizes["plain ViT"], rel=0.005)
 
 
-def test_belief2s_experiment_is_the_papers():
-    """*Belief2, section 4.3*."""
+def test_the_experiments_are_the_papers():
+    """*Belief2, section 4.3*, and *AttentionX, section 4.1*; gamma 1 and a masked diagonal are the
+    defaults of its class."""
     settings = config.load("belief2_cifar100")
     args, phase = settings.model.args, settings.phase_b
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
-    assert args["class_token"] and args["mlp_ratio"] == 3 and phase.match_params
     assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
-
-
-def test_attentionxs_experiment_is_the_papers():
-    """*AttentionX, section 4.1*; gamma 1 and a masked diagonal are the defaults of its class."""
     settings = config.load("attentionx_vit_small")
-    optim = settings.phase_b.optim
-    assert (optim.lr, optim.betas) == (1e-4, (0.9, 0.999))
+    assert (settings.phase_b.optim.lr, settings.phase_b.optim.args) == (1e-4, {})
     model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 
+MEANT_FOR = {
+    "teachers": "fashion_mnist_vit",
+    "goal": "fashion_mnist_vit",
+    "first_phases": "cifar10_small",
+    "views": "cifar10_vit",
+}
+SMALL = ["data.name=digits", "data.train_images=null", "model.name=gauvit_pico_patch2_8"]
+
+
 @pytest.mark.parametrize("sweep", config.shipped("sweeps"))
-def test_every_shipped_sweep_is_as_many_runs_as_cells(sweep):
-    cells = resolved(config.load("cifar10_small"), sweep)
-    assert (sweep in PLAIN) == all(plain for plain, _ in cells.values())
+def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
+    """With the digits' 16 tokens, for eight keys."""
+    base = config.load(MEANT_FOR.get(sweep, "fashion_mnist"), [*SMALL, "model.args={}"])
+    cells, data = resolved(base, sweep), load_data(base.data)
+    assert (sweep in PLAIN) == all(cell.plain for cell, _ in cells)
     runs = {
-        digest(as_run(settings, 0, baseline=plain), plain) for plain, settings in cells.values()
+        digest(as_run(settings, 0, baseline=cell.plain), cell.plain) for cell, settings in cells
     }
-    assert next(iter(cells)) == "plain ViT" and (len(runs) == len(cells) or sweep not in PLAIN)
+    assert cells[0][0].name == "plain ViT" and (len(runs) == len(cells) or sweep not in PLAIN)
+    for cell, settings in cells:
+        check(cell, settings, data)

@@ -25,7 +25,6 @@ TINY = [
 CASES = {
     "memory": ["phase_a.mode=stochastic", "phase_b.optim.ema=0.9", "phase_b.gamma=0.2"],
     "files": [
-        "phase_a.rows.memory_budget_gb=0",
         "phase_a.optim.ema=0.9",
         "phase_b.warm_start=teacher",
         "phase_b.optim.accumulate=2",
@@ -76,19 +75,6 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
         for name in ("unbroken", "killed")
     ]
     assert all(torch.equal(students[0][name], students[1][name]) for name in students[0])
-
-
-def test_rows_in_files_and_rows_in_memory_give_the_same_training(tmp_path):
-    for name, budget in (("memory", 2), ("files", 0)):
-        settings = config.load(
-            "digits", [*TINY, f"phase_a.rows.memory_budget_gb={budget}", "baseline.epochs=0"]
-        )
-        assert exit_code(work, tmp_path / name, settings) == 0
-    assert (
-        list((tmp_path / "files" / "phase_a" / "rows").iterdir())
-        and not (tmp_path / "memory/phase_a/rows").exists()
-    )
-    assert results(tmp_path / "files") == results(tmp_path / "memory")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):

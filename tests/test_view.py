@@ -26,7 +26,7 @@ from gaupipe.system.errors import UserError
 from stages.figures import key_attention
 from stages.view import page
 from stages.view.app import make_app
-from stages.view.gallery import Gallery
+from stages.view.gallery import stored_gallery
 from stages.view.serve import bound, open_viewer
 from test_store import make_arrays, make_schema, write_store
 
@@ -82,7 +82,7 @@ def test_orders_of_the_gallery(written, tmp_path):
     logits = arrays["logits"].astype(np.float16).astype(np.float64)
     probability = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     sure, right = probability.max(-1), logits.argmax(-1) == arrays["labels"]
-    gallery = Gallery(store.open(url), tmp_path / "view" / "kept.npz")
+    gallery = stored_gallery(store.open(url))
     gallery.read_all()
 
     def ids(*asked) -> list[int]:
@@ -104,41 +104,23 @@ def test_orders_of_the_gallery(written, tmp_path):
         gallery.page("id", 5)
 
 
-def test_labels_are_read_once_and_pages_alone_before(written, tmp_path, monkeypatch):
-    maps, cache = store.open(written[0]), tmp_path / "view" / "kept.npz"
-    reads, read = [], store.Store.read
-
-    def watched(self, start, stop, names=None):
-        reads.append((start, stop, tuple(names)))
-        return read(self, start, stop, names)
-
-    monkeypatch.setattr(store.Store, "read", watched)
-    before = Gallery(maps, cache)
-    page_one = before.page("id", None, 1)
-    assert reads == [(60, 120, ("labels", "logits"))]
-    assert before.page("wrong")["items"] is None  # not before all labels are known
-    before.read_all()
-    assert before.done == 150 and sorted(reads[1:]) == [
-        (start, min(start + 40, 150), ("labels", "logits")) for start in (0, 40, 80, 120)
-    ]
-    assert before.page("id", None, 1) == page_one
-    reads.clear()
-    again = Gallery(maps, cache)
-    again.read_all()
-    assert not reads and again.page("wrong") == before.page("wrong")
-    cache.write_bytes(cache.read_bytes()[:100])  # damaged: read again
-    again.read_all()
-    assert len(reads) == 4
+def test_images_are_listed_while_labels_are_still_read(written):
+    gallery = stored_gallery(store.open(written[0]))
+    assert [item["id"] for item in gallery.page("id", None, 1)["items"]] == list(range(60, 120))
+    assert gallery.page("wrong")["items"] is None  # not before all labels are known
+    gallery.thread.join()  # which that began to read
+    assert gallery.done == 150 and not gallery.reading
+    assert gallery.page("wrong")["items"][0]["label"] is not None
 
 
 def test_a_view_of_an_image_is_its_first(tmp_path):
     schema = make_schema(kind="topk", k=3, num_images=24, views=3)
     arrays = make_arrays(schema)
     write_store(tmp_path / "s", schema, arrays, shard_bytes=5 * schema.bytes_per_image)
-    gallery = Gallery(store.open(tmp_path / "s"), None)
-    some = gallery.page("id")
+    gallery = stored_gallery(store.open(tmp_path / "s"))
     gallery.read_all()
-    assert gallery.page("id") == some and some["total"] == 8
+    some = gallery.page("id")
+    assert some["total"] == 8
     message = open_viewer(str(tmp_path / "s"), None).image(2, 1)
     assert message.endswith(padded(arrays["weights"][7].astype(np.float16).tobytes()))
     assert [item["label"] for item in some["items"]] == arrays["labels"][::3].tolist()
@@ -150,20 +132,20 @@ def test_a_damaged_shard_stops_the_reading_with_its_name(written, tmp_path):
     write_store(url, schema, make_arrays(schema), shard_bytes=40 * schema.bytes_per_image)
     damaged = url / "logits" / "c" / "2" / "0"
     damaged.write_bytes(damaged.read_bytes()[:-9])
-    gallery = Gallery(store.open(url), None)
+    gallery = stored_gallery(store.open(url))
     gallery.read_all()
     assert "shard 2 (images 80 to 119)" in gallery.error and gallery.all is None
 
 
 def test_what_the_server_answers(written):
     viewer = open_viewer(str(written[0]), None)
-    viewer.gallery.read_all()
+    viewer.gallery("train", "").read_all()
     with serving(viewer) as address:
         code, body, headers = get(f"{address}/")
         assert code == 200 and b"gaupipe" in body
         assert "default-src 'none'" in headers["content-security-policy"]
         assert get(f"{address}/main.js")[2]["content-type"].startswith("text/javascript")
-        assert json.loads(get(f"{address}/api/about")[1])["grid"] == [2, 3]
+        assert json.loads(get(f"{address}/api/about")[1])["kind"] == "gaussian"
         assert json.loads(get(f"{address}/api/gallery?page=2")[1])["total"] == 150
         for path, code, message in (
             ("api/image/150", 404, "0 to 149"),
@@ -171,11 +153,12 @@ def test_what_the_server_answers(written):
             ("api/image/3?view=x", 404, "whole number"),
             (f"api/image/{MANY}", 404, "whole number"),
             (f"api/pixels/x/{MANY}.png", 404, "whole number"),
-            (f"api/epochs/teacher/{MANY}", 404, "whole number"),
+            (f"api/epochs/{MANY}", 404, "whole number"),
             (f"api/gallery?page={MANY}", 404, "whole number"),
             ("api/gallery?order=x", 404, "should be one of"),
-            ("api/student/standard/3", 404, "not one of none"),
-            ("api/epochs/teacher/3", 404, "no snapshots"),
+            ("api/student/3?student=standard", 404, "not one of none"),
+            ("api/relevance/3?class=x", 404, "whole number"),
+            ("api/epochs/3", 404, "no snapshots"),
             ("api/pixels/x/3.png", 404, "still being read"),
         ):
             answer = get(f"{address}/{path}")
@@ -206,7 +189,7 @@ def test_it_ends_with_ctrl_c(written, in_process):
 
     threading.Thread(target=look_and_interrupt).start()
     code, out, err = in_process("view", written[0], "--no-open", "--port", port)
-    assert (code, err) == (0, "") and seen["images"] == 150
+    assert (code, err) == (0, "") and seen["kind"] == "gaussian"
     assert out.startswith(f"http://127.0.0.1:{port}/ ")
 
 
@@ -233,7 +216,7 @@ def test_without_the_extra_it_says_what_to_install(written, in_process, monkeypa
         (["--image", 150], "image 150: the store has 0 to 149"),
         (["--html", "out.html"], "name its images with --image"),
         (["--html", "out.txt", "--image", 1], "ends in .html"),
-        (["--html", "no/out.html", "--image", 1], "there is no folder no"),
+        (["--html", "no/out.html", "--image", 1], "there is no folder"),
         (["--student", "standard"], "name the student's run with --run-dir"),
         (["--run-dir", "no"], "not a run directory"),
     ],
@@ -331,11 +314,3 @@ def test_an_image_of_a_large_store_is_read_alone(tmp_path):
     assert len(viewer.image(15)) > 100
     with pytest.raises(store.StoreError):
         viewer.image(3)
-
-
-def test_a_run_that_cannot_be_written_is_looked_at(written, tmp_path):
-    (tmp_path / "file").write_text("")
-    gallery = Gallery(store.open(written[0]), tmp_path / "file" / "kept.npz")
-    gallery.read_all()
-    assert gallery.all is not None and not gallery.error
-    assert os.listdir(tmp_path) == ["file"]

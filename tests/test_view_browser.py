@@ -18,7 +18,8 @@ from gaupipe.distillation.kinds import KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder
-from stages import inspect_maps
+from stages import evaluate, inspect_maps
+from stages.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
 from stages.view.serve import open_viewer
 from test_store import make_arrays, make_schema, random_maps, write_store
@@ -140,6 +141,11 @@ def same(shown: dict, expected: dict) -> None:
             assert shown[name] == value, name
 
 
+def stored_map(url: str | Path, image: int, layer: int) -> torch.Tensor:
+    """[H, T, T], as inspect shows it."""
+    return StoredMaps(store.open(url)).see(image)[0].map(layer)
+
+
 ALL_ROWS = """async () => {
   const { unpack } = await import("/wire.js");
   const { Maps } = await import("/rows.js");
@@ -179,7 +185,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
         rows = np.array(shown.page.evaluate(ALL_ROWS)).reshape(2, 3, 20, 20)
         np.testing.assert_allclose(rows, exact_rows(url), rtol=0, atol=1e-7)
         for layer in range(2):  # inspect computes in float32, wide Gaussians to 1e-4
-            expected = inspect_maps.stored_maps(url, 0, layer).maps.numpy()
+            expected = stored_map(url, 0, layer).numpy()
             narrow = (slice(None), slice(6, None)) if layer == 0 else slice(None)
             np.testing.assert_allclose(rows[layer][narrow], expected[narrow], atol=2e-6)
         np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
@@ -274,7 +280,7 @@ def test_hover_and_click(page, run):
     assert mean_x in page.text("#facts")
     page.page.click("[data-direction=to]")
     reversed_ = json.loads(page.saved("#json"))
-    maps = inspect_maps.stored_maps(str(run / "maps.zarr"), 3, 1).maps
+    maps = stored_map(run / "maps.zarr", 3, 1)
     np.testing.assert_allclose(reversed_["map"], maps[0, :, 6].reshape(GRID), atol=1e-7)
     assert reversed_["direction"] == "to"
 
@@ -360,7 +366,7 @@ def test_a_student_beside_the_teacher(page, run):
 
 def test_numbers_of_heads_and_rollout(page, run):
     page.open("image=7&layer=1&head=rollout&query=4")
-    maps = [inspect_maps.stored_maps(str(run / "maps.zarr"), 7, layer).maps for layer in (0, 1)]
+    maps = [stored_map(run / "maps.zarr", 7, layer) for layer in (0, 1)]
     half = [(each.mean(0) + torch.eye(16)) / 2 for each in maps]
     expected = (half[1] @ half[0])[4].reshape(GRID)
     shown = json.loads(page.saved("#json"))
@@ -403,7 +409,7 @@ def test_png_and_pixels(page, run):
         }""",
         page.page.get_attribute(".thumb[data-id='7'] img", "src"),
     )
-    data = inspect_maps.images_of(store.open(run / "maps.zarr"))
+    data = images_of(store.open(run / "maps.zarr"))
     assert pixels == data.train.image(7).flatten().tolist()
 
 
@@ -416,6 +422,38 @@ def test_a_phone(browser, shared):
     phone.over(6, GRID, "tap")
     assert phone.state()["query"] == "6" and not phone.complaints
     phone.page.close()
+
+
+@pytest.mark.parametrize("scheme,width", [("light", 1280), ("dark", 390)])
+def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme, width):
+    """On the validation images, in the order of the student's mistakes."""
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("maps.zarr"))
+    viewer = open_viewer(None, tmp_path / "run")
+    live = viewer.model("standard")
+    logits, labels = evaluate.predictions(
+        live.model, live.data.val, live.data, config.load("digits")
+    )
+    wrong = np.flatnonzero(logits.argmax(-1) != labels)
+    with serving(viewer) as address:
+        page = Page(browser, address, color_scheme=scheme)
+        page.page.set_viewport_size({"width": width, "height": 844})
+        page.open("order=wrong&layer=1&head=0&query=4&image=5")
+        page.until(
+            f"document.querySelector('.thumb')?.dataset.id == {first(logits.numpy(), wrong)}"
+        )
+        assert page.page.locator(".thumb.wrong").count() == min(len(wrong), 60)
+        assert page.page.evaluate("document.documentElement.scrollWidth") == width
+        shown = json.loads(page.saved("#json"))
+        expected = live.see(5, split="val")
+        np.testing.assert_allclose(np.ravel(shown["map"]), expected.map(1)[0, 4], atol=1e-6)
+        assert (shown["by"], shown["label"]) == ("standard", int(labels[5]))
+        assert shown["teacher"] is None and not page.page.is_visible("#no-teacher")
+        page.page.select_option("#split", "train")
+        page.until("document.querySelector('#page-text').textContent.endsWith('of 60')")
+        assert page.state()["split"] == "train" and page.complaints == []
+        page.open("student=nobody&split=test")
+        assert "no student “nobody”" in page.text("#banner")
+        page.page.close()
 
 
 def test_a_page_without_a_server(browser, run, tmp_path, in_process):

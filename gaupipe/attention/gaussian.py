@@ -117,21 +117,19 @@ class GaussianAttention(StudentAttention):
 
 def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -> nn.Parameter:
     """Raw numbers (``loc_scale``) [H, T, 4] of a Gaussian on each token, its std one token."""
-    start = raw_at_tokens("loc_scale", grid, START_STD).to(device)
+    start = raw_at_tokens(grid, START_STD).to(device)
     return nn.Parameter(start.expand(heads, *start.shape).clone())
 
 
 @torch.fx.wrap
-def predicted_gaussians(
-    prior: Tensor, predictor: Tensor, tokens: Tensor, parametrisation: str = "loc_scale"
-) -> Tensor:
-    """Gaussians [B, H, T, 4] that tokens [B, T, d] predict for themselves: their raw numbers are
-    ``prior`` [H, T, P] plus a linear map of the token by ``predictor`` [H * P, d]. Computed in
-    float32 under autocast."""
+def predicted_gaussians(prior: Tensor, predictor: Tensor, tokens: Tensor) -> Tensor:
+    """Gaussians [B, H, T, 4] that tokens [B, T, d] predict for themselves: their raw numbers
+    (``loc_scale``) are ``prior`` [H, T, 4] plus a linear map of the token by ``predictor``
+    [H * 4, d]. Computed in float32 under autocast."""
     with torch.autocast(tokens.device.type, enabled=False):
-        raw = F.linear(tokens.to(predictor.dtype), predictor)  # [B, T, H * P]
-        raw = raw.unflatten(-1, (-1, prior.shape[-1])).transpose(1, 2)  # [B, H, T, P]
-        return from_raw(prior + raw, parametrisation)
+        raw = F.linear(tokens.to(predictor.dtype), predictor)  # [B, T, H * 4]
+        raw = raw.unflatten(-1, (-1, 4)).transpose(1, 2)  # [B, H, T, 4]
+        return from_raw(prior + raw, "loc_scale")
 
 
 def register_places(

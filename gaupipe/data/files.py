@@ -19,6 +19,7 @@ import torch
 import torchvision
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from gaupipe.data.augment import Augment
@@ -191,7 +192,7 @@ def _stamp(status: os.stat_result | None) -> str:
 class FileImages(Dataset):
     """Images in files, and their labels int64 [N].
 
-    They are resized so that the shorter side is ``size``, bilinear with antialiasing, and cropped
+    They are resized so that the shorter side is ``size``, with antialiasing, and cropped
     to the square in the middle. An image that cannot be decoded raises UserError. ``class_names``
     are as those of :class:`ArrayImages`.
     """
@@ -270,7 +271,8 @@ class FileImages(Dataset):
         if image.shape[1:] == (self.size, self.size):
             return image
         with refusing(self.files.name(position)):
-            resized = F.resize_image(image, [self.size], antialias=True)
+            interpolation = InterpolationMode(self.settings.interpolation)
+            resized = F.resize_image(image, [self.size], interpolation, antialias=True)
             return F.center_crop_image(resized, [self.size, self.size])
 
     @property
@@ -322,13 +324,14 @@ class FileImages(Dataset):
         """One file for each folder and choice of images. Its key says which images, with which
         content, are decoded and resized by what."""
         settings = self.settings
-        words = (self.files.place, self.size, settings.train_images, settings.val_fraction)
+        resizing = (self.size, settings.interpolation)
+        words = (self.files.place, *resizing, settings.train_images, settings.val_fraction)
         name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:32]
         key = hashlib.sha256(self.files.contents(self.positions))
         key.update(np.asarray(self.positions, dtype="<i8").tobytes())
         libraries = [PIL.__version__, torch.__version__, torchvision.__version__]
         libraries.append(torch.backends.cpu.get_cpu_capability())  # it resizes in its own way
-        key.update(json.dumps([self.size, *libraries]).encode())
+        key.update(json.dumps([*resizing, *libraries]).encode())
         return ImageCache(name, key.digest(), (len(self.positions), 3, self.size, self.size))
 
 

@@ -45,14 +45,16 @@ class ArrayImages(Dataset):
         self.images = torch.from_numpy(np.array(images, order="C"))
         self.labels = np.asarray(labels, dtype=np.int64)
 
-    def resized(self, size: int) -> ArrayImages:
-        """The same images at ``size`` x ``size`` pixels, bilinear with antialiasing."""
+    def resized(self, size: int, interpolation: str = "bilinear") -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, with antialiasing."""
         if tuple(self.images.shape[-2:]) == (size, size):
             return self
+        from torchvision.transforms.v2 import InterpolationMode
         from torchvision.transforms.v2.functional import resize
 
         try:
-            images = resize(self.images, [size, size], antialias=True)
+            mode = InterpolationMode(interpolation)
+            images = resize(self.images, [size, size], mode, antialias=True)
         except RuntimeError as error:  # torch's allocator
             raise UserError(
                 f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
@@ -94,8 +96,8 @@ def open_sources(
         of_timm, tested = _timm_sources(settings, download)
         return of_timm, None, tested
     if settings.image_size:
-        train = train.resized(settings.image_size)
-        test = test and test.resized(settings.image_size)
+        train = train.resized(settings.image_size, settings.interpolation)
+        test = test and test.resized(settings.image_size, settings.interpolation)
     return train, None, test
 
 
@@ -148,27 +150,34 @@ def _folder_sources(
     left_out: LeftOut = []
     folders = layout(root)
     training = training_classes(folders.train, left_out)
-    numbers = {name: number for number, name in enumerate(training)}
     held_out = {
         folder: find_classes(folder, left_out) for folder in (folders.val, folders.test) if folder
     }
     for folder, classes in held_out.items():
-        if unknown := sorted(classes.keys() - numbers.keys()):
+        if unknown := sorted(classes.keys() - training.keys()):
             raise UserError(
                 f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
             )
 
-    def images_of(folder: Path, classes: dict[str, list[str]]) -> FileImages:
-        files = [file for images in classes.values() for file in images]
-        labels = [numbers[name] for name, images in classes.items() for _ in images]
-        return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, list(numbers))
-
-    train = images_of(folders.train, training)
+    names = [*training]
+    train = labelled_images(folders.train, training, names, settings)
     others: dict[Path | None, FileImages] = {
-        folder: images_of(folder, classes) for folder, classes in held_out.items()
+        folder: labelled_images(folder, classes, names, settings)
+        for folder, classes in held_out.items()
     }
     say_left_out(root, left_out)
     return train, others.get(folders.val), others.get(folders.test)
+
+
+def labelled_images(
+    folder: Path, classes: dict[str, list[str]], names: Sequence[str], settings: DataSettings
+) -> FileImages:
+    """The images that :func:`find_classes` found in ``folder``; a label is the place of the image's
+    class in ``names``."""
+    numbers = {name: number for number, name in enumerate(names)}
+    files = [file for images in classes.values() for file in images]
+    labels = [numbers[name] for name, images in classes.items() for _ in images]
+    return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, names)
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
@@ -217,7 +226,8 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        return ArrayImages(pixels, data_set.targets, class_names).resized(size or pixels.shape[-1])
+        array = ArrayImages(pixels, data_set.targets, class_names)
+        return array.resized(size or pixels.shape[-1], settings.interpolation)
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
         return FileImages(HubImages(settings.name, reader), labels, settings)

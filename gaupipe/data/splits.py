@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ class Split:
         fewer."""
         return np.linspace(0, len(self) - 1, min(count, len(self))).astype(np.int64)
 
+    def path(self, image_id: int) -> str:
+        """The path of an image's file; the image id where the images are in no files."""
+        if isinstance(self.source, FileImages):
+            return self.source.files.name(int(self.positions[image_id]))
+        return str(image_id)
+
     def image(self, image_id: int) -> np.ndarray:
         """One image as the model sees it before normalisation: uint8 [height, width, C]."""
         images, _ = self.source.__getitems__([int(self.positions[image_id])])
@@ -78,6 +85,8 @@ class ImageData:
     std: tuple[float, ...]
     sha256: str
     """Names the training images, their order and labels: what stored maps belong to."""
+    interpolation: str = "bilinear"
+    """Resizing of the images, by timm's name."""
     val_sha256: str | None = None
     """Names validation images of a source of their own, in the same way; None for others, which
     :attr:`sha256` names too."""
@@ -98,7 +107,7 @@ class ImageData:
             "label_names": names or None,
             "mean": self.mean,
             "std": self.std,
-            "interpolation": "bilinear",
+            "interpolation": self.interpolation,
             "crop_pct": 1.0,
             "crop_mode": "center",
         }
@@ -174,19 +183,31 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     else:
         image_size = train.images.shape[-1]
         mean, std = _mean_and_std(train.images[torch.from_numpy(positions)])
+    scaling, channels = settings.scaling, len(mean)
     return ImageData(
         name=settings.name,
         train=split,
         val=Split(train if val is None else val, held_out),
         test=Split(test, np.arange(len(test))) if test is not None else None,
         num_classes=int(labels.max()) + 1,
-        channels=len(mean),
+        channels=channels,
         image_size=image_size,
-        mean=mean,
-        std=std,
+        mean=_of_channels(scaling.get("mean") or mean, channels),
+        std=_of_channels(scaling.get("std") or std, channels),
+        interpolation=settings.interpolation,
         sha256=_digest(split),
         val_sha256=None if val is None else _digest(Split(val, held_out)),
     )
+
+
+def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """A value of ``data.scaling`` for each channel. Their mean is for grey images, to which timm
+    adapts weights of three channels."""
+    if len(values) in (1, 3) and len(values) != channels:
+        values = [sum(values) / len(values)] * channels
+    if len(values) != channels:
+        raise UserError(f"data.scaling: {list(values)} should have a number for each channel")
+    return tuple(values)
 
 
 def _digest(split: Split) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import store
 from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
-from gaupipe.maps.views import from_top_k, move_map, top_k
+from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
@@ -60,18 +60,19 @@ class StoredGaussians:
 
 
 class StoredRows:
-    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, T, T]
-    float32 of a block and of some heads."""
+    """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
+    P + T] float32 of a block and of some heads; P class and register tokens come first."""
 
-    def __init__(self, rows: Rows, grid: Grid) -> None:
-        self.rows, self.grid = rows, grid
+    def __init__(self, rows: Rows, grid: Grid, prefix: int = 0) -> None:
+        self.rows, self.grid, self.prefix = rows, grid, prefix
 
     def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
         """A map of this kind has no factors."""
 
     def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
-        """As :meth:`StoredGaussians.map`."""
-        return move_map(self.rows(layer, heads), geometry, self.grid, new_grid)
+        """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
+        patches, _ = without_prefix(self.rows(layer, heads), self.prefix)
+        return move_map(patches, geometry, self.grid, new_grid)
 
 
 StoredAttention = StoredGaussians | StoredRows
@@ -88,16 +89,20 @@ class GaussianKind:
     """Four numbers a query: Gaussians [B, L, H, T, 4]. The base of the other kinds."""
 
     name = "gaussian"
+    takes_any_map = False
 
     def refusal(self, teacher: nn.Module, per_image: bool) -> str | None:
         """The reason why a store of this kind cannot hold the maps of a teacher, with or without
         per-image parameters; None if it can."""
-        return None
+        if self.takes_any_map or isinstance(teacher, Teacher):
+            return None
+        return "a trained ViT has no Gaussians; choose topk or dense"
 
     def arrays(
         self, attention: Attention, k: int | None, dtype: torch.dtype = torch.float32
     ) -> dict[str, Tensor]:
         """The arrays of a batch by name, maps in ``dtype``."""
+        assert isinstance(attention, GaussianMaps)
         return {"gaussians": attention.gaussians}
 
     def decoder(self, teacher: nn.Module) -> dict[str, Tensor]:
@@ -114,6 +119,7 @@ class DenseKind(GaussianKind):
     """The maps themselves, [B, L, H, T, T]."""
 
     name = "dense"
+    takes_any_map = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"maps": attention.maps(dtype)}
@@ -127,7 +133,7 @@ class DenseKind(GaussianKind):
                 coarse = maps.schema.encoding == "uint8"
                 return part / part.sum(-1, keepdim=True) if coarse else part
 
-            return StoredRows(rows, maps.schema.grid)
+            return StoredRows(rows, maps.schema.grid, maps.schema.prefix_tokens)
 
         return decode
 
@@ -137,6 +143,7 @@ class TopKKind(GaussianKind):
     row is spread evenly over the other keys."""
 
     name = "topk"
+    takes_any_map = True
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         keys, weights = top_k(attention.maps(), k)
@@ -153,7 +160,7 @@ class TopKKind(GaussianKind):
                 of_keys, of_weights = (of_block(each, layer, heads) for each in (keys, weights))
                 return from_top_k(of_keys, of_weights.float(), schema.tokens)
 
-            return StoredRows(rows, schema.grid)
+            return StoredRows(rows, schema.grid, schema.prefix_tokens)
 
         return decode
 
@@ -164,14 +171,12 @@ class EmbeddingKind(GaussianKind):
     name = "embedding"
 
     def refusal(self, teacher, per_image) -> str | None:
-        if not isinstance(teacher, Teacher):
-            return "a trained ViT has no embeddings; choose topk, dense or gaussian"
-        if teacher.decoder is None or not per_image:
+        if isinstance(teacher, Teacher) and (teacher.decoder is None or not per_image):
             return (
                 "this teacher keeps no embeddings (phase_a.per_image is not embedding); choose "
                 "gaussian or dense"
             )
-        return None
+        return super().refusal(teacher, per_image)
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {"embeddings": attention.parameters}
@@ -206,14 +211,12 @@ class PriorKind(GaussianKind):
     name = "prior"
 
     def refusal(self, teacher, per_image) -> str | None:
-        if not isinstance(teacher, Teacher):
-            return "a trained ViT has another map for each image; choose topk, dense or gaussian"
-        if per_image or teacher.predicts_gaussians:
+        if per_image:
             return (
                 "this teacher has Gaussians of single images (phase_a.per_image is not none); "
                 "choose gaussian or dense"
             )
-        return None
+        return super().refusal(teacher, per_image)
 
     def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
         return {}
@@ -332,11 +335,10 @@ def check_export(
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
     if k is not None and k > grid[0] * grid[1]:
         raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
-    if export.views is not None and isinstance(teacher, Teacher) and not teacher.predicts_gaussians:
+    if export.views is not None and isinstance(teacher, Teacher):
         raise UserError(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT, or "
-            "phase_a.per_image=predicted"
+            "themselves; views are for a teacher that sees them: a trained ViT"
         )
     if export.views is not None and not augment.draws_views:
         raise UserError(

@@ -14,6 +14,7 @@ from gaupipe.distillation.feature_loss import check_maps
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.build import build_vit
 
@@ -36,10 +37,13 @@ class MapShape:
 
 
 def build_student(
-    settings: Settings, data: ImageData, device: str | None = None
+    settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
 ) -> VisionTransformer:
-    """The student as the seed starts it, on the CPU; without weights on the ``device`` "meta"."""
+    """The student as the seed starts it, on the CPU; without weights on the ``device`` "meta".
+    One that is fine-tuned has its trained weights, unless ``trained`` is False."""
     phase = settings.phase_b
+    if fine_tunes(settings.model.name):
+        return with_weights(settings, data, device, trained)
     torch.manual_seed(settings.seed)
     return build_vit(
         settings.model,
@@ -49,7 +53,6 @@ def build_student(
         ("phase_b.model_args", phase.model_args),
         attention_options=phase.attention_options,
         match_params=phase.match_params,
-        rezero=phase.rezero,
     )
 
 
@@ -109,7 +112,9 @@ def check_student(settings: Settings, data: ImageData, shape: MapShape, weights:
     build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
 
 
-def check_baseline(settings: Settings, data: ImageData) -> None:
-    """Raises UserError for what training on the labels alone could not do."""
-    student = build_student(settings, data, "meta")
+def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:
+    """Raises UserError for what training on the labels alone could not do. ``trained`` weights of
+    a fine-tuning are then on this machine."""
+    device = None if trained and fine_tunes(settings.model.name) else "meta"
+    student = build_student(settings, data, device)
     build_optimizer(student, settings.baseline_optim, settings.phase_b.epochs, steps_per_epoch=100)

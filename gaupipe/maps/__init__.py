@@ -1,2 +1,1 @@
-"""Attention maps as numbers: Gaussians over the token grid, maps that move with their image,
-fits."""
+"""Attention maps as numbers: Gaussians over the token grid, maps that move with their image."""

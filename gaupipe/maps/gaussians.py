@@ -38,16 +38,14 @@ def initial_raw(parametrisation: str) -> Tensor:
     return torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
 
 
-def raw_at_tokens(parametrisation: str, grid: tuple[int, int], std: float) -> Tensor:
-    """The raw numbers [T, P] of a Gaussian on each token of a grid (h, w), with the same ``std`` in
-    pixels along both axes."""
+def raw_at_tokens(grid: tuple[int, int], std: float) -> Tensor:
+    """The raw numbers (``loc_scale``) [T, 4] of a Gaussian on each token of a grid (h, w), with the
+    same ``std`` in pixels along both axes."""
     h, w = grid
     y, x = torch.meshgrid(_places(h), _places(w), indexing="ij")
     means = torch.stack([x, y], dim=-1).flatten(0, 1)  # [T, 2]
     stds = torch.tensor([2 * std / max(n - 1, 1) for n in (w, h)]).expand_as(means)
-    if parametrisation == "loc_scale":
-        return torch.cat([means, stds.log()], dim=-1)
-    return torch.cat([means, stds, torch.zeros_like(means), torch.ones_like(means)], dim=-1)
+    return torch.cat([means, stds.log()], dim=-1)
 
 
 def _places(n: int) -> Tensor:

@@ -23,7 +23,6 @@ from gaupipe.attention import STUDENTS
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
-    Decay,
     Fraction,
     Positive,
     Rate,
@@ -58,15 +57,16 @@ MODEL_ARGS_ELSEWHERE = {
         ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
     ),
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
-    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params", "rezero")},
+    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
+    "pretrained": "name the weights in model.name",
     **dict.fromkeys(
         (
-            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+            *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
             *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
             *("dynamic_img_size", "dynamic_img_pad"),
         ),
-        "gaupipe trains the whole model, at one image size, from the start",
+        "gaupipe trains the whole model, at one image size",
     ),
     "patch_drop_rate": "every token needs its place on the grid",
 }
@@ -101,6 +101,16 @@ class KnownModelArgs(BaseModel):
     final_norm: bool | None = None
     fc_norm: bool | None = None
     fix_init: bool | None = None
+    rezero: bool = False
+
+
+class Scaling(BaseModel):
+    """The keys of ``data.scaling``."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    mean: list[float] | None = None
+    std: list[Rate] | None = None
+    interpolation: Literal["bilinear", "bicubic"] | None = None
 
 
 def _keywords(args: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +161,13 @@ class DataSettings(Section):
     holds out 20 %)."""
     image_size: Positive | None = None
     """Height and width of the images that the model gets, in pixels: a multiple of the patch size.
-    Null keeps the size of images held in memory. Images in files then get 224 pixels."""
+    Null keeps the size of images held in memory. Images in files then get 224 pixels. A ViT that
+    is fine-tuned gets the size that its weights expect."""
+    scaling: Annotated[Keywords, AfterValidator(partial(_validated, model=Scaling))] = {}
+    """Scaling of pixels by timm's names: ``{mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5],
+    interpolation: bicubic}``. A ViT that is fine-tuned sets what its weights expect. Otherwise
+    images are resized ``bilinear``, and mean and standard deviation are those of the training
+    images held in memory, or of ImageNet for images in files."""
     batch_size: Annotated[Positive, Scope.PHASE] = 128
     """Training images in a step. Where nothing is trained, a batch has four times as many, up to
     512."""
@@ -167,6 +183,11 @@ class DataSettings(Section):
     """Groups of training images that several processes share (see docs/distributed.md). The number
     of processes must divide it, and may change when a run is continued. Null is the number of
     processes that the run starts with."""
+
+    @property
+    def interpolation(self) -> str:
+        """How images are resized, by timm's name."""
+        return self.scaling.get("interpolation") or "bilinear"
 
     @property
     def eval_batch_size(self) -> int:
@@ -185,14 +206,17 @@ class ModelSettings(Section):
     GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
     name: str = "gauvit_pico_patch2_8"
-    """Name of the ViT in timm: ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` or
-    ``gauvit_tiny_patch16_224``."""
+    """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
+    ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
+    ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
+    fine-tuned from these weights, with a new head."""
     args: ModelArgs = {}
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
-    depth: 6}``."""
+    depth: 6}``. ``{rezero: true}`` builds blocks without normalisation, each branch multiplied by
+    a learned scalar whose initial value is 0."""
     init_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
-    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "normal"
+    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "mimetic"
     """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
     2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
     set."""
@@ -205,12 +229,14 @@ class OptimSettings(Section):
     """The optimizer of the network's weights and the schedule of its learning rate, by timm's names
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
-    name: str = "adamw"
-    """Name of the optimizer in timm, such as ``adamw``, ``sgd`` or ``lamb``."""
-    lr: Rate = 1e-3
+    name: str = "muon"
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
+    lr: Rate = 4e-3
     """Learning rate after the warm-up."""
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of Adam's first and second moment."""
+    args: Keywords = {}
+    """Further keywords of ``create_optimizer_v2``, e.g. ``{betas: [0.9, 0.95]}`` in place of 0.9
+    and 0.999. With ``{layer_decay: 0.75}`` each block of a ViT has 0.75 times the learning rate of
+    the next one, as is usual in fine-tuning."""
     weight_decay: Weight = 0.03
     """Weight decay of the network's weights; biases, norms and the position embedding have none."""
     schedule: str = "cosine"
@@ -243,9 +269,6 @@ class RowSettings(Section):
     initial_std: Weight = 0.0
     """Standard deviation of the initialisation of the per-image parameters; with 0 all images start
     alike."""
-    memory_budget_gb: Weight = 2.0
-    """If the per-image parameters and their moments take more than this many GB, all of them lie in
-    files in the run directory; 0 always uses files."""
 
 
 class CompressionSettings(Section):
@@ -279,16 +302,12 @@ class PhaseASettings(Section):
     learns the eight numbers of *GauTransformer, eq. 5*."""
     prior: bool = True
     """Learn a shared prior: one Gaussian for each block, head and query, which all images share."""
-    per_image: Literal["table", "embedding", "predicted", "none"] = "table"
+    per_image: Literal["table", "embedding", "none"] = "none"
     """What makes the Gaussians of an image differ from the shared prior. ``table`` learns raw
-    numbers for each training image. ``embedding`` learns an embedding for each training image and
-    block, and a decoder that turns it into raw numbers. With ``predicted`` each token predicts the
-    raw numbers of its own Gaussians by a learned linear map, so that unseen and augmented images
-    have Gaussians too. With ``none`` all images have the Gaussians of the shared prior."""
+    numbers for each training image, as in the GauTransformer paper. ``embedding`` learns an
+    embedding for each training image and block, and a decoder that turns it into raw numbers. With
+    ``none`` all images have the Gaussians of the shared prior."""
     compression: CompressionSettings = CompressionSettings()
-    prior_lr: Rate = 2e-2
-    """Learning rate of the shared prior, which the network's optimizer updates at every step.
-    Per-image parameters have the learning rate ``rows.lr``."""
     max_epochs: Positive = 12
     """Largest number of epochs of phase A."""
     stop_accuracy: Fraction = 0.92
@@ -310,11 +329,6 @@ class PhaseASettings(Section):
             raise ValueError(
                 "prior is false and per_image none: nothing is left to learn where to look"
             )
-        if self.predicts_gaussians and self.mode != "expected":
-            raise ValueError(
-                "per_image: predicted needs mode: expected: with sampled points every pass would "
-                "predict other Gaussians in later blocks"
-            )
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
@@ -322,11 +336,8 @@ class PhaseASettings(Section):
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.per_image in ("embedding", "predicted"):
-            raise ValueError(
-                f"per_image: a teacher {self.teacher!r} has no Gaussians, and none that are "
-                f"{self.per_image}"
-            )
+        if self.per_image == "embedding":
+            raise ValueError(f"per_image: a teacher {self.teacher!r} has no Gaussians to embed")
         return self
 
     @property
@@ -337,12 +348,7 @@ class PhaseASettings(Section):
     @property
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
-        return self.learns_gaussians and self.per_image in ("table", "embedding")
-
-    @property
-    def predicts_gaussians(self) -> bool:
-        """True if the teacher predicts the Gaussians of an image from its tokens."""
-        return self.learns_gaussians and self.per_image == "predicted"
+        return self.learns_gaussians and self.per_image != "none"
 
     @property
     def shares_prior(self) -> bool:
@@ -372,18 +378,15 @@ class PhaseBSettings(Section):
     """Phase B: the student, an ordinary ViT, learns from the labels, the teacher's predictions and
     the stored maps."""
 
-    student: Annotated[StudentKey, Scope.COMMAND] = "standard"
+    student: Annotated[StudentKey, Scope.COMMAND] = "belief"
     """The student's attention."""
     attention_options: Keywords = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
     match_params: bool = False
     """Make the FFN smaller, so that the student has as many parameters as with standard
     attention."""
-    rezero: bool = False
-    """Blocks without normalisation; each branch is multiplied by a learned scalar whose initial
-    value is 0."""
     epochs: Positive = 12
-    """Epochs of the student; also of the baseline, unless ``baseline.epochs`` is set."""
+    """Epochs of the student."""
     keep: Annotated[Literal["last", "best"], Scope.RESUME] = "last"
     """Which epoch the folder ``student`` is of: the last, or the one with the best accuracy on the
     validation images. The other one lies beside it. May be changed when a student is continued,
@@ -391,21 +394,22 @@ class PhaseBSettings(Section):
     patience: Positive | None = None
     """Early stopping: training ends when this many epochs in a row had no better accuracy on the
     validation images than the best before them. Null trains all epochs."""
-    alpha: Annotated[Weight, Scope.TEACHER] = 0.2
-    """Weight of L_soft, the cross-entropy with the teacher's predictions."""
-    beta: Annotated[Weight, Scope.TEACHER] = 0.1
+    alpha: Annotated[Weight, Scope.TEACHER] = 0.0
+    """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
+    paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
+    beta: Annotated[Weight, Scope.TEACHER] = 1.0
     """Weight of L_hard, the cross-entropy with the labels."""
-    gamma: Annotated[Weight, Scope.TEACHER] = 0.7
+    gamma: Annotated[Weight, Scope.TEACHER] = 0.1
     """Weight of L_feat, the divergence from the stored attention maps, at the start of the
     schedule."""
     gamma_schedule: Annotated[
         Literal["constant", "linear", "cosine", "stop_after"], Scope.TEACHER
-    ] = "constant"
+    ] = "stop_after"
     """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
     gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
     paper."""
     gamma_epochs: Annotated[Positive | None, Scope.TEACHER] = None
-    """Epochs until gamma is 0; null means all epochs."""
+    """Epochs until gamma is 0; null means a third of all epochs."""
     model_args: ModelArgs = {}
     """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
     layer_map: Annotated[list[Count | None] | None, Scope.TEACHER] = None
@@ -454,8 +458,8 @@ class BaselineSettings(Section):
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
-    """Epochs of the baseline; null takes ``phase_b.epochs``. With 0 ``gaupipe run`` trains no
-    baseline. For a comparison in which phase A counts, give the epochs of both phases together."""
+    """Epochs of the baseline. Null is as many as both phases have together, and ``phase_b.epochs``
+    where no teacher is trained. With 0 ``gaupipe run`` trains no baseline."""
 
 
 class LogSettings(Section):
@@ -484,15 +488,15 @@ class Settings(Section):
     coordinates and losses stay float32."""
     compile: Annotated[bool, Scope.PHASE] = False
     """Compile the forward pass with torch.compile."""
+    grad_checkpointing: Annotated[bool, Scope.MACHINE] = False
+    """Compute the activations of each block again in the backward pass (timm's
+    ``set_grad_checkpointing``): less memory, more time, the same results."""
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
     key_snapshots: Annotated[Count, Scope.WATCH] = 0
     """Number of training images for which gaupipe saves the average attention of each key after
     every epoch of both phases."""
-    geometry_every: Annotated[Count, Scope.WATCH] = 0
-    """Number of steps (batches) after which gaupipe measures what the attention of each block does
-    to the tokens of a student: norms and angles in metrics.jsonl, and a figure. 0 means never."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
@@ -545,7 +549,6 @@ class Settings(Section):
             "phase_a.mode=expected": teacher.mode == "expected",
             "phase_b.student=standard": phase.student == "standard",
             "phase_b.attention_options={prior: true}": phase.attention_options.get("prior") is True,
-            "phase_b.rezero=false": not phase.rezero,
             "phase_b.match_params=false": not phase.match_params,
             "phase_b.model_args={} but for drop rates": all(
                 name.endswith("_rate") for name in phase.model_args

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -37,7 +38,12 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
         )
-    return parse(with_overrides(tree, overrides), str(source))
+    merged = with_overrides(copy.deepcopy(tree), overrides)
+    try:
+        return parse(merged, str(source))
+    except UserError:
+        parse(tree, str(source))  # a mistake of the file's own
+        return parse(merged, "--set")
 
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
@@ -50,7 +56,7 @@ def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
 
 def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
-    return parse(_merged(read_yaml(source), with_overrides({}, overrides)), str(source))
+    return parse(_merged(read_yaml(source), with_overrides({}, overrides)), "--set")
 
 
 def _merged(tree: dict, changes: dict) -> dict:

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gaupipe.system.errors import UserError
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Linux's numbers for ``renameat2``."""
 
@@ -35,6 +37,20 @@ def whole_file(path: Path) -> Iterator[Path]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def check_file(option: str, path: Path, *suffixes: str) -> Path:
+    """The file that an ``option`` names, links followed. Raises UserError unless a file can be
+    written there: nothing but a regular file is replaced."""
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise UserError(f"{option} {path}: should be a file whose name ends in {suffixes[0]}")
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise UserError(f"{option} {path}: there is no folder {target.parent}")
+    if target.is_symlink() or (target.exists() and not target.is_file()):
+        kind = "a folder" if target.is_dir() else "no regular file"
+        raise UserError(f"{option} {path}: {kind} is there; name a file, new or to be replaced")
+    return target
 
 
 def partial_prefix(path: Path) -> str:

@@ -17,14 +17,13 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.attention.gaussian import START_STD, GaussianAttention, predicted_gaussians
+from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.maps.gaussians import (
     RAW_SIZE,
     expected_axes,
     from_raw,
     initial_raw,
     outer,
-    raw_at_tokens,
     sample,
 )
 from gaupipe.teachers.image_buckets import BucketedState
@@ -92,10 +91,6 @@ class Teacher(nn.Module):
     embedding that a :class:`Decoder` turns into it. Without ``prior`` the prior is not learned and
     stays at mean 0 and std 1.
 
-    With ``predicts`` there are no per-image parameters: the residual is a linear map of the query's
-    token, one for each block and head (``predictor``), which starts at 0. The prior then starts on
-    the query's own token.
-
     ``passes`` is the number of sampled passes of one prediction; None: one exact pass.
     """
 
@@ -105,7 +100,6 @@ class Teacher(nn.Module):
         parametrisation: str = "loc_scale",
         prior: bool = True,
         compression: tuple[int, int] | None = None,
-        predicts: bool = False,
         passes: int | None = None,
     ) -> None:
         super().__init__()
@@ -119,12 +113,8 @@ class Teacher(nn.Module):
         tokens, size = self.grid[0] * self.grid[1], RAW_SIZE[parametrisation]
         self.raw_shape = (self.layers, self.heads, tokens, size)
         start = initial_raw(parametrisation)
-        self.predictor = self.decoder = None
-        if predicts:
-            start = raw_at_tokens(parametrisation, self.grid, START_STD)
-            zeros = torch.zeros(self.layers, self.heads * size, vit.embed_dim)
-            self.predictor = nn.Parameter(zeros)
         self.prior = nn.Parameter(start.expand(self.raw_shape).clone(), requires_grad=prior)
+        self.decoder = None
         if compression:
             self.decoder = Decoder(self.layers, *compression, math.prod(self.raw_shape[1:]))
 
@@ -136,16 +126,12 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def weights(self) -> dict[str, Tensor]:
         """The weights of its ViT, for a student that starts from them, with the prior of each block
-        in ``loc_scale`` and the predictor by the names of a student."""
+        in ``loc_scale`` by the name of a student's."""
         gaussians = from_raw(self.prior, self.parametrisation)  # [L, H, T, 4]
         log_std = gaussians[..., 2:].clamp_min(1e-6).log()
-        shared = {"prior": torch.cat([gaussians[..., :2], log_std], dim=-1)}
-        if self.predictor is not None:
-            shared["predictor"] = self.predictor.detach()
+        prior = torch.cat([gaussians[..., :2], log_std], dim=-1)
         return self.vit.state_dict() | {
-            f"blocks.{layer}.attn.{name}": values[layer]
-            for name, values in shared.items()
-            for layer in range(self.layers)
+            f"blocks.{layer}.attn.prior": prior[layer] for layer in range(self.layers)
         }
 
     def sha256(self, per_image: BucketedState | None = None) -> str:
@@ -158,11 +144,6 @@ class Teacher(nn.Module):
             digest.update(" ".join(["buckets", *per_image.sha256s()]).encode())
         return digest.hexdigest()
 
-    @property
-    def predicts_gaussians(self) -> bool:
-        """True if the tokens of an image give its Gaussians."""
-        return self.predictor is not None
-
     def gaussians(self, parameters: Tensor | None) -> Tensor:
         """Gaussians [B, L, H, T, 4] of the images with these parameters ``[B, *per_image_shape]``;
         the prior's, with B = 1, for None."""
@@ -171,20 +152,6 @@ class Teacher(nn.Module):
             residual = parameters if self.decoder is None else self.decoder(parameters)
             raw = raw + residual.view(len(parameters), *self.raw_shape)  # [B, L, H, T, P]
         return from_raw(raw, self.parametrisation)
-
-    def predicted(self, layer: int, tokens: Tensor) -> Tensor:
-        """Gaussians [B, H, T, 4] of a block's tokens [B, T, d], as its attention gets them."""
-        assert self.predictor is not None
-        return predicted_gaussians(
-            self.prior[layer], self.predictor[layer], tokens, self.parametrisation
-        )
-
-    def look(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits [B, C], Gaussians [B, L, H, T, 4]) of images [B, channels, height, width] whose
-        tokens predict Gaussians."""
-        gaussians: list[Tensor] = []
-        logits = self(images, None, seen=gaussians)
-        return logits, torch.stack(gaussians, dim=1)
 
     @torch.no_grad()
     def forward_with_maps(
@@ -196,9 +163,6 @@ class Teacher(nn.Module):
         """(log-probabilities [B, C], attention) of images [B, channels, height, width] in eval
         mode, with their ``parameters`` ``[B, *per_image_shape]``; None: the prior alone.
         ``generator`` draws the points of sampled passes."""
-        if self.predictor is not None:
-            logits, gaussians = self.look(images)
-            return logits.float().log_softmax(-1), GaussianMaps(self.grid, gaussians)
         gaussians = self.gaussians(parameters)  # [B or 1, L, H, T, 4]
         gaussians = gaussians.expand(len(images), *gaussians.shape[1:])
         axes: list[tuple[Tensor, Tensor]] = []
@@ -209,7 +173,7 @@ class Teacher(nn.Module):
     def predict(
         self,
         images: Tensor,
-        gaussians: Tensor | None,
+        gaussians: Tensor,
         passes: int | None = None,
         generator: torch.Generator | None = None,
         axes: list[tuple[Tensor, Tensor]] | None = None,
@@ -228,30 +192,26 @@ class Teacher(nn.Module):
     def forward(
         self,
         images: Tensor,
-        gaussians: Tensor | None,
+        gaussians: Tensor,
         noise: Tensor | None = None,
         axes: list[tuple[Tensor, Tensor]] | None = None,
-        seen: list[Tensor] | None = None,
     ) -> Tensor:
         """Logits [B, C] of images [B, channels, height, width].
 
-        gaussians   [B or 1, L, H, T, 4]; None: those that the tokens predict
+        gaussians   [B or 1, L, H, T, 4]
         noise       [B, L, H, T, 2], standard normal: every query reads at one sampled point. None:
                     through the exact expected map
         axes        gets the two factors of each block's expected map, [B or 1, H, T, h] and
                     [B or 1, H, T, w]
-        seen        gets the Gaussians of each block, [B or 1, H, T, 4]
         """
 
         def attend(layer: int, attention: GaussianAttention, tokens: Tensor) -> Tensor:
-            of_block = self.predicted(layer, tokens) if gaussians is None else gaussians[:, layer]
+            of_block = gaussians[:, layer]
             if noise is not None:
                 return attention.at_points(tokens, sample(of_block, noise[:, layer]), self.grid)
             factors = expected_axes(of_block, self.grid)
             if axes is not None:
                 axes.append(factors)
-            if seen is not None:
-                seen.append(of_block)
             return attention.through(tokens, factors)
 
         return run_blocks(self.vit, images, attend)

@@ -6,12 +6,13 @@ backward their gradient updates them at once. Every image occurs once per epoch,
 as one optimizer step over all images at the end of the epoch, without holding the gradients of all
 images (*GauTransformer, section 3.3.1*).
 
-An image's parameters and their two Adam moments form one *record*, in memory or in a file. Files
-have two places for each record: an update reads the committed record and writes the new one to the
-other place, and :meth:`ImageState.commit` makes the new ones the committed ones. A process killed
-at any moment has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says
-only each image's place, checksum and step count: nine bytes an image. A record is compared with
-its checksum the first time it is read after a checkpoint was loaded.
+An image's parameters and their two Adam moments form one *record* in a file, which the page cache
+keeps in memory as far as there is room. There are two places for each record: an update reads the
+committed record and writes the new one to the other place, and :meth:`ImageState.commit` makes the
+new ones the committed ones. A process killed at any moment has therefore destroyed nothing that the
+last checkpoint needs, and a checkpoint says only each image's place, checksum and step count: nine
+bytes an image. A record is compared with its checksum the first time it is read after a checkpoint
+was loaded.
 
 Axis letters: N images, B images of a batch, R parameters of an image, W int32 words of a record.
 """
@@ -59,31 +60,22 @@ class ImageState:
         initial: Tensor,
         *,
         lr: float,
-        folder: Path | None = None,
+        folder: Path,
         initial_std: float = 0.0,
         seed: int = 0,
         drawn_as: Tensor | None = None,
-        to_read: bool = False,
     ) -> None:
         """``lr`` is Adam's. Every image starts at ``initial`` [*shape], plus normal noise of
         ``initial_std`` that (``seed``, image id) alone determine.
 
-        folder     keeps the records in files there, made at the first update; None: in memory
+        folder     keeps the records, in files that the first update makes
         drawn_as   [N]: the image ids that the noise is drawn for, where they are others
-        to_read    there are no updates, and records in memory stay those that
-                   :meth:`load_state_dict` gets: of a checkpoint that is mapped into memory only
-                   the pages that are read take memory
         """
         self.initial = initial.detach().to("cpu", torch.float32, copy=True).contiguous()
         self.lr = lr
         self.initial_std, self.seed, self.drawn_as = initial_std, seed, drawn_as
         self.steps = torch.zeros(num_images, dtype=torch.int32)
-        words = record_words(self.initial.numel())
-        self._records = (
-            MemoryRecords(num_images, words, to_read)
-            if folder is None
-            else FileRecords(Path(folder), num_images, words)
-        )
+        self._records = Records(folder, num_images, record_words(self.initial.numel()))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -105,7 +97,7 @@ class ImageState:
 
         Each image has its own step count for the bias correction, so its parameters behave as if
         they were alone in ``torch.optim.Adam``. An image whose gradient is not finite, as float16
-        makes it now and then, is left as it was. Raises UserError where files cannot be written.
+        makes it now and then, is left as it was. Raises UserError where it cannot be written.
         """
         gradient = gradient.to("cpu", torch.float32).reshape(len(image_ids), -1)
         finite = torch.isfinite(gradient).all(1)
@@ -124,8 +116,8 @@ class ImageState:
         self.steps[image_ids] = steps
 
     def commit(self) -> None:
-        """Commits all updates so far. In files they are safely stored when this returns. A
-        checkpoint belongs after this and before the next update."""
+        """Commits all updates so far: they are safely stored when this returns. A checkpoint
+        belongs after this and before the next update."""
         self._records.commit()
 
     def chunks(self) -> Iterator[Tensor]:
@@ -140,9 +132,9 @@ class ImageState:
         return torch.cat([*self.chunks()])
 
     def state_dict(self) -> dict[str, Any]:
-        """The start of images, and nine bytes an image for records in files, else all records.
+        """The start of images, and nine bytes an image.
 
-        Raises RuntimeError for updates in files that :meth:`commit` has not committed.
+        Raises RuntimeError for updates that :meth:`commit` has not committed.
         """
         start = {"mean": self.initial, "std": self.initial_std, "seed": self.seed}
         return {"start": start, "steps": self.steps, "records": self._records.state_dict()}
@@ -151,16 +143,8 @@ class ImageState:
         """Goes back to what :meth:`state_dict` returned. Updates since then are forgotten, also a
         killed process's.
 
-        Raises UserError for a checkpoint whose files are missing or have moved on, or that kept
-        records in another place.
+        Raises UserError for a checkpoint whose files are missing or have moved on.
         """
-        before = "memory" if "values" in state["records"] else "files"
-        now = "memory" if isinstance(self._records, MemoryRecords) else "files"
-        if before != now:
-            raise UserError(
-                f"the checkpoint's per-image parameters were kept in {before}, these settings keep "
-                f"them in {now}: continue with the phase_a.rows that it was started with"
-            )
         self.steps.copy_(state["steps"])
         self._records.load_state_dict(state["records"])
         self.initial.copy_(state["start"]["mean"])
@@ -195,37 +179,7 @@ class ImageState:
         return alike + self.initial_std * torch.from_numpy(np.stack(noise))
 
 
-class MemoryRecords:
-    """N records of W int32 words in memory. Pages that no record was written to take none."""
-
-    def __init__(self, num_images: int, words: int, to_read: bool = False) -> None:
-        self.to_read = to_read
-        # torch.zeros would touch every page
-        self.records = torch.from_numpy(np.zeros((num_images, words), dtype=np.int32))
-
-    def read(self, image_ids: Tensor, used: Tensor, words: int) -> Tensor:
-        return self.records[:, :words].index_select(0, image_ids)
-
-    def write(self, image_ids: Tensor, records: Tensor) -> None:
-        self.records.index_copy_(0, image_ids, records)
-
-    def commit(self) -> None:
-        pass
-
-    def release(self, used: Tensor) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"values": self.records}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.to_read:
-            self.records = state["values"]
-        else:
-            self.records.copy_(state["values"])
-
-
-class FileRecords:
+class Records:
     """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
 
     Read and written by position, not mapped into memory: a first touch of a mapped page costs a

@@ -43,10 +43,7 @@ def load_vit(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     if teacher.startswith(LOCAL):
-        folder = Path(os.path.expanduser(teacher.removeprefix(LOCAL)))
-        if not folder.is_dir():
-            raise UserError(f"there is no folder {folder}: {remedy}")
-        return VitTeacher(load_folder(folder, remedy, arguments), data, teacher)
+        return VitTeacher(load_folder(folder_of(teacher, remedy), remedy, arguments), data, teacher)
     try:
         if cached_weights(published(teacher)) is None:
             check_fit(teacher, arguments, data)
@@ -56,6 +53,15 @@ def load_vit(
             raise
         raise UserError(f"{SETTING}: {error}") from None
     return VitTeacher(model, data, teacher)
+
+
+def folder_of(name: str, remedy: str) -> Path:
+    """The folder that ``local-dir:FOLDER`` names. Raises UserError, ending in ``remedy``, where
+    there is none."""
+    folder = Path(os.path.expanduser(name.removeprefix(LOCAL)))
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}: {remedy}")
+    return folder
 
 
 def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:

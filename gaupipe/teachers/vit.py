@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
-from gaupipe.maps.fits import fit_gaussians
 from gaupipe.maps.views import without_prefix
 from gaupipe.system.errors import UserError
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
@@ -36,13 +35,12 @@ class VitMaps:
     """The attention of a batch from a ViT."""
 
     blocks: Sequence[Tensor]
-    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1."""
+    """For each block [B, H, T, T] float32, from patches to patches; rows sum to 1. With
+    the ``kept_prefix`` of its teacher [B, H, P + T, P + T]."""
     grid: tuple[int, int]
     """(h, w) in patches."""
     dropped: Tensor
     """[L, H]: the mean share of a patch's attention that class and register tokens had."""
-    divergence: Tensor | None = None
-    """[L, H], after Gaussians were fitted: the KL that is left, mean over images and queries."""
 
     def maps(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[B, L, H, T, T], rounded to ``dtype``."""
@@ -52,13 +50,6 @@ class VitMaps:
             maps[:, layer] = block
         return maps
 
-    @property
-    def gaussians(self) -> Tensor:
-        """The maps as one Gaussian a query: [B, L, H, T, 4]."""
-        gaussians, left = fit_gaussians(self.maps(), self.grid)
-        self.divergence = left.mean((0, 3))  # of [B, L, H, T]
-        return gaussians
-
 
 class VitTeacher(nn.Module):
     """Any timm model whose blocks attend over all patches, in eval mode.
@@ -67,12 +58,14 @@ class VitTeacher(nn.Module):
     does not take the data set's images or predict its classes.
 
     Attributes: ``name``; ``grid`` (h, w); ``layers``; ``heads``; ``prefix``, the number of class
-    and register tokens; ``predicts``, whether it has a head for the classes.
+    and register tokens, and ``kept_prefix``, of those in its maps; ``predicts``, whether it has a
+    head for the classes.
     """
 
     model: Any  # some class of timm's
     rescale: Tensor | None
     offset: Tensor
+    kept_prefix = 0
 
     def __init__(self, model: nn.Module, data: ImageData, name: str) -> None:
         super().__init__()
@@ -108,7 +101,7 @@ class VitTeacher(nn.Module):
         while maps:  # [B, H, P + T, P + T], freed one by one
             map = maps.pop(0)
             self._finite(map.sum(), f"the attention of its block {len(blocks)}")
-            patches, share = without_prefix(map, self.prefix)
+            patches, share = without_prefix(map, self.prefix - self.kept_prefix)
             blocks.append(patches)  # [B, H, T, T]
             dropped.append(share.mean(0))
         return logits, VitMaps(blocks, self.grid, torch.stack(dropped))

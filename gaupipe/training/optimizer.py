@@ -9,7 +9,6 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
 from timm.scheduler import create_scheduler_v2
-from torch import nn
 
 from gaupipe.settings import OptimSettings
 from gaupipe.system.errors import UserError
@@ -24,21 +23,28 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own. Raises UserError for what timm
-    cannot make.
+    ``extra_groups`` are parameter groups with rates of their own. They are no matrices: timm's Muon
+    updates them as AdamW does. Raises UserError for what timm cannot make.
     """
-
-    def groups(_vit: nn.Module) -> list[dict[str, Any]]:
-        undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
-        decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
-        return [*decayed, *extra_groups]
-
     try:
+        if extra_groups:  # timm asks for all groups, or makes them itself
+            undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
+            decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
+            others = [{**group, "use_fallback": True} for group in extra_groups]
+            groups: dict[str, Any] = {"param_group_fn": lambda _vit: [*decayed, *others]}
+        else:
+            groups = {}
         optimizer = create_optimizer_v2(
-            vit, opt=optim.name, lr=optim.lr, param_group_fn=groups, **_options(optim)
+            vit,
+            opt=optim.name,
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            **groups,
+            **_checked_args(optim),
         )
     except (AssertionError, ValueError, TypeError, ImportError) as error:
-        raise UserError(f"optim.name: timm cannot make {optim.name!r}: {error}") from None
+        given = f" with {optim.args}" if optim.args else ""
+        raise UserError(f"optim.name: timm cannot make {optim.name!r}{given}: {error}") from None
     warmup = min(optim.warmup_epochs, epochs)
     cycle: dict[str, Any] = {"num_epochs": epochs - warmup or 1, **optim.schedule_args}
     try:
@@ -65,12 +71,13 @@ def build_optimizer(
     return optimizer, schedule
 
 
-def _options(optim: OptimSettings) -> dict[str, Any]:
-    """Keywords of the optimizer's class. Raises ValueError for one that cannot train a ViT here."""
+def _checked_args(optim: OptimSettings) -> dict[str, Any]:
+    """``optim.args``, with Adam's usual betas where the optimizer has two and none are given.
+    Raises ValueError for an optimizer that cannot train a ViT here."""
     info = get_optimizer_info(optim.name)
     if info.second_order:
         raise ValueError("it needs second derivatives, which a training step does not compute")
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
-    # Adan and AdEMAMix have three, and keep their own
-    return {"betas": optim.betas} if info.has_betas and info.num_betas == 2 else {}
+    usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
+    return usual | optim.args

@@ -51,6 +51,12 @@ class TrainingState(Generic[Network]):
         return self.ema.module if self.ema else self.modules
 
     @property
+    def lr(self) -> float:
+        """The learning rate of the last step, of the last block where blocks have their own."""
+        group = self.optimizer.param_groups[0]
+        return group["lr"] / group.get("lr_scale", 1.0)
+
+    @property
     def batches(self) -> int:
         """Batches of the epoch that has begun."""
         return self.epoch["batches"] if self.epoch else 0

@@ -118,7 +118,7 @@ class StepLog:
         norm = self.update.grad_norm
         values = {
             **{name: (total / self.images).item() for name, total in self.sums.items()},
-            "lr": self.update.state.optimizer.param_groups[0]["lr"],
+            "lr": self.update.state.lr,
             **({} if norm is None else {"grad_norm": float(norm)}),
             "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
             **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},

@@ -122,7 +122,7 @@ class Update:
                 "precision=float32"
             )
         return (
-            f"{where} (lr {state.optimizer.param_groups[0]['lr']:.3g}, {state.precision}, "
+            f"{where} (lr {state.lr:.3g}, {state.precision}, "
             f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; the "
             "last checkpoint is kept"
         )

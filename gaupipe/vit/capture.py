@@ -71,18 +71,20 @@ def _full_precision(device: str) -> contextlib.AbstractContextManager:
 class AttentionReader(TorchFunctionMode):
     """Hands the arguments of every ``scaled_dot_product_attention`` to ``see`` while it is active.
 
-    ``see`` is called as the attention is, before it, and outside of autograd.
+    ``see`` is called as the attention is, before it. What it returns, unless that is None, takes
+    the place of the attention's output.
     """
 
-    def __init__(self, see: Callable[..., None]) -> None:
+    def __init__(self, see: Callable[..., Tensor | None]) -> None:
         super().__init__()
         self.see = see
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = None
         if func is scaled_dot_product_attention:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
-                self.see(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            with torch._C.DisableTorchFunction():
+                output = self.see(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if output is None else output
 
 
 def use_fused_attention(model: nn.Module) -> None:
@@ -135,6 +137,7 @@ def capture(
         maps.clear()
         calls = 0
 
+    @torch.no_grad()
     def see(*args: Any, **kwargs: Any) -> None:
         nonlocal calls
         block, calls = calls, calls + 1
@@ -155,6 +158,40 @@ def capture(
     missing = sorted((wanted or set()) - maps.keys())
     if missing:
         raise ValueError(f"block {missing[0]}: the model has {calls} attention layers")
+
+
+def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: int) -> Tensor:
+    """The relevance of each token for each token of a ViT, for one class of each image.
+
+    images   [B, channels, height, width], as the model takes them
+    classes  int64 [B]: the classes whose logits are explained
+    blocks   the number of the model's first attentions that count: those of its blocks
+
+    Returns float32 [B, L, T, T]: block by block R - I of *Chefer, Gur and Wolf 2021, Generic
+    Attention-model Explainability (arXiv 2103.15679), eqs 5 and 6*: from R = I on, R += mean over
+    heads of (dlogit/dA * A)+ times R, with the attention map A of the block. Raises ValueError for
+    attention that is not fused.
+    """
+    maps: list[Tensor] = []
+
+    def see(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        maps.append(attention_map(query, key, value, *args, **kwargs))
+        return maps[-1].to(value.dtype) @ value
+
+    with torch.enable_grad(), AttentionReader(see):
+        logits = model(images.detach().clone().requires_grad_())  # so that maps have gradients
+        chosen = logits.gather(1, classes[:, None]).sum()
+    if len(maps) < blocks:
+        raise ValueError(f"{blocks - len(maps)} blocks do not use fused attention")
+    maps = maps[:blocks]
+    gradients = torch.autograd.grad(chosen, maps)
+    relevance = torch.eye(maps[0].shape[-1], device=images.device)
+    steps = []
+    for map, gradient in zip(maps, gradients, strict=True):
+        weighted = (map.detach() * gradient).clamp_min(0).mean(1)  # [B, T, T]
+        relevance = relevance + weighted @ relevance
+        steps.append(relevance - torch.eye(relevance.shape[-1], device=images.device))
+    return torch.stack(steps, 1)
 
 
 def _number_of_blocks(model: nn.Module) -> int | None:
@@ -192,15 +229,14 @@ def _seen(function: Callable, reader: AttentionReader) -> Callable:
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
     ) -> Any:
         causal = kwargs.get("is_causal", getattr(module, "is_causal", False))
-        with torch.no_grad():
-            reader.see(
-                query,
-                key,
-                attn_mask=mask if isinstance(mask, Tensor) else None,
-                is_causal=bool(causal) and mask is None and query.shape[-2] > 1,
-                scale=kwargs.get("scaling"),
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
+        reader.see(
+            query,
+            key,
+            attn_mask=mask if isinstance(mask, Tensor) else None,
+            is_causal=bool(causal) and mask is None and query.shape[-2] > 1,
+            scale=kwargs.get("scaling"),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
         see, reader.see = reader.see, _ignore  # it may call torch's attention itself
         try:
             return function(module, query, key, value, mask, *args, **kwargs)

@@ -4,7 +4,7 @@ and 8*)."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,16 +58,6 @@ def belief_geometry(model: VisionTransformer, images: Tensor) -> list[BlockGeome
         x = x + block.drop_path1(block.ls1(attention.proj_drop(attention.combine(mh, v))))
         x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
     return blocks
-
-
-def mean_geometry(model: VisionTransformer, images: Tensor) -> dict[str, list[float]]:
-    """The means over images and tokens of :func:`belief_geometry`: for each field of
-    :class:`BlockGeometry` one number per block."""
-    blocks = belief_geometry(model, images)
-    return {
-        field.name: [getattr(block, field.name).mean().item() for block in blocks]
-        for field in fields(BlockGeometry)
-    }
 
 
 def norm(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.standard import in_steps
 from gaupipe.system.errors import UserError
@@ -17,17 +18,24 @@ def run_blocks(
     model: VisionTransformer, images: Tensor, attend: Callable[[int, Any, Tensor], Tensor]
 ) -> Tensor:
     """The forward pass of a pre-norm timm ViT, block by block, with the attention in the caller's
-    hands.
+    hands; each block is computed again for the gradient if timm's ``set_grad_checkpointing`` was
+    called.
 
     ``attend(layer, attention, tokens)`` gets the index of the block, its attention module and the
     normalised tokens [B, T, d], and returns the update [B, T, d]. Images [B, C, height, width];
     returns logits [B, classes].
     """
-    x = embed(model, images)
-    block: Any  # timm says Module
-    for layer, block in enumerate(model.blocks):
+
+    def run_block(layer: int, block: Any, x: Tensor) -> Tensor:
         x = x + block.drop_path1(block.ls1(attend(layer, block.attn, block.norm1(x))))
-        x = x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+        return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+    x = embed(model, images)
+    for layer, block in enumerate(model.blocks):
+        if model.grad_checkpointing:
+            x = checkpoint(run_block, layer, block, x, use_reentrant=False)
+        else:
+            x = run_block(layer, block, x)
     return model.forward_head(model.norm(x))
 
 

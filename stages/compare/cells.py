@@ -48,7 +48,8 @@ def default_cells(base: Settings, students: Sequence[str], *, tune: bool = True)
     cell has trials.
     """
     standard = _student(base, "standard")
-    standard |= {"phase_b.match_params": False, "phase_b.rezero": False}
+    model_args = {key: arg for key, arg in base.phase_b.model_args.items() if key != "rezero"}
+    standard |= {"phase_b.match_params": False, "phase_b.model_args": model_args}
     starts, gamma = _starts(base), base.phase_b.gamma
     weights = [{"phase_b.gamma": gamma}, {"phase_b.gamma": round(3 * gamma, 6)}]
     weighted = [start | weight for start in starts[2:] for weight in weights]
@@ -152,11 +153,11 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     here = f"{where}: {cell.name}"
     if cell.like is not None and like is None:
         names = [*by_name]
-        raise UserError(f"{here}: like {cell.like!r}: no such cell before it; there are {names}")
+        raise UserError(f"{here}: like {cell.like!r}: no such row before it; there are {names}")
     if any("seed" in changes for changes in (settings, *cell.trials)):
-        raise UserError(f"{here}: seed: every cell is run with each of --seeds")
+        raise UserError(f"{here}: seed: every row is run with each of --seeds")
     if cell.name in by_name:
-        raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
+        raise UserError(f"{where}: two rows are called {cell.name!r}: give one another name")
     return cell
 
 
@@ -167,7 +168,7 @@ def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     selected = {BASELINE, *names}
     for name in names:
         if name not in by_name:
-            raise UserError(f"--row {name!r}: no such cell; there are {[*by_name]}")
+            raise UserError(f"--row {name!r}: no such row; there are {[*by_name]}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 

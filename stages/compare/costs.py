@@ -94,14 +94,9 @@ def forward_of_teacher(settings: Settings, data: ImageData) -> int:
     teacher = phase_a.build_teacher(settings, data).train()
 
     def forward() -> None:
-        gaussians = None
-        if not teacher.predicts_gaussians:
-            parameters = (
-                torch.zeros(1, *teacher.per_image_shape) if phase.learns_of_images else None
-            )
-            gaussians = teacher.gaussians(parameters)
+        of_image = torch.zeros(1, *teacher.per_image_shape) if phase.learns_of_images else None
         noise = teacher.noise(images, None) if phase.mode == "stochastic" else None
-        teacher(images, gaussians, noise)
+        teacher(images, teacher.gaussians(of_image), noise)
 
     return multiply_adds(forward)
 

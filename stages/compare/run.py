@@ -47,7 +47,7 @@ def run(
     """Runs what has not finished yet of every cell. Returns the results and writes them.
 
     students   attentions of the students
-    seeds      every cell is run with each
+    seeds      every row is run with each
     targets    accuracies to compare at; none are shares of the baseline's final accuracy
     sweep      a file of further cells, or the name of a shipped one
     only       names of the cells to run, with the plain ViT and the cells whose settings they
@@ -59,8 +59,6 @@ def run(
     A run whose loss diverges is reported as failed. Raises UserError, before anything is written,
     for a cell that cannot be run and for a folder that holds something else.
     """
-    if not settings.key_snapshots:  # training images whose key selection is drawn
-        settings = settings.model_copy(update={"key_snapshots": 3})
     name = Path(sweep).stem if sweep else "compare"
     cells = default_cells(settings, students, tune=tune)
     if sweep is not None:
@@ -76,7 +74,7 @@ def run(
             run_cells(comparison, workers)
         results = report(comparison, targets)
         write_whole(run_dir / f"{name}.json", json.dumps(results, indent=1) + "\n")
-        draw(comparison, results, name)
+        draw(results, run_dir / name)
     return results
 
 

@@ -150,7 +150,7 @@ class Comparison:
     seeds: list[int]
     run_dir: Path
     test: bool
-    data: dict[DataSettings, ImageData] = field(default_factory=dict)
+    data: dict[str, ImageData] = field(default_factory=dict)
     trials: dict[str, list[tuple[dict[str, Any], float | None]]] = field(default_factory=dict)
     best_trials: dict[str, dict[str, Any]] = field(default_factory=dict)
     trainings: dict[str, list[Training]] = field(default_factory=dict)
@@ -168,9 +168,10 @@ class Comparison:
 
     def load(self, data: DataSettings) -> ImageData:
         """A data set, read once."""
-        if data not in self.data:
-            self.data[data] = load_data(data, self.settings.download)
-        return self.data[data]
+        name = data.model_dump_json()
+        if name not in self.data:
+            self.data[name] = load_data(data, self.settings.download)
+        return self.data[name]
 
     def resolve(self, cell: Cell, changes: dict[str, Any]) -> Settings:
         """The settings of a cell with the ``changes`` of one of its trials."""

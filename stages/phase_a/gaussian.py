@@ -6,7 +6,6 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +23,10 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
+from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
@@ -41,13 +41,13 @@ from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_resources, make_plan, per_image_in_files
+from stages.runs.resources import check_resources, make_plan
 
 LABEL_PASSES = 8
 """Forward passes with newly sampled points, over which a stochastic teacher's predictions are
 the mean."""
-UPPER_ACCURACY = 0.98
-"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
+PRIOR_LR = 2e-2
+"""Learning rate of the shared prior, which the network's optimizer updates at every step."""
 
 
 def run(
@@ -74,7 +74,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = run.settled(settings)
+        request = with_images_of_weights(run.with_baseline(run.settled(settings)))
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
@@ -127,10 +127,8 @@ class TeacherLoss(nn.Module):
         parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
         noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
-        gaussians = None  # predicted ones are of the view already
-        if not self.teacher.predicts_gaussians:
-            gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
-            gaussians = move(gaussians, batch.geometry, self.teacher.grid)
+        gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
+        gaussians = move(gaussians, batch.geometry, self.teacher.grid)
         logits = self.forward_teacher(batch.images, gaussians, noise)  # [B, C]
         return cross_entropy(logits, batch.labels)
 
@@ -171,7 +169,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
             val_acc = None  # an image that is not trained has the shared prior alone
-            if phase.prior or phase.predicts_gaussians:
+            if phase.prior:
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
@@ -180,8 +178,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
             per_image.release()
-        if remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"]):
-            running.progress.line(f"phase A: {remark}")
+        running.progress.line(f"phase A: {trained_vit.ending(phase, state.metrics)}")
 
 
 class Draws:
@@ -209,11 +206,8 @@ class Draws:
 def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """The maps of each block, [B, H, T, T], of training images and their ids."""
 
-    def maps(images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        if job.teacher.predicts_gaussians:
-            gaussians = job.teacher.eval().look(images.to(job.device))[1]
-        else:
-            gaussians = gaussians_of(job, image_ids, len(image_ids))
+    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
+        gaussians = gaussians_of(job, image_ids, len(image_ids))
         return list(expected_map(gaussians, job.teacher.grid).unbind(1))
 
     return maps
@@ -221,26 +215,9 @@ def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]
 
 @torch.no_grad()
 def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
-    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None; not of
-    a teacher that predicts them (:meth:`~gaupipe.teachers.gaussian.Teacher.look`)."""
+    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
     gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
     return gaussians.expand(count, *gaussians.shape[1:])
-
-
-def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
-    """A line for a training accuracy that ended outside the window; None inside it."""
-    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
-    if accuracy < phase.stop_accuracy:
-        return (
-            f"{phase.max_epochs} epochs were not enough for a training accuracy of "
-            f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or {rate}"
-        )
-    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
-        return (
-            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
-            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
-        )
-    return None
 
 
 @torch.no_grad()
@@ -254,9 +231,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            gaussians = None
-            if not teacher.predicts_gaussians:
-                gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
@@ -271,10 +246,9 @@ def build(
     to_read: bool = False,
     with_images: bool = True,
 ) -> TeacherJob[Teacher]:
-    """Phase A, freshly started; per-image parameters beyond the memory budget are to lie in
-    ``folder``/rows. ``to_read``: a teacher that is not trained any more, with the parameters of all
-    images and not only of this rank's; ``with_images`` False leaves them out. Writes nothing;
-    raises UserError."""
+    """Phase A, freshly started; per-image parameters are to lie in ``folder``/rows. ``to_read``: a
+    teacher that is not trained any more, with the parameters of all images and not only of this
+    rank's; ``with_images`` False leaves them out. Writes nothing; raises UserError."""
     device = select_device(settings.device, settings.threads)
     teacher = build_teacher(settings, data)
     per_image = None
@@ -293,7 +267,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         phase.parametrisation,
         phase.prior,
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
-        phase.predicts_gaussians,
         LABEL_PASSES if phase.mode == "stochastic" else None,
     )
 
@@ -303,18 +276,16 @@ def build_per_image(
 ) -> BucketedState:
     """The start of the per-image parameters, of this ``shape``."""
     rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
-    in_files = per_image_in_files(rows, buckets.images, math.prod(shape))
 
     def make(bucket: int, image_ids: np.ndarray) -> ImageState:
         return ImageState(
             len(image_ids),
             torch.zeros(shape),
             lr=rows.lr,
-            folder=folder / "rows" / f"bucket-{bucket:04d}" if in_files else None,
+            folder=folder / "rows" / f"bucket-{bucket:04d}",
             initial_std=rows.initial_std,
             seed=settings.seed,
             drawn_as=torch.from_numpy(image_ids),
-            to_read=to_read,
         )
 
     return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
@@ -327,9 +298,7 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
     lr, decay = phase.optim.lr, phase.optim.weight_decay
     groups = []
     if phase.prior:
-        groups.append({"params": [teacher.prior], "lr": phase.prior_lr, "weight_decay": 0.0})
-    if teacher.predictor is not None:
-        groups.append({"params": [teacher.predictor], "lr": lr, "weight_decay": 0.0})
+        groups.append({"params": [teacher.prior], "lr": PRIOR_LR, "weight_decay": 0.0})
     if teacher.decoder:
         decoder = [*teacher.decoder.parameters()]
         groups.append({"params": decoder, "lr": lr, "weight_decay": decay})

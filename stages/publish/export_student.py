@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
-from stages.evaluate import load_student
+from gaupipe.system.files import check_file, write_whole
+from stages.students import load_student
 
 TOLERANCE = 1e-4
 """Largest difference of a logit between the student and its export."""
@@ -80,7 +79,7 @@ def run(
     student = load_student(run_dir, name, distilled)
     model = student.model
     out = Path(out or student.folder / f"student.{format}")
-    target = check_place(out)
+    target = check_file("--out", out)
     generator = torch.Generator().manual_seed(student.settings.seed)
     images = torch.randn(5, model.in_chans, *model.patch_embed.img_size, generator=generator)
     content, forward = FORMATS[format](model, images[:2])
@@ -93,15 +92,3 @@ def run(
         )
     write_whole(target, content)
     return out, difference
-
-
-def check_place(out: Path) -> Path:
-    """The file that ``--out`` names, links followed. Raises UserError unless a file can be
-    written there: nothing but a regular file is replaced."""
-    target = Path(os.path.realpath(out))
-    if not target.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {target.parent}")
-    if target.is_symlink() or (target.exists() and not target.is_file()):
-        kind = "a folder" if target.is_dir() else "no regular file"
-        raise UserError(f"--out {out}: {kind} is there; name a file, new or to be replaced")
-    return target

@@ -20,9 +20,10 @@ from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
 from gaupipe.vit.saving import STUDENT_FILES
-from stages.evaluate import check_data, load_student, metrics, predictions
+from stages.evaluate import metrics, predictions
 from stages.publish import model_card
 from stages.runs.directory import STUDENT_NAME
+from stages.students import check_data, load_student
 
 CARD = "README.md"
 

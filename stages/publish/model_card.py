@@ -20,8 +20,8 @@ from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.teachers.pretrained import LOCAL
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
-from stages.evaluate import TrainedStudent, stores_of
 from stages.runs import kept_epochs
+from stages.students import TrainedStudent, stores_of
 
 SETTINGS = "settings.yaml"
 """The file of a published folder with the student's settings."""
@@ -170,9 +170,9 @@ def commands(student: TrainedStudent, tested: bool) -> list[str]:
     attention = student.settings.phase_b.student
     changes = "" if attention == run.settings().phase_b.student else f" --student {attention}"
     changes += "" if student.name == attention else f" --name {student.name}"
-    for override in run.overrides(student.name):
-        if not override.startswith("phase_b.student="):
-            changes += f" --set {shlex.quote(override)}"
+    for name, value in run.differences(student.name).items():
+        if name != "phase_b.student":
+            changes += f" --set {shlex.quote(f'{name}={json.dumps(value)}')}"
     return [
         f"gaupipe phase-a {SETTINGS} --run-dir run",
         f"gaupipe export-maps --run-dir run{export}",

@@ -23,7 +23,7 @@ GPU_SIZES = ((128, 128, 8), *SIZES)
 # (embed_dim, depth, training images that teacher and student see in all their epochs)
 MODEL, GPU_MODEL = (64, 4, 132_000), (192, 9, 600_000)
 BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images than, batch_size)
-FEWEST_EPOCHS, MOST_EPOCHS = 12, 90
+FEWEST_EPOCHS, MOST_EPOCHS, FINE_TUNING_EPOCHS = 12, 90, 10
 QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
 
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
@@ -77,6 +77,9 @@ def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> C
     choices.choose("data.name", "folder")
     choices.choose("data.root", root)
     images = _choose_images(choices, facts)
+    if not str(choices.given("model.name", "gauvit_")).startswith("gauvit_"):
+        _choose_fine_tuning(choices, images, facts.counts)
+        return choices
     size, tokens = _choose_sizes(choices, facts, GPU_SIZES if gpu else SIZES)
     dim, depth, seen = GPU_MODEL if gpu else MODEL
     maps = _choose_model(choices, dim, depth)
@@ -128,14 +131,38 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     return depth * heads
 
 
+def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
+    """A training from published weights, whose images get the size that the weights expect."""
+    choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
+    choices.choose("baseline.epochs", FINE_TUNING_EPOCHS, "of a training without a teacher")
+    _choose_batch(choices, images)
+    choices.choose("phase_b.optim.name", "adamw", "the optimizer")
+    choices.choose("phase_b.optim.lr", 2e-4, "the learning rate, lower than from the start")
+    reason = "each block has this share of the next one's learning rate"
+    choices.choose("phase_b.optim.args.layer_decay", 0.75, reason)
+    _choose_flip(choices, classes)
+    reason = "a random part of each image, of at least this area"
+    choices.choose("augment.resized_crop.scale", [0.5, 1.0], reason)
+
+
+def _choose_batch(choices: Choices, images: int) -> None:
+    batch = next(size for fewer, size in BATCHES if images < fewer)
+    choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
+
+
+def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
+    words = not all(CHARACTERS.fullmatch(name) for name in classes)
+    choices.choose("augment.flip", words, "mirrors half of the images; false for digits, letters")
+
+
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     """A teacher, a student with twice the teacher's epochs that learns from its maps in the first
     third, and a baseline with both's epochs."""
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
-    if not choices.given("phase_b.attention_options"):  # which are the default attention's
-        choices.choose("phase_b.student", "belief", "its attention; timm loads standard by itself")
+    attention = "standard" if choices.given("phase_b.attention_options") else "belief"
+    choices.choose("phase_b.student", attention, "its attention; timm loads standard by itself")
     student = choices.number("phase_b.epochs", round(epochs * 2 / 3), "of the student")
     half = choices.number("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))
@@ -151,18 +178,15 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
-    batch = next(size for fewer, size in BATCHES if images < fewer)
-    choices.choose("data.batch_size", batch, f"images in a step, of {images:,} in an epoch")
-    choices.choose("phase_b.optim.lr", 2e-3, "the learning rate")
-    choices.choose("phase_a.optim.lr", 2e-3)
+    _choose_batch(choices, images)
+    choices.choose("phase_b.optim.lr", 4e-3, "the learning rate, of timm's Muon")
 
 
 def _choose_augmentation(
     choices: Choices, classes: Iterable[str], size: int, view_bytes: int
 ) -> None:
     """Flips and shifts, and the maps of the views where shifts would move those of the images."""
-    words = not all(CHARACTERS.fullmatch(name) for name in classes)
-    choices.choose("augment.flip", words, "mirrors half of the images; false for digits, letters")
+    _choose_flip(choices, classes)
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
     choices.choose("phase_a.augment", True)

@@ -45,9 +45,10 @@ def settings_for(
             raise UserError(f"--set data.{name}: --data {folder} says where the images are")
     facts = facts_of(folder)
     choices = choose(facts, str(root), has_gpu(given), given)
-    settings = config.parse(choices.tree, f"--data {folder}")
+    settings = config.parse(choices.tree, "--set")
     lines = [f"{folder}: {facts}", *(f"  {line}" for line in choices.lines(plain))]
-    lines.append(f"'gaupipe plan --data {folder}' measures how long it takes")
+    if settings.model.name.startswith("gauvit_"):
+        lines.append(f"'gaupipe plan --data {folder}' measures how long it takes")
     if not plain and settings.phase_a.teacher == "vit":
         lines.append(
             f"'gaupipe train --data {folder}' does without a teacher, in half the time or less"

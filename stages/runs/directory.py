@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
@@ -108,19 +106,6 @@ class RunDirectory:
             raise UserError(f"{self.config} is empty: restore it from a copy, or start another run")
         return config.load(self.config)
 
-    def overrides(self, name: str, distilled: bool = True) -> list[str]:
-        """The settings ``a.b=c`` with which a student was started; none where it has not been."""
-        path = self.student(name, distilled) / "overrides.json"
-        if not path.is_file():
-            return []
-        try:
-            return TypeAdapter(list[str]).validate_json(path.read_bytes())
-        except ValidationError:
-            raise UserError(
-                f"{path} is damaged: it should hold a list of settings such as "
-                '["phase_b.gamma=0.5"]; restore it from a copy'
-            ) from None
-
     def differences(self, name: str, distilled: bool = True) -> dict[str, Any]:
         """{"a.b": value} of the settings in which a student differs from the run."""
         student = self.student_settings(name, distilled)
@@ -128,17 +113,23 @@ class RunDirectory:
         changed = config.changed(self.settings(), student, Scope.ANYTIME)
         return {key: values[key] for key in changed if key in values}
 
-    def with_overrides(self, overrides: Sequence[str]) -> Settings:
-        """The run's settings with those of one student. Raises UserError for a setting in which
-        students of one teacher cannot differ."""
-        of_run = self.settings()
-        settings = config.load(self.config, overrides)
-        for key in config.changed(of_run, settings, Scope.STUDENT | Scope.PHASE | Scope.ANYTIME):
+    def with_overrides(
+        self, name: str, distilled: bool, overrides: Sequence[str]
+    ) -> tuple[Settings, Path]:
+        """The settings of a student with the ``a.b=value`` of a command, and its folder. A new
+        student begins with those of the run. Raises UserError for a setting in which students of
+        one teacher cannot differ."""
+        before, folder = self.student_settings(name, distilled), self.student(name, distilled)
+        tree = config.with_overrides(before.model_dump(mode="json"), overrides)
+        settings = config.parse(tree, "--set")
+        for key in config.changed(before, settings, Scope.STUDENT | Scope.PHASE | Scope.ANYTIME):
             raise UserError(
                 f"--set {key}: belongs to the run, not to one student: start another run "
                 f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
             )
-        return settings
+        if not (folder / "config.yaml").is_file():
+            settings = with_buckets(settings, distributed.world_size())
+        return settings, folder
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
         """The settings that a student was trained with; with the folder of the images that the run
@@ -210,6 +201,18 @@ class RunDirectory:
             before = config.load(self.config).data.buckets
             return with_buckets(settings, before)
         return with_buckets(settings, distributed.world_size())
+
+    def with_baseline(self, settings: Settings) -> Settings:
+        """The settings with the epochs of the baseline of a run that begins with phase A: where
+        they leave it open, those of both phases together."""
+        epochs = settings.baseline.epochs
+        if epochs is None and self.config.is_file():
+            epochs = config.load(self.config).baseline.epochs
+        elif epochs is None:
+            trained = settings.phase_a.teacher in ("gaussian", "vit")
+            epochs = settings.phase_b.epochs + trained * settings.phase_a.max_epochs
+        baseline = settings.baseline.model_copy(update={"epochs": epochs})
+        return settings.model_copy(update={"baseline": baseline})
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of

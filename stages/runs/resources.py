@@ -14,7 +14,7 @@ import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.distillation.kinds import KINDS, GaussianKind, chosen
 from gaupipe.distillation.student import MapShape
-from gaupipe.settings import ExportSettings, RowSettings, Settings
+from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -36,24 +36,16 @@ class Plan:
     """Counts and bytes of phase A and its store. Stores are before compression, and zstd takes
     little off float16 Gaussians."""
 
-    images: int
-    network_parameters: int
-    """The ViT's and the decoder's."""
-    prior_parameters: int
+    parameters: int
+    """Of the ViT, the decoder and the shared prior."""
     per_image_parameters: int
     """Those of all images together."""
-    per_image_in: str
-    """Where the per-image parameters are kept: ``memory``, ``files`` or ``none``."""
-    fixed_memory_bytes: int
-    """Of ``memory_bytes`` the part without per-image parameters."""
     memory_bytes: int
     """Memory of each process in phase A, on the CPU. The page cache of files comes on top, and
     gives way to other needs."""
-    per_image_disk_bytes: int
-    """Both copies of every record, for per-image parameters in files."""
-    checkpoint_bytes: int
-    """One checkpoint of phase A. The old one stays until the new one is complete."""
-    phase_a_disk_bytes: int
+    disk_bytes: int
+    """Of phase A: both copies of every record of per-image parameters, and two checkpoints, for the
+    old one stays until the new one is complete."""
     store_bytes: dict[str, int]
     """The attention-map store, for each kind that this run can have."""
 
@@ -70,32 +62,17 @@ def make_plan(
     """
     phase = settings.phase_a
     images = len(data.train) if images is None else images
-    prior = model.prior.numel() if isinstance(model, Teacher) else 0
-    network = count_parameters(model) - prior
-    size, records, place = 0, 0, "none"
-    if phase.learns_of_images:
-        size = math.prod(model.per_image_shape)
-        records = per_image_bytes(images, size)
-        place = "files" if per_image_in_files(phase.rows, images, size) else "memory"
-    in_checkpoint = {
-        "none": 0,
-        "memory": records + 4 * images,  # and the step counts
-        "files": 9 * images + 4 * size,  # and the start of an image
-    }
-    checkpoint = 4 * copies(phase.optim.ema) * (network + prior) + in_checkpoint[place]
-    in_files = 2 * records if place == "files" else 0
-    fixed = training_memory(settings, model, data, phase.optim.ema, world_size)
+    parameters = count_parameters(model)
+    trained = phase.teacher in ("gaussian", "vit")
+    checkpoint = 4 * copies(phase.optim.ema) * parameters if trained else 0
+    size = math.prod(model.per_image_shape) if phase.learns_of_images else 0
+    if size:
+        checkpoint += 9 * images + 4 * size  # and the start of an image
     return Plan(
-        images=images,
-        network_parameters=network,
-        prior_parameters=prior,
+        parameters=parameters,
         per_image_parameters=images * size,
-        per_image_in=place,
-        fixed_memory_bytes=fixed,
-        memory_bytes=fixed + (records // world_size if place == "memory" else 0),
-        per_image_disk_bytes=in_files,
-        checkpoint_bytes=checkpoint,
-        phase_a_disk_bytes=in_files + 2 * checkpoint,
+        memory_bytes=training_memory(settings, model, data, phase.optim.ema, world_size),
+        disk_bytes=2 * (images * record_words(size) * 4 + checkpoint),
         store_bytes=store_bytes(settings, model, images, data.num_classes),
     )
 
@@ -103,6 +80,12 @@ def make_plan(
 def copies(ema: float | None) -> int:
     """Copies of the weights in a checkpoint: themselves, two moments, perhaps their average."""
     return 3 if ema is None else 4
+
+
+def student_disk(parameters: int, ema: float | None) -> int:
+    """Bytes of a student: two checkpoints, each with the weights of the best epoch, and the weights
+    of the best and of the last epoch as folders for timm."""
+    return 4 * parameters * (2 * (copies(ema) + 1) + 2)
 
 
 def training_memory(
@@ -124,16 +107,6 @@ def training_memory(
         tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
         memory += 4 * ACTIVATIONS * batch * tokens * len(vit.blocks) * vit.embed_dim
     return memory
-
-
-def per_image_bytes(images: int, size: int) -> int:
-    """Bytes of one copy of the per-image parameters, ``size`` numbers each, and their moments."""
-    return images * record_words(size) * 4
-
-
-def per_image_in_files(rows: RowSettings, images: int, size: int) -> bool:
-    """True if per-image parameters of ``size`` numbers exceed ``memory_budget_gb``."""
-    return per_image_bytes(images, size) > rows.memory_budget_gb * 1e9
 
 
 def store_bytes(settings: Settings, model: Any, images: int, classes: int) -> dict[str, int]:
@@ -173,7 +146,7 @@ def check_resources(plan: Plan, run_dir: Path) -> None:
     """Raises UserError, in one line, if the disk or the memory cannot hold phase A. What the run
     has written already counts as free."""
     written = run_dir / "phase_a"
-    check_disk("phase A", plan.phase_a_disk_bytes, written, "choose another --run-dir")
+    check_disk("phase A", plan.disk_bytes, written, "choose another --run-dir")
     check_memory("phase A", plan.memory_bytes)
 
 
@@ -196,8 +169,7 @@ def check_memory(job: str, needed: int) -> None:
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "
-            "lower data.batch_size, phase_a.rows.memory_budget_gb (per-image parameters then go "
-            "to files) or data.train_images, take a smaller model, or --force"
+            "lower data.batch_size or data.train_images, take a smaller model, or --force"
         )
 
 

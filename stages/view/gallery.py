@@ -1,23 +1,19 @@
-"""The images that the gallery shows: labels and predictions of all images, read once, and their
-orders."""
+"""Images as the gallery shows them: labels and predictions of all, read once, and their orders."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import threading
-import zipfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 import store
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import whole_file
 
 ORDERS = ("id", "wrong", "sure", "unsure")
 """By image id, wrong predictions first and among them the surest first, by falling and by rising
@@ -29,7 +25,7 @@ READERS = 8
 
 
 class Predictions(NamedTuple):
-    """Of images [N]: labels and predicted classes, int32, and the probability of these, float32."""
+    """Of images [N]: labels and predicted classes, and the probability of these, float32."""
 
     labels: np.ndarray
     predicted: np.ndarray
@@ -37,115 +33,110 @@ class Predictions(NamedTuple):
 
 
 class Gallery:
-    """The images of a store, page by page.
+    """``images`` of ``classes`` classes, page by page.
 
-    A thread that :meth:`start` starts reads labels and predictions of the whole store, shard by
-    shard, ``done`` images so far. Until then images are listed by id only. ``cache`` is a file that
-    keeps what was read; one that cannot be written is done without.
+    parts   gives (logits [B, C], labels [B]) of all images in order, a part at a time. A thread
+            that :meth:`start` starts reads them, ``done`` images so far. Until then images are
+            listed by their number alone
+    labels  [N], where they are known before
+    labelled
+            False for images without labels
     """
 
-    def __init__(self, maps: store.Store, cache: Path | None) -> None:
-        self.maps, self.cache = maps, cache
+    def __init__(
+        self,
+        images: int,
+        classes: int,
+        parts: Callable[[], Iterator[tuple[Tensor, Tensor]]],
+        labels: np.ndarray | None = None,
+        labelled: bool = True,
+    ) -> None:
+        self.images, self.classes, self.parts = images, classes, parts
+        self.labels, self.labelled = labels, labelled
         self.done, self.error = 0, ""
         self.all: Predictions | None = None
+        self.thread: threading.Thread | None = None
         self._ids = lru_cache(maxsize=8)(self._ordered)
 
-    def start(self) -> threading.Thread:
-        thread = threading.Thread(target=self.read_all, daemon=True, name="gaupipe-view-labels")
-        thread.start()
-        return thread
+    @property
+    def reading(self) -> bool:
+        """True while the thread reads."""
+        return self.thread is not None and self.all is None and not self.error
+
+    def start(self) -> None:
+        """Starts to read labels and predictions, unless that has been done."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.read_all, daemon=True)
+            self.thread.start()
 
     def read_all(self) -> None:
-        """Reads labels and predictions of all images, from the cache where it has them."""
+        """Reads labels and predictions of all images."""
+        columns = []
         try:
-            self.all = self._cached() or self._read_shards()
-        except (store.StoreError, OSError) as error:
+            for logits, labels in self.parts():
+                probability, predicted = logits.float().softmax(-1).max(-1)
+                columns.append((labels.numpy(), predicted.numpy(), probability.numpy()))
+                self.done += len(labels)
+        except (store.StoreError, UserError, OSError) as error:
             self.error = str(error)
             return
-        self.done = self.maps.schema.images
+        self.all = Predictions(*map(np.concatenate, zip(*columns, strict=True)))
+        self.labels = self.all.labels if self.labelled else None
 
     def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
-        """One page of images: ``items`` with id, label, predicted and probability, and the
-        ``total`` in this order. ``items`` is None while labels and predictions are still read, if
-        the order needs them. Raises UserError for an order or a class that there is not."""
-        schema = self.maps.schema
+        """One page of images: ``items`` with id and, as far as they are known, label, predicted
+        and probability, and the ``total`` in this order. ``items`` is None while the order is not
+        known. Raises UserError for an order or a class that there is not."""
         if order not in ORDERS:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
-        if label is not None and not 0 <= label < schema.num_classes:
-            raise UserError(f"class {label}: the store has 0 to {schema.num_classes - 1}")
-        first, page = number * PAGE, {"page": number, "size": PAGE}
-        if self.all is not None:
-            ids = self._ids(order, label)
-            total, ids = len(ids), ids[first : first + PAGE]
-            columns = Predictions(*(column[ids] for column in self.all))
-        elif order == "id" and label is None:
-            total, last = schema.images, min(first + PAGE, schema.images)
-            ids = np.arange(first, last)
-            if not len(ids):
-                return {"items": [], "total": total, **page}
-            columns = self._read(first * schema.views, last * schema.views)
-        else:
+        if label is not None and not 0 <= label < self.classes:
+            raise UserError(f"class {label}: there are 0 to {self.classes - 1}")
+        page = {"page": number, "size": PAGE}
+        if self.all is None and (order != "id" or (label is not None and self.labels is None)):
+            self.start()
             return {"items": None, "total": 0, **page}
-        items = [
-            {"id": int(i), "label": int(a), "predicted": int(b), "probability": round(float(p), 6)}
-            for i, a, b, p in zip(ids, *columns, strict=True)
-        ]
-        return {"items": items, "total": total, **page}
+        known = self.all is not None or self.labels is not None
+        ids = self._ids(order, label, known)
+        items = [self._item(int(image)) for image in ids[number * PAGE : (number + 1) * PAGE]]
+        return {"items": items, "total": len(ids), **page}
 
-    def _ordered(self, order: str, label: int | None) -> np.ndarray:
+    def _item(self, image: int) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": image}
+        if self.labels is not None:
+            item["label"] = int(self.labels[image])
+        if self.all is not None:
+            item["predicted"] = int(self.all.predicted[image])
+            item["probability"] = round(float(self.all.probability[image]), 6)
+        return item
+
+    def _ordered(self, order: str, label: int | None, _known: bool) -> np.ndarray:
         """Image ids of a class, or of all, in an order."""
-        assert self.all is not None
-        labels, predicted, probability = self.all
-        ids = np.arange(len(labels)) if label is None else np.flatnonzero(labels == label)
+        ids = np.arange(self.images)
+        if label is not None and self.labels is not None:
+            ids = np.flatnonzero(self.labels == label)
+        if order == "id" or self.all is None:
+            return ids
+        labels, predicted, probability = (column[ids] for column in self.all)
         keys = {
-            "id": ids,
-            "sure": -probability[ids],
-            "unsure": probability[ids],
-            "wrong": -probability[ids] + 2 * (labels[ids] == predicted[ids]),
+            "sure": -probability,
+            "unsure": probability,
+            "wrong": -probability + 2 * (labels == predicted),
         }
         return ids[np.argsort(keys[order], kind="stable")]
 
-    def _read(self, start: int, stop: int) -> Predictions:
-        """Of the first views of images whose entries in the store are start <= entry < stop."""
-        stored = self.maps.read(start, stop, ("labels", "logits"))
-        first = -start % self.maps.schema.views
-        labels, logits = (
-            stored[name][first :: self.maps.schema.views] for name in ("labels", "logits")
-        )
-        logits = logits.astype(np.float32)
-        predicted = logits.argmax(-1)
-        shifted = np.exp(logits - logits.max(-1, keepdims=True))
-        probability = 1 / shifted.sum(-1)  # the largest is exp(0)
-        return Predictions(labels.astype(np.int32), predicted.astype(np.int32), probability)
 
-    def _read_shards(self) -> Predictions:
-        parts = []
-        with ThreadPoolExecutor(READERS, "gaupipe-view") as pool:
-            for part in pool.map(lambda shard: self._read(*shard[1:]), self.maps.shards):
-                self.done += len(part.labels)
-                parts.append(part)
-        whole = Predictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        if self.cache is not None:
-            with contextlib.suppress(OSError):  # a run that may only be read
-                self.cache.parent.mkdir(parents=True, exist_ok=True)
-                with whole_file(self.cache) as partial:
-                    np.savez(partial, of=digest(self.maps), **whole._asdict())
-        return whole
+def stored_gallery(maps: store.Store, labelled: bool = True) -> Gallery:
+    """The images of a store, with the predictions of the first view of each."""
+    schema = maps.schema
 
-    def _cached(self) -> Predictions | None:
-        """Those of an earlier look at the same store; None where they cannot be read."""
-        if self.cache is None or not self.cache.is_file():
-            return None
-        try:
-            with np.load(self.cache) as file:
-                columns = Predictions(*(file[name] for name in Predictions._fields))
-                same = str(file["of"]) == digest(self.maps)
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-            return None
-        whole = {len(column) for column in columns} == {self.maps.schema.images}
-        return columns if same and whole else None
+    def read(shard: store.Shard) -> tuple[Tensor, Tensor]:
+        stored = maps.read(shard.start, shard.stop, ("labels", "logits"))
+        first = slice(-shard.start % schema.views, None, schema.views)
+        logits, labels = (torch.from_numpy(stored[name][first]) for name in ("logits", "labels"))
+        return logits, labels
 
+    def parts() -> Iterator[tuple[Tensor, Tensor]]:
+        with ThreadPoolExecutor(READERS) as pool:
+            yield from pool.map(read, maps.shards)
 
-def digest(maps: store.Store) -> str:
-    """Says which store this is: whose maps, of which images, stored how."""
-    return hashlib.sha256(json.dumps(maps.schema.to_attributes()).encode()).hexdigest()
+    return Gallery(schema.images, schema.num_classes, parts, labelled=labelled)

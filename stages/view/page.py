@@ -30,14 +30,16 @@ def colours() -> str:
     return (colormaps["viridis"](range(256), bytes=True)[:, :3]).tobytes().hex()
 
 
-def write_page(viewer: Viewer, path: Path, images: list[int], start: dict[str, Any]) -> None:
+def write_page(
+    viewer: Viewer, path: Path, images: list[int], split: str, start: dict[str, Any]
+) -> None:
     """Writes the page of some images, with the maps of those students that the viewer has."""
     viewer.load_images()
-    embedded = {str(image): embedded_image(viewer, image) for image in dict.fromkeys(images)}
-    status = viewer.status()
-    status["labels"] = {"done": 0, "total": 0, "ready": False, "error": ""}
+    embedded = {str(image): embedded_image(viewer, image, split) for image in dict.fromkeys(images)}
+    status = viewer.status(split)
+    status["labels"]["reading"], status["splits"] = False, {split: len(embedded)}
     page = {
-        "about": {**viewer.about(), "colours": colours()},
+        "about": {**viewer.about(), "colours": colours(), "split": split},
         "status": status,
         "images": embedded,
         "start": start,
@@ -65,16 +67,30 @@ def bundle() -> str:
     return "\n".join(parts)
 
 
-def embedded_image(viewer: Viewer, image: int) -> dict[str, Any]:
-    """Everything that the page shows of an image, binary messages as base64."""
-    views, has_pixels = range(viewer.about()["views"]), viewer.status()["pixels"]["ready"]
-    snapshots = [who for who, (_, images, _) in viewer.snapshots.items() if image in images]
+def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
+    """Everything that the page shows of an image, binary messages as base64; of the relevance for
+    classes that for the predicted one."""
+    stored = viewer.stored is not None and split == "train"
+    views = range(viewer.about()["views"] if stored else 1)
+    has_pixels = viewer.data is not None
+    snapshots = [
+        who
+        for who, (_, images, _) in viewer.snapshots.items()
+        if split == "train" and image in images
+    ]
+    explained = [name for name in viewer.models if viewer.model(name).explains]
     return {
-        "views": [encoded(viewer.image(image, view)) for view in views],
-        "pixels": [encoded(viewer.pixels(image, view)) if has_pixels else None for view in views],
+        "views": [encoded(viewer.image(image, view)) for view in views] if stored else [],
+        "pixels": [
+            encoded(viewer.pixels(image, view, split)) if has_pixels else None for view in views
+        ],
         "students": {
-            name: [encoded(viewer.student(name, image, view)) for view in views]
-            for name in viewer.students
+            name: [encoded(viewer.student(name, image, view, split)) for view in views]
+            for name in viewer.models
+        },
+        "relevance": {
+            name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
+            for name in explained
         },
         "epochs": {who: encoded(viewer.epochs(who, image)) for who in snapshots},
     }

@@ -7,16 +7,19 @@ import socket
 import sys
 import webbrowser
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+
+from torch import Tensor
 
 import store
 from gaupipe.system.errors import UserError
-from stages.inspect_maps import check_output
+from gaupipe.system.files import check_file
+from stages.any_vit import FilesJob, open_model
+from stages.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
-from stages.view.model_viewer import open_model
 from stages.view.page import write_page
-from stages.view.viewer import Viewer
+from stages.view.viewer import Load, Viewer
 
 HOST = "127.0.0.1"
 PORT = 8642
@@ -36,34 +39,51 @@ def run(
     files: Sequence[Path] = (),
     download: bool = False,
     image_size: int | None = None,
+    split: str | None = None,
 ) -> None:
     """Serves a page over a store until it is interrupted, or writes ``html``, a page of some
     ``images`` that needs no server.
 
     Without a ``url`` the store is that of the run; without a ``run_dir`` the run is the folder that
     the store is in, if that is one. ``students`` are all that the run has trained, or those named,
-    of which the page opens with the first. With a ``model`` the page shows its attention on image
-    ``files`` (:func:`stages.view.model_viewer.open_model`), and there is no store.
+    of which the page opens with the first; of a run without a store the page shows these alone. It
+    opens with the images of a ``split``: those of the store, else the validation images. With a
+    ``model`` the page shows its attention on image ``files`` (:func:`stages.any_vit.open_model`).
     """
     images = images or []
     if html is not None:
         if not images:
             raise UserError(f"--html {html}: name its images with --image ID")
-        check_output("--html", html, ".html", ".htm")
+        check_file("--html", html, ".html", ".htm")
     if model is not None:
-        viewer: Any = open_model(model, files, download, image_size)
+        job, note = open_model(model, files, download, image_size, to_look=True)
+        viewer = Viewer(model, {model: lambda _: live_teacher(job)}, data=job.data, note=note)
     else:
         viewer = open_viewer(url, run_dir, students, all_students=html is None)
+    split = split or viewer.split
     for image in images:
-        viewer.check(image)
+        viewer.check(image, split=split)
     start: dict[str, object] = {"image": images[0]} if images else {}
+    if split != viewer.split:
+        start["split"] = split
     if students:
         start["student"] = students[0]
     if html is not None:
-        write_page(viewer, html, images, start)
+        write_page(viewer, html, images, split, start)
         print(html)
         return
     serve(viewer, port, open_browser, start)
+
+
+def live_teacher(job: FilesJob) -> LiveMaps:
+    """The maps of a model on image files, computed when they are asked for."""
+    teacher = job.teacher
+
+    def forward(images: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        logits, attention = teacher.forward_with_maps(images)
+        return logits, attention.blocks
+
+    return LiveMaps(teacher.name, teacher.model, job.data, forward)
 
 
 def open_viewer(
@@ -72,19 +92,17 @@ def open_viewer(
     students: list[str] | None = None,
     all_students: bool = True,
 ) -> Viewer:
-    """The store, and the students that can be chosen beside it: those named, else all or none."""
+    """The store, and the students that can be chosen beside it: those named, else all or none. Of a
+    run without a store the students alone, all of them or the last one."""
     run = None if run_dir is None else RunDirectory(run_dir)
     if run is not None:
-        run.settings()  # refuses what is no run
+        run.settings()  # refuses a folder that is no run
     if url is None:
-        if run is None:
-            raise UserError("view: name a store or a run directory")
-        check_store(run)
+        assert run is not None
         url = str(run.maps)
     elif run is None and (folder := store.local_folder(url)) is not None:
         run = RunDirectory(folder.parent)
         run = run if run.config.is_file() else None
-    maps = store.open(url)
     trained = [] if run is None else students_of(run)
     for name in students or []:
         if run is None:
@@ -92,7 +110,15 @@ def open_viewer(
         if name not in trained:
             others = f"there are {', '.join(trained)}" if trained else "there is none"
             raise UserError(f"--student {name}: {run.path} has no such finished student; {others}")
-    return Viewer(maps, run, students or (trained[::-1] if all_students else []))
+    if run is None:
+        return Viewer(url, {}, store.open(url))
+    alone = bool(trained) and url == str(run.maps) and not run.maps.exists()
+    names = students or (trained[::-1] if all_students else trained[-1:] if alone else [])
+    models: dict[str, Load] = {name: partial(StudentMaps, run, name) for name in names}
+    if not alone:
+        return Viewer(url, models, store.open(url), run)
+    data = StudentMaps(run, names[0]).data
+    return Viewer(str(run.path), models, run=run, data=data, split="val")
 
 
 def students_of(run: RunDirectory) -> list[str]:
@@ -102,19 +128,7 @@ def students_of(run: RunDirectory) -> list[str]:
     return [*plain, *run.students()]
 
 
-def check_store(run: RunDirectory) -> None:
-    """Raises UserError, saying how a store is made, for a run of ``gaupipe train``."""
-    plain = run.students(distilled=False)
-    if plain and not run.maps.exists() and not run.phase_a.exists():
-        folder, out = run.student(plain[-1], distilled=False) / "student", run.path / "student.zarr"
-        raise UserError(
-            f"{run.path} has no store: 'gaupipe export-maps --run-dir {run.path} "
-            f"--teacher local-dir:{folder} --out {out}' writes the maps of its student, and "
-            f"'gaupipe view {out}' shows them"
-        )
-
-
-def serve(viewer: Any, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
+def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
     """Answers a browser on this machine until Ctrl-C."""
     try:
         import uvicorn

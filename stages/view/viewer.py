@@ -1,35 +1,39 @@
-"""The store, the images and the students that a page shows, as the messages that it asks for.
+"""The store, the images and the models that a page shows, as the messages that it asks for.
 
-Axis letters: L blocks, H heads, T tokens.
+Axis letters: L blocks, H heads, T patches, P class and register tokens.
 """
 
 from __future__ import annotations
 
 import io
+import secrets
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 import store
-from gaupipe.data.cache import cache_folder
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.system.errors import UserError
+from stages.any_vit import PreparedImages
 from stages.figures.key_attention import epochs_in, read
-from stages.inspect_maps import image_pixels, images_of
+from stages.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
-from stages.student_maps import StudentMaps
-from stages.view.gallery import Gallery, digest
+from stages.view.gallery import Gallery, stored_gallery
 from stages.view.wire import pack
 
 TEACHER = "teacher"
 MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
+LARGE = 16_000_000
+"""Weights of an image above which they are sent as float16."""
+Load = Callable[[ImageData | None], LiveMaps]
+"""Opens a model on a data set; on its own where that is None."""
 
 
 class Snapshots(NamedTuple):
@@ -41,157 +45,237 @@ class Snapshots(NamedTuple):
 
 
 class Viewer:
-    """A store opened for looking. Raises UserError or StoreError for what cannot be looked at.
+    """What there is to look at. Raises UserError or StoreError for what cannot be looked at.
 
-    ``run`` is the run of the store, where there is one; ``students`` are the names of those of its
-    students that can be chosen.
+    models  by name how each is opened that computes maps now: students of a run, or any ViT
+    maps    a store, of whose images the page shows the stored maps; None where there is none
+    run     the run of these, where there is one
+    data    the data set of the first model; None where the store names it
+    split   whose images the page shows first
+    note    shown above the page
     """
 
-    def __init__(self, maps: store.Store, run: RunDirectory | None, students: list[str]) -> None:
-        self.maps, self.run, self.students = maps, run, students
-        self.views = maps.schema.extra.get("views")
-        self.token = digest(maps)[:12]
-        folder = cache_folder() if run is None else run.path
-        self.gallery = Gallery(maps, folder / "view" / f"{self.token}.npz")
-        self.snapshots = self._snapshots()
-        self.data: ImageData | None = None
+    def __init__(
+        self,
+        title: str,
+        models: dict[str, Load],
+        maps: store.Store | None = None,
+        run: RunDirectory | None = None,
+        data: ImageData | None = None,
+        split: str = "train",
+        note: str = "",
+    ) -> None:
+        self.title, self.models, self.run = title, models, run
+        self.stored = StoredMaps(maps) if maps else None
+        self.schema = maps.schema if maps else None
+        self.split, self.note, self._data = split, note, data
+        self.students = list(models) if run else []
+        self.token = secrets.token_hex(6)
         self.data_error = ""
-        self._loaded: dict[str, StudentMaps] = {}
-        self._one_at_a_time = threading.Lock()
-        self._decode = None  # of kinds of which the page cannot make maps
-        if maps.schema.kind_class.javascript is None:
-            self._decode = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))
+        self.snapshots = self._snapshots()
+        self._opened: dict[str, LiveMaps] = {}
+        self._galleries: dict[tuple[str, str], Gallery] = {}
+        self._one_at_a_time = threading.RLock()
+
+    @property
+    def data(self) -> ImageData:
+        """The data set. Raises UserError where it is not there, or not yet."""
+        if self._data is None:
+            raise UserError(self.data_error or "the data set is still being read")
+        return self._data
 
     def start(self) -> None:
-        """Reads labels, predictions and the data set on threads of their own."""
-        self.gallery.start()
-        threading.Thread(target=self.load_images, daemon=True, name="gaupipe-view-images").start()
+        """Reads the labels of a store and its data set on threads of their own."""
+        if self.stored:
+            self.gallery("train", "").start()
+            threading.Thread(target=self.load_images, daemon=True).start()
 
     def load_images(self) -> None:
         """Opens the data set; where it is not there, images are shown without their pixels."""
         try:
-            self.data = images_of(self.maps)
+            if self.stored and not self._data:
+                self._data = images_of(self.stored.maps)
         except (UserError, OSError) as error:
             self.data_error = str(error)
 
     def about(self) -> dict[str, Any]:
         """All that does not change while the page is open."""
-        schema = self.maps.schema
+        schema = self.schema
         return {
-            "store": self.maps.url,
+            "title": self.title,
             "token": self.token,
-            "kind": schema.kind,
-            "encoding": schema.encoding,
-            "k": schema.k,
-            "dataset": schema.dataset,
-            "images": schema.images,
-            "views": schema.views,
-            "layers": schema.layers,
-            "heads": schema.heads,
-            "grid": list(schema.grid),
-            "classes": schema.num_classes,
+            "stored": schema is not None,
+            "kind": schema.kind if schema else "computed now",
+            "k": schema.k if schema else None,
+            "views": schema.views if schema else 1,
+            "classes": (schema or self.data).num_classes,
+            "labelled": self.labelled,
+            "split": self.split,
             "students": self.students,
             "snapshots": {
                 who: {"images": images, "epochs": epochs}
                 for who, (_, images, epochs) in self.snapshots.items()
             },
+            "run": self.run is not None,
+            "note": self.note,
         }
 
-    def status(self) -> dict[str, Any]:
+    @property
+    def labelled(self) -> bool:
+        """True unless the images are files without labels."""
+        if self.stored:
+            return self.stored.labelled
+        return not isinstance(self.data.train.source, PreparedImages)
+
+    def sizes(self) -> dict[str, int]:
+        """The number of images of each split, as far as they are known; that to begin with is
+        first."""
+        if not self._data or not self.students:
+            return {"train": self.schema.images if self.schema else len(self.data.train)}
+        names = ("train", "val", "test") if self.schema else ("val", "train", "test")
+        splits = {name: getattr(self._data, name) for name in names}
+        return {name: len(split) for name, split in splits.items() if split}
+
+    def status(self, split: str = "train", name: str = "") -> dict[str, Any]:
         """Progress of reading labels, predictions and the data set."""
+        gallery = self.gallery(split, name)
         return {
             "labels": {
-                "done": self.gallery.done,
-                "total": self.maps.schema.images,
-                "ready": self.gallery.all is not None,
-                "error": self.gallery.error,
+                "done": gallery.done,
+                "total": gallery.images,
+                "reading": gallery.reading,
+                "error": gallery.error,
             },
-            "pixels": {"ready": self.data is not None, "error": self.data_error},
-            "class_names": [] if self.data is None else list(self.data.train.source.class_names),
+            "pixels": {"ready": self._data is not None, "error": self.data_error},
+            "splits": self.sizes(),
+            "class_names": list(self._data.train.source.class_names) if self._data else [],
         }
+
+    def gallery(self, split: str, name: str) -> Gallery:
+        """The images of a split with a model's predictions or, without a ``name``, the store's."""
+        with self._one_at_a_time:
+            if (split, name) not in self._galleries:
+                self._galleries[split, name] = self._gallery(split, name)
+            return self._galleries[split, name]
+
+    def _gallery(self, split: str, name: str) -> Gallery:
+        if self.stored and split == "train" and not name:
+            return stored_gallery(self.stored.maps, self.labelled)
+        live = self.model(name)
+        images = getattr(live.data, split)
+        labels = images.labels if self.labelled else None
+        parts = partial(live.predictions, split)
+        return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
+
+    def page(
+        self, split: str, name: str, order: str, label: int | None, number: int
+    ) -> dict[str, Any]:
+        """A page of :meth:`gallery`; images without labels have the names of their files."""
+        page = self.gallery(split, name).page(order, label, number)
+        if not self.labelled and self._data:
+            for item in page["items"] or ():
+                item["title"] = self._names(split)[item["id"]]
+        return page
+
+    def model(self, name: str) -> LiveMaps:
+        """A model that computes maps now; without a ``name`` the first."""
+        name = name or next(iter(self.models), "")
+        if name not in self.models:
+            raise UserError(f"student {name!r}: not one of {', '.join(self.models) or 'none'}")
+        with self._one_at_a_time:
+            if name not in self._opened:
+                live = self.models[name](self._data)
+                if self.schema and live.data.sha256 != self.schema.dataset_sha256:
+                    raise UserError(
+                        f"student {name!r}: its images are not those that the store's maps are of"
+                    )
+                self._opened[name] = live
+            return self._opened[name]
 
     def image(self, image: int, view: int = 0) -> bytes:
         """The stored arrays of an image, or of one of its views, of which the page makes maps."""
-        schema = self.maps.schema
+        if self.stored is None:
+            raise UserError("there is no store of maps here")
         self.check(image, view)
-        entry = image * schema.views + view
-        stored = self.maps.read(entry, entry + 1)
+        with self._one_at_a_time:
+            seen, arrays = self.stored.see(image, view)
+        schema = self.stored.maps.schema
         rows, encoding = schema.kind_class.javascript, schema.encoding
-        arrays = {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
-        if self._decode is not None:
-            rows, encoding = "gaussians", "float32"
-            attention = self._decode(stored)
-            if isinstance(attention, StoredGaussians):
-                arrays = {"gaussians": attention.gaussians[0].float().numpy()}  # [L, H, T, 4]
-            else:
-                blocks = [attention.map(layer)[0] for layer in range(schema.layers)]
-                rows, arrays = "maps", {"maps": torch.stack(blocks).numpy()}  # [L, H, T, T]
-        header = {
-            "image": image,
-            "view": view,
-            "layers": schema.layers,
-            "heads": schema.heads,
-            "grid": list(schema.grid),
-            "rows": rows,
-            "encoding": encoding,
-            "label": int(stored["labels"][0]),
-            **prediction(torch.from_numpy(stored["logits"][0])),
-        }
-        return pack(header, arrays)
+        if rows is None and seen.gaussians is not None:
+            rows, encoding, arrays = (
+                "gaussians",
+                "float32",
+                {"gaussians": seen.gaussians.numpy()},
+            )
+        elif rows is None:
+            blocks = torch.stack([seen.map(layer) for layer in range(schema.layers)])
+            rows, encoding, arrays = "maps", "float32", {"maps": blocks.numpy()}
+        header: dict[str, Any] = {"name": TEACHER, "rows": rows, "encoding": encoding}
+        header |= {"layers": schema.layers, "heads": schema.heads}
+        return pack({**header, **self.described(seen, image, "train")}, arrays)
 
-    def pixels(self, image: int, view: int = 0) -> bytes:
-        """The image as PNG, in the size the teacher sees it in."""
-        self.check(image, view)
-        if self.data is None:
-            raise UserError(self.data_error or "the data set is still being read")
-        pixels = image_pixels(self.data, image, self.views, view)
+    def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
+        """Grid, label, extra tokens and prediction for an image, and its file's name if it has no
+        label."""
+        title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
+        header = {"grid": list(seen.grid), "label": seen.label, "extra": seen.extra, **title}
+        return {**header, **seen.prediction(MOST_LIKELY)}
+
+    def _names(self, split: str) -> list[str]:
+        source: Any = getattr(self.data, split).source
+        return [Path(name).name for name in source.files.names]
+
+    def pixels(self, image: int, view: int = 0, split: str = "train") -> bytes:
+        """The image as PNG, in the size the model sees it in."""
+        self.check(image, view, split)
+        pixels = image_pixels(self.data, image, *self._which(view, split))
         file = io.BytesIO()
         Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(file, "PNG")
         return file.getvalue()
 
-    def student(self, name: str, image: int, view: int = 0) -> bytes:
-        """The attention of a student to an image, or to the view of it that the maps are of,
+    def student(self, name: str, image: int, view: int = 0, split: str = "train") -> bytes:
+        """The attention of a model to an image, or to the view of it that the maps are of,
         and the stored maps that it is compared with.
 
-        ``maps`` [L, H, T, T] float32; ``teacher`` [blocks with a stored map, H, T, T] float32, and
+        ``maps`` [L, H, P + T, P + T]; ``teacher`` [blocks with a stored map, H, T, T] float32, and
         in the header ``compared``, for each block the place of its map in ``teacher`` or None.
         """
-        if name not in self.students:
-            raise UserError(f"student {name!r}: not one of {', '.join(self.students) or 'none'}")
-        self.check(image, view)
+        live = self.model(name)
+        self.check(image, view, split)
         with self._one_at_a_time:
-            if name not in self._loaded:
-                assert self.run is not None  # who else has students
-                student = StudentMaps(self.run, name)
-                if student.data.sha256 != self.maps.schema.dataset_sha256:
-                    raise UserError(
-                        f"student {name!r}: its images are not those that the store's maps are of"
-                    )
-                self._loaded[name] = student
-            student = self._loaded[name]
-            seen = student.see(image, self.views, view)
+            seen = live.see(image, *self._which(view, split))
+        maps = torch.stack([seen.map(layer) for layer in range(live.layers)])
+        if maps.numel() > LARGE:
+            maps = maps.half()
         teacher = [block for block in seen.teacher if block is not None]
-        compared = iter(range(len(teacher)))
+        places = iter(range(len(teacher)))
         header = {
-            "image": image,
-            "view": view,
-            "student": name,
+            "name": live.name,
             "rows": "maps",
-            "attention": student.attention,
-            "layers": student.layers,
-            "heads": seen.maps.shape[1],
-            "grid": list(student.grid),
-            "label": seen.label,
-            "compared": [None if block is None else next(compared) for block in seen.teacher],
-            "no_teacher": seen.no_teacher,
-            **prediction(seen.logits),
+            "layers": live.layers,
+            "heads": maps.shape[1],
+            "compared": [None if block is None else next(places) for block in seen.teacher],
+            "no_teacher": seen.no_teacher if self.stored else None,
+            "explains": live.explains,
+            **self.described(seen, image, split),
         }
-        arrays = {"maps": seen.maps.numpy()}
+        arrays = {"maps": maps.numpy()}
         if teacher:
             arrays["teacher"] = torch.stack(teacher).float().numpy()
         return pack(header, arrays)
 
-    def epochs(self, who: str, image: int, view: int = 0) -> bytes:
+    def relevance(
+        self, name: str, image: int, target: int | None, view: int = 0, split: str = "train"
+    ) -> bytes:
+        """Gradient-weighted rollout for a class, by default the predicted one: ``relevance`` [L, P
+        + T, P + T] float32."""
+        live = self.model(name)
+        self.check(image, view, split)
+        with self._one_at_a_time:
+            target, rollout = live.relevance(target, image, *self._which(view, split))
+        return pack({"class": target}, {"relevance": rollout.numpy()})
+
+    def epochs(self, who: str, image: int) -> bytes:
         """The snapshots of an image: ``attention`` [epochs, L, T] float32, what each key gets on
         average over heads and queries."""
         if who not in self.snapshots or image not in self.snapshots[who].images:
@@ -200,13 +284,25 @@ class Viewer:
         snapshots = read(folder)[:, images.index(image)]
         return pack({"epochs": epochs, "images": images}, {"attention": snapshots})
 
-    def check(self, image: int, view: int = 0) -> None:
+    def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""
-        schema = self.maps.schema
-        if not 0 <= image < schema.images:
-            raise UserError(f"image {image}: the store has 0 to {schema.images - 1}")
-        if not 0 <= view < schema.views:
-            raise UserError(f"view {view}: the store has 0 to {schema.views - 1}")
+        if split not in ("train", "val", "test"):
+            raise UserError(f"split {split!r}: should be train, val or test")
+        if split != "train":
+            self.load_images()
+        sizes = self.sizes()
+        if split not in sizes:
+            raise UserError(f"split {split}: there is {' and '.join(sizes)}")
+        if not 0 <= image < sizes[split]:
+            where = "the store has" if self.stored and split == "train" else f"{split} has"
+            raise UserError(f"image {image}: {where} 0 to {sizes[split] - 1}")
+        views = self.schema.views if self.schema and split == "train" else 1
+        if not 0 <= view < views:
+            raise UserError(f"view {view}: the store has 0 to {views - 1}")
+
+    def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
+        views = self.stored.views if self.stored and split == "train" else None
+        return views, view, split
 
     def _snapshots(self) -> dict[str, Snapshots]:
         """The kept snapshots of the teacher and of the students."""
@@ -215,23 +311,10 @@ class Viewer:
         folders, with_snapshots = {TEACHER: self.run.phase_a}, {}
         for name in self.students:
             folders[name] = self.run.student(name, self.run.is_distilled(name))
+        last = (self.schema.images if self.schema else len(self.data.train)) - 1
         for who, folder in folders.items():
             snapshots = read(folder)  # [epochs, images, L, T]
             if len(snapshots):
-                last = self.maps.schema.images - 1
                 images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
                 with_snapshots[who] = Snapshots(folder, images, epochs_in(folder))
         return with_snapshots
-
-
-def prediction(logits: Tensor) -> dict[str, Any]:
-    """The predicted class of logits [C], its probability, and the most likely classes."""
-    probabilities = logits.float().softmax(-1)
-    values, classes = probabilities.topk(min(MOST_LIKELY, len(probabilities)))
-    return {
-        "predicted": int(probabilities.argmax()),
-        "probability": round(probabilities.max().item(), 6),
-        "likely": [
-            [int(name), round(float(value), 6)] for name, value in zip(classes, values, strict=True)
-        ],
-    }

@@ -3,9 +3,9 @@
 import { $ } from "./dom.js";
 
 const SPACE = "http://www.w3.org/2000/svg";
-const WIDTH = 190;
-const HEIGHT = 120;
-const BORDER = { left: 30, right: 6, top: 10, bottom: 22 };
+const WIDTH = 165; // the least that the page gives a chart, so that no text becomes smaller
+const HEIGHT = 130;
+const BORDER = { left: 30, right: 14, top: 10, bottom: 34 };
 
 function shape(name, attributes, text) {
   const element = document.createElementNS(SPACE, name);
@@ -51,9 +51,12 @@ function chart({ name, unit, value, top }, maps, state, choose) {
   }
   const every = Math.ceil(maps.layers / 8);
   for (let layer = 0; layer < maps.layers; layer += every) {
-    const at = { x: across(layer), y: HEIGHT - 7, class: "tick", "text-anchor": "middle" };
+    const at = { x: across(layer), y: HEIGHT - 19, class: "tick", "text-anchor": "middle" };
     svg.append(shape("text", at, layer));
   }
+  const middle = (BORDER.left + WIDTH - BORDER.right) / 2;
+  const axis = { x: middle, y: HEIGHT - 5, class: "tick", "text-anchor": "middle" };
+  svg.append(shape("text", axis, "block; a dot is a head"));
   const spread = Math.min(3.5, (WIDTH - 60) / maps.layers / maps.heads / 1.6);
   for (const dot of dots) {
     const isChosen = dot === chosen;
@@ -67,7 +70,11 @@ function chart({ name, unit, value, top }, maps, state, choose) {
     circle.addEventListener("click", () => choose(dot.layer, dot.head));
     svg.append(circle);
   }
-  if (chosen) svg.append(svg.querySelector(".chosen")); // on top of the others
+  if (chosen) {
+    svg.append(svg.querySelector(".chosen")); // on top of the others
+    const at = { x: Number(svg.lastChild.getAttribute("cx")) + 8, y: up(chosen.number) + 4 };
+    svg.append(shape("text", { ...at, class: "tick named" }, chosen.head));
+  }
   figure.append(caption, svg);
   return figure;
 }

@@ -41,7 +41,7 @@ export function drawPicture(context, size, seen) {
   }
   const heat = document.createElement("canvas");
   paint(heat, seen.weights, seen.grid, seen.top, seen.picture ? seen.opacity : 1);
-  context.imageSmoothingEnabled = false;
+  context.imageSmoothingEnabled = Boolean(seen.smooth);
   context.drawImage(heat, 0, 0, width, height);
   const cell = [width / w, height / h];
   if (seen.gaussian) ellipse(context, seen.gaussian, seen.grid, cell);
@@ -91,8 +91,10 @@ export function composed(panes, text) {
   const height = Math.round((side * panes[0].grid[0]) / panes[0].grid[1]);
   const canvas = document.createElement("canvas");
   canvas.width = panes.length * (side + gap) + gap;
-  canvas.height = height + 120;
   const context = canvas.getContext("2d");
+  context.font = CAPTION;
+  const lines = wrapped(context, text, canvas.width - 2 * gap);
+  canvas.height = height + 90 + 20 * lines.length;
   context.fillStyle = "#fff";
   context.fillRect(0, 0, canvas.width, canvas.height);
   panes.forEach((pane, place) => {
@@ -108,9 +110,21 @@ export function composed(panes, text) {
   paintBar(bar);
   context.imageSmoothingEnabled = true;
   context.drawImage(bar, gap, height + 56, 200, 10);
-  context.font = "14px system-ui, sans-serif";
-  const tops = [...new Set(panes.map((pane) => pane.top.toPrecision(3)))];
-  context.fillText(`0 to ${tops.join(" and ")}`, gap + 212, height + 66);
-  context.fillText(text, gap, height + 96, canvas.width - 2 * gap);
+  context.font = CAPTION;
+  context.fillText(`0 to ${panes[0].top.toPrecision(3)}`, gap + 212, height + 66);
+  lines.forEach((line, place) => context.fillText(line, gap, height + 96 + 20 * place));
   return canvas;
+}
+
+const CAPTION = "14px system-ui, sans-serif";
+
+/** A text in lines that are at most so wide. */
+function wrapped(context, text, width) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    const longer = `${lines.at(-1)} ${word}`.trim();
+    if (context.measureText(longer).width > width) lines.push(word);
+    else lines[lines.length - 1] = longer;
+  }
+  return lines;
 }

@@ -14,7 +14,7 @@ export class Epochs {
     const { about, state } = this.app;
     this.who = state.student || "teacher";
     this.message = null;
-    this.found = about.snapshots[this.who];
+    this.found = state.split === "train" ? about.snapshots[this.who] : null;
     if (this.found?.images.includes(state.image)) {
       try {
         this.message = await this.source.epochs(this.who, state.image);
@@ -26,10 +26,17 @@ export class Epochs {
   }
 
   render() {
-    $("epochs-card").hidden = !this.found || (this.source.offline && !this.message);
+    $("epochs-card").hidden = !this.app.about.run || (this.source.offline && !this.message);
     if ($("epochs-card").hidden) return;
     const there = this.message !== null;
     for (const id of ["epoch", "epoch-maps", "epoch-text"]) $(id).hidden = !there;
+    if (!this.found) {
+      $("epoch-note").textContent = Object.keys(this.app.about.snapshots).length
+        ? `No snapshots of the ${this.name()} and these images were kept.`
+        : "The setting key_snapshots (such as --set key_snapshots=12) makes a run keep what is " +
+          "needed to show here how attention changes from epoch to epoch.";
+      return;
+    }
     if (!there) {
       const links = this.found.images.slice(0, 12).map((image) => {
         const button = document.createElement("button");

@@ -7,13 +7,13 @@ import { divergence } from "./rows.js";
 export function renderHeading(app, className) {
   const { stored, own, state } = app;
   const { header } = stored;
-  $("title").textContent = header.title ?? `Image ${state.image}: ${className(header.label)}`;
+  const known = header.label == null ? "" : `: ${className(header.label)}`;
+  $("title").textContent = header.title ?? `Image ${state.image}${known}`;
   document.title = `${header.title ?? `Image ${state.image}`} – attention maps`;
-  const verdicts = [[header.name ?? "teacher", header], ...(own ? [[state.student, own.header]] : [])];
-  const predictions = verdicts.filter(([, one]) => one.predicted !== undefined);
-  const parts = predictions.map(([name, { predicted, probability, label }]) => {
+  const predictions = [header, ...(own ? [own.header] : [])].filter((one) => one.predicted != null);
+  const parts = predictions.map(({ name, predicted, probability, label }) => {
     const part = document.createElement("span");
-    if (label === undefined) {
+    if (label == null) {
       part.textContent = `${name}: ${className(predicted)}, ${percent(probability)}`;
       return part;
     }
@@ -26,11 +26,16 @@ export function renderHeading(app, className) {
 }
 
 /** The numbers of what is shown for a query. */
-export function renderFacts(app, query) {
+export function renderFacts(app, query, className) {
   const { state, maps, own, compared, stored } = app;
   const { layer, head } = state;
   const [, w] = maps.grid;
-  const facts = [["Map", `block ${layer}, ${typeof head === "number" ? `head ${head}` : head === "mean" ? "mean over heads" : "rollout up to this block"}`]];
+  const words = {
+    mean: "mean over heads",
+    rollout: "rollout up to this block",
+    gradient: `relevance for ${className(maps.relevance?.header.class)}, up to this block`,
+  };
+  const facts = [["Map", `block ${layer}, ${words[head] ?? `head ${head}`}`]];
   if (typeof query === "number") {
     facts.push(["Patch", `${query} (row ${Math.floor(query / w)}, col ${query % w})`]);
   } else if (query === "mean") facts.push(["Patch", "mean over all"]);
@@ -49,7 +54,6 @@ export function renderFacts(app, query) {
     if (far !== null) facts.push(["KL", `${far.toFixed(4)} nats`]);
   }
   const number = (value) => value.toFixed(3);
-  if (own?.header.no_teacher) facts.push(["No teacher", own.header.no_teacher]);
   const gaussian = own ? null : stored.gaussian(layer, head, query);
   if (gaussian) {
     const [meanX, meanY, stdX, stdY] = gaussian.map(number);

@@ -23,10 +23,19 @@ export class Gallery {
     for (const hidden of [".choices", ".pager", "#go"]) {
       document.querySelector(`#gallery ${hidden}`).hidden = source.offline;
     }
+    document.body.classList.toggle("offline", source.offline);
   }
 
   className(label) {
     return this.app.classNames[label] ?? `class ${label}`;
+  }
+
+  /** Shows the images of the split, with the predictions of the student that is chosen. */
+  async follow() {
+    const { split, student, order, class: label, page } = this.app.state;
+    const wanted = `${split}/${student}/${order}/${label}/${page}`;
+    if (wanted === this.asked) return;
+    await this.load();
   }
 
   fillClasses(count) {
@@ -39,11 +48,12 @@ export class Gallery {
     const { state } = this.app;
     $("order").value = state.order;
     $("class").value = String(state.class);
-    const asked = `${state.order}/${state.class}/${state.page}`;
+    const { split, student, order, class: label, page } = state;
+    const asked = `${split}/${student}/${order}/${label}/${page}`;
     this.asked = asked;
     let found;
     try {
-      found = await this.source.gallery(state.order, state.class, state.page);
+      found = await this.source.gallery(state);
     } catch (error) {
       $("thumbs").replaceChildren(
         Object.assign(document.createElement("p"), { className: "note", textContent: error.message }),
@@ -54,17 +64,21 @@ export class Gallery {
     this.waits = found.items === null;
     Object.assign(this, found, { items: found.items ?? [] });
     this.render();
+    $("gallery").hidden = this.source.offline && this.total === 1;
+    if (this.waits) this.app.watch();
   }
 
   /** How far labels and predictions have been read. */
   progress(labels) {
-    const reading = !this.source.offline && !labels.ready;
-    $("reading").hidden = !reading;
+    const { reading, error } = labels;
+    const ended = !reading && !error && (this.reading || this.waits);
+    this.reading = reading;
+    $("reading").hidden = !reading && !error;
     $("reading-bar").value = labels.total ? labels.done / labels.total : 0;
     const count = (number) => number.toLocaleString("en");
     $("reading-text").textContent =
-      labels.error || `Reading labels: ${count(labels.done)} of ${count(labels.total)}`;
-    if (!reading && this.waits) this.load();
+      error || `Reading predictions: ${count(labels.done)} of ${count(labels.total)}`;
+    if (ended) this.load();
   }
 
   render() {
@@ -73,18 +87,17 @@ export class Gallery {
       const button = document.createElement("button");
       button.className = "thumb";
       button.dataset.id = item.id;
-      if (item.title) {
-        button.setAttribute("aria-label", item.title);
-        button.title = item.title;
-      } else {
-        button.classList.toggle("wrong", item.label !== item.predicted);
-        const said = `predicted ${this.className(item.predicted)}, ${percent(item.probability)}`;
-        button.setAttribute("aria-label", `Image ${item.id}, ${this.className(item.label)}, ${said}`);
-        button.title = `${item.id}: ${this.className(item.label)}\n${said}`;
+      const known = [item.title ?? `Image ${item.id}`];
+      if (item.label != null) known.push(this.className(item.label));
+      if (item.predicted != null) {
+        known.push(`predicted ${this.className(item.predicted)}, ${percent(item.probability)}`);
+        button.classList.toggle("wrong", item.label != null && item.label !== item.predicted);
       }
+      button.setAttribute("aria-label", known.join(", "));
+      button.title = known.join("\n");
       if (pixelsReady) {
         const picture = document.createElement("img");
-        picture.src = this.source.pixels(item.id, 0);
+        picture.src = this.source.pixels(item.id, { view: 0, split: state.split });
         picture.alt = "";
         picture.loading = "lazy";
         picture.onload = () => picture.classList.toggle("tiny", picture.naturalWidth < 24);

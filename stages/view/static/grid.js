@@ -12,23 +12,23 @@ export class Grid {
   }
 
   columns(maps) {
-    return [...Array(maps.heads).keys(), "mean", "rollout"];
+    return columnsOf(maps);
   }
 
   /** Makes a button for each block and head of maps. */
   build(maps) {
-    const shape = `${maps.layers}/${maps.heads}/${maps.grid}`;
+    const shape = `${maps.layers}/${this.columns(maps)}/${maps.grid}`;
     if (shape === this.shape) return;
     this.shape = shape;
     this.cells.clear();
     const columns = this.columns(maps);
-    this.element.style.setProperty("--columns", columns.length);
+    document.documentElement.style.setProperty("--columns", columns.length);
     this.element.style.setProperty("--layers", maps.layers);
     this.element.style.setProperty("--aspect", maps.grid[1] / maps.grid[0]);
     this.element.classList.toggle("many", columns.length > 10);
-    const parts = [label("", "corner")];
+    const parts = [label("", "corner", "")];
     for (const head of columns) {
-      const short = head === "rollout" ? "roll." : head;
+      const short = SHORT[head] ?? head;
       parts.push(label(typeof head === "number" ? `head ${head}` : head, "column", short));
     }
     for (let layer = 0; layer < maps.layers; layer++) {
@@ -69,8 +69,9 @@ export class Grid {
       button.tabIndex = chosen ? 0 : -1;
       button.disabled = !shown.has(key);
       if (button.disabled) continue;
+      button.firstChild.hidden = head === "gradient" && !maps.relevance; // until it is asked for
       const [weights, most] = shown.get(key);
-      paint(button.firstChild, weights, maps.grid, scale === "one" && head !== "rollout" ? top : most);
+      paint(button.firstChild, weights, maps.grid, scale === "one" && !(head in SHORT) ? top : most);
     }
   }
 
@@ -110,6 +111,14 @@ export class Grid {
     this.app.set({ layer: layer + down, head: columns[column] });
     next.focus();
   }
+}
+
+const SHORT = { rollout: "roll.", gradient: "grad." };
+
+/** The columns of the grid, in their order. */
+export function columnsOf(maps) {
+  const more = maps.header.explains ? ["gradient"] : [];
+  return [...Array(maps.heads).keys(), "mean", "rollout", ...more];
 }
 
 function splitKey(key) {

@@ -1,6 +1,7 @@
 // The keyboard.
 
 import { $ } from "./dom.js";
+import { columnsOf } from "./grid.js";
 
 function moveQuery(app, across, down) {
   const { state, maps } = app;
@@ -23,7 +24,7 @@ export function setDirection(app, direction) {
 }
 
 function moveHead(app, step) {
-  const columns = ["mean", ...Array(app.maps.heads).keys(), "rollout"];
+  const columns = ["mean", ...columnsOf(app.maps).filter((head) => head !== "mean")];
   const place = columns.indexOf(app.state.head) + step;
   app.set({ head: columns[(place + columns.length) % columns.length] });
 }
@@ -48,6 +49,8 @@ const actions = (app, grid, gallery) => ({
   ".": () => moveHead(app, 1),
   m: () => app.set({ head: "mean" }),
   r: () => app.set({ head: "rollout" }),
+  g: () => app.maps.header.explains && app.set({ head: "gradient" }),
+  b: () => app.set({ smooth: app.state.smooth ? 0 : 1 }),
   t: () => setDirection(app, app.state.direction === "from" ? "to" : "from"),
   s: () => app.set({ show: app.state.show === "student" ? "teacher" : "student" }),
   "+": () => app.set({ opacity: Math.min(Math.round(20 * app.state.opacity + 1) / 20, 1) }),

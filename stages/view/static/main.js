@@ -15,14 +15,14 @@ import { renderFacts, renderHeading } from "./facts.js";
 import { listenToKeys, setDirection } from "./keys.js";
 
 const source = openSource();
-const RELOAD = ["image", "view", "student"]; // what other numbers are needed for
+const RELOAD = ["split", "image", "view", "student"]; // what other numbers are needed for
 
 const app = {
   about: null,
   classNames: [],
   pixelsReady: false,
-  state: parseState(location.hash, startState()),
-  stored: null, // Maps of the store
+  state: { ...DEFAULTS },
+  stored: null, // Maps of the store or, where there is none, of the model that is chosen
   own: null, // Maps of the student
   compared: null, // ComparedMaps: the stored maps for the student's blocks
   picture: null,
@@ -46,8 +46,12 @@ const app = {
     }
     if (this.stored) fitState(this.state, this.about, this.maps);
     writeAddress();
+    if (this.stored && ["head", "explain"].some((name) => changed.includes(name))) await explain();
     if (this.stored) render();
   },
+
+  /** Reads how far the server is. */
+  watch: () => watch(),
 
   choose(image) {
     return this.set({ image, view: 0 });
@@ -103,13 +107,13 @@ let loads = 0;
 async function load(push = true) {
   const mine = ++loads;
   const { state, about } = app;
-  if (!about.students.includes(state.student)) state.student = "";
+  if (!hasStored() && !state.student) state.student = about.students[0] ?? "";
   $("stage").setAttribute("aria-busy", "true");
   try {
-    const wanted = [source.image(state.image, state.view)];
-    if (state.student) wanted.push(source.student(state.student, state.image, state.view));
+    const wanted = [hasStored() ? source.image(state) : source.student(state)];
+    if (hasStored() && state.student) wanted.push(source.student(state));
     const [stored, own] = await Promise.all(wanted);
-    const picture = app.pixelsReady ? await loadPicture(state.image, state.view) : null;
+    const picture = app.pixelsReady ? await loadPicture() : null;
     if (mine !== loads) return;
     const { teacher, ...maps } = own?.arrays ?? {};
     app.stored = new Maps(stored.header, stored.arrays);
@@ -117,6 +121,7 @@ async function load(push = true) {
     app.compared = teacher ? new ComparedMaps(own.header, teacher) : null;
     app.picture = picture;
     fitState(state, about, app.maps);
+    await explain();
   } catch (error) {
     if (mine === loads) fail(error);
     return;
@@ -127,15 +132,44 @@ async function load(push = true) {
   writeAddress(push);
   gallery.mark(state.image);
   render();
-  await epochs.load();
+  await Promise.all([epochs.load(), gallery.follow()]);
 }
 
-function loadPicture(image, view) {
+/** Whether the store has maps of the images that are shown. */
+function hasStored() {
+  return app.about.stored && app.state.split === "train";
+}
+
+/** Reads the address. Of a student that there is not it takes the first, and says so. */
+function readAddress() {
+  const { students, note } = app.about;
+  const state = Object.assign(app.state, parseState(location.hash, startState()));
+  const known = !state.student || students.includes(state.student);
+  const others = students.length ? ` There is: ${students.join(", ")}.` : "";
+  const unknown = known ? "" : `There is no student “${state.student}” here.${others}`;
+  if (!known) state.student = DEFAULTS.student;
+  $("banner").textContent = [note, unknown].filter(Boolean).join(" ");
+  $("banner").hidden = !$("banner").textContent;
+}
+
+/** Gets the relevance for the class that is explained. */
+async function explain() {
+  const { state, maps } = app;
+  if (state.head !== "gradient") return;
+  try {
+    maps.explain(await source.relevance(state));
+  } catch (error) {
+    fail(error);
+  }
+}
+
+function loadPicture() {
+  const { image, view, split } = app.state;
   return new Promise((resolve) => {
     const picture = new Image();
     picture.onload = () => resolve(picture);
     picture.onerror = () => resolve(null);
-    picture.src = source.pixels(image, view);
+    picture.src = source.pixels(image, { view, split });
   });
 }
 
@@ -162,14 +196,23 @@ function kl() {
 
 function panes() {
   const { stored, own, compared, picture, state } = app;
-  if (!own) return [{ name: stored.header.name ?? "teacher", maps: stored, picture }];
+  if (!own) return [{ name: stored.header.name, maps: stored, picture }];
   const student = { name: state.student, maps: own, picture };
   return compared ? [{ name: "teacher", maps: compared, picture }, student] : [student];
 }
 
 function render() {
-  const { state, maps } = app;
+  const { state, maps, about } = app;
+  const live = app.own ?? app.stored;
   document.documentElement.dataset.theme = state.theme;
+  const shape = `${maps.layers} blocks × ${maps.heads} heads, ${maps.grid.join(" × ")} patches`;
+  $("about").textContent = `${app.named} · ${shape}`;
+  $("split").value = state.split;
+  $("view-choice").hidden = about.views === 1 || state.split !== "train";
+  const reason = live.header.no_teacher;
+  $("no-teacher").hidden = !reason;
+  $("no-teacher").textContent = `No teacher beside ${live.header.name}: ${reason}.`;
+  renderExplained(maps);
   grid.build(maps);
   grid.describe(maps, kl() ?? (() => null));
   renderCharts(maps, state, kl(), (layer, head) => app.set({ layer, head }));
@@ -178,6 +221,7 @@ function render() {
   $("view").value = state.view;
   $("opacity").value = state.opacity;
   $("scale").checked = state.scale === "one";
+  $("smooth").checked = Boolean(state.smooth);
   $("ellipse").checked = Boolean(state.ellipse);
   $("ellipse-choice").hidden = !maps.arrays.gaussians;
   $("show-choice").hidden = !app.compared;
@@ -189,6 +233,16 @@ function render() {
   }
   epochs.render();
   renderMaps();
+}
+
+/** The classes that can be explained, the likeliest first. */
+function renderExplained(maps) {
+  const { explains, likely = [] } = maps.header;
+  $("explain-choice").hidden = !explains || app.state.head !== "gradient" || source.offline;
+  const others = [...Array(app.about.classes).keys()].filter((label) => !likely.includes(label));
+  const options = [...likely, ...others].map((label) => new Option(gallery.className(label), label));
+  $("explain").replaceChildren(...options);
+  $("explain").value = maps.relevance?.header.class ?? likely[0];
 }
 
 /** A button for the class token and each register token. */
@@ -215,18 +269,23 @@ function renderMaps() {
   grid.render(maps, query);
   $("no-query").disabled = state.query === "mean";
   if (hovered === null) $("says").textContent = `${stage.shown.map(app.says).join(". ")}.`;
-  renderFacts(app, query);
+  renderFacts(app, query, (label) => gallery.className(label));
 }
+
+let watches = 0;
 
 /** Reads how far the server is, until it has read everything. */
 async function watch() {
+  const mine = ++watches;
   let status;
   try {
-    status = await source.status();
+    status = await source.status(app.state);
   } catch (error) {
     fail(error);
     return;
   }
+  if (mine !== watches) return;
+  fillSplits(status.splits);
   const named = status.class_names.length && !app.classNames.length;
   const pictured = status.pixels.ready && !app.pixelsReady;
   app.classNames = status.class_names;
@@ -236,15 +295,27 @@ async function watch() {
   if (named || pictured) {
     gallery.render();
     if (pictured && app.stored) {
-      app.picture = await loadPicture(app.state.image, app.state.view);
+      app.picture = await loadPicture();
     }
     if (app.stored) render();
   }
   const note = status.pixels.error;
   $("no-picture").hidden = !note;
   $("no-picture").textContent = `No pictures: ${note}`;
-  const done = source.offline || status.labels.ready || status.labels.error;
-  if (!done || !(status.pixels.ready || note)) setTimeout(watch, 400);
+  if (source.offline || (!status.labels.reading && (status.pixels.ready || note))) return;
+  setTimeout(() => mine === watches && watch(), 400);
+}
+
+const SPLITS = { train: "training", val: "validation", test: "test" };
+
+function fillSplits(splits) {
+  const names = Object.keys(splits);
+  const count = (name) => splits[name].toLocaleString("en");
+  const options = names.map((name) => new Option(`${SPLITS[name]} (${count(name)})`, name));
+  $("split").replaceChildren(...options);
+  $("split").value = app.state.split;
+  $("split-choice").hidden = names.length < 2;
+  $("go-to").max = splits[app.state.split] - 1;
 }
 
 function isDark() {
@@ -270,7 +341,12 @@ function listen() {
   $("scale").addEventListener("change", () => {
     app.set({ scale: $("scale").checked ? "one" : "own" });
   });
-  $("student").addEventListener("change", () => app.set({ student: $("student").value }));
+  $("smooth").addEventListener("change", () => app.set({ smooth: Number($("smooth").checked) }));
+  $("explain").addEventListener("change", () => app.set({ explain: Number($("explain").value) }));
+  $("student").addEventListener("change", () => app.set({ student: $("student").value, page: 0 }));
+  $("split").addEventListener("change", () => {
+    app.set({ split: $("split").value, image: 0, view: 0, page: 0 });
+  });
   $("view").addEventListener("change", () => app.set({ view: Number($("view").value) }));
   $("image-back").addEventListener("click", () => gallery.next(-1));
   $("image-on").addEventListener("click", () => gallery.next(1));
@@ -287,9 +363,8 @@ function listen() {
     setTimeout(() => ($("link").textContent = "Copy link"), 1500);
   });
   window.addEventListener("popstate", async () => {
-    Object.assign(app.state, parseState(location.hash, startState()));
+    readAddress();
     await load(false);
-    await gallery.load();
   });
 }
 
@@ -322,22 +397,21 @@ async function open() {
   setColours(about.colours);
   stage.setColours();
   const kind = about.k ? `${about.kind}, k = ${about.k}` : about.kind;
-  const count = about.images.toLocaleString("en");
-  const shape = `${about.layers} blocks × ${about.heads} heads, ${about.grid.join(" × ")} tokens`;
-  const place = about.store.split("/").filter(Boolean).slice(-2).join("/");
-  $("about").textContent = `${place} · ${count} images · ${kind} · ${shape}`;
-  $("banner").hidden = !about.note;
-  $("banner").textContent = about.note ?? "";
-  document.querySelector("#gallery .choices").hidden ||= !about.classes; // nothing to order by
-  $("about").title = about.store;
+  app.named = `${about.title.split("/").filter(Boolean).slice(-2).join("/")} · ${kind}`;
+  document.querySelector("#gallery .choices").hidden ||= !about.labelled; // nothing to order by
+  $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));
+  if (!about.stored) $("student").remove(0); // "none"
   $("student-choice").hidden = !about.students.length;
-  $("view-choice").hidden = about.views === 1;
   $("view").max = about.views - 1;
-  $("go-to").max = about.images - 1;
+  $("views").textContent = `of 0 to ${about.views - 1}`;
+  DEFAULTS.split = about.split;
+  if (!about.stored) DEFAULTS.student = about.students[0] ?? "";
+  readAddress();
   document.documentElement.dataset.theme = state.theme;
   gallery.fillClasses(about.classes);
-  await Promise.all([load(false), gallery.load(), watch()]);
+  await watch();
+  await load(false);
   document.documentElement.dataset.ready = "true";
 }
 

@@ -12,16 +12,16 @@ export function asRows(weights, [h, w]) {
 export function asJson(state, maps, teacher) {
   const { header } = maps;
   const { layer, head, query, direction } = state;
-  const compared = header.student && teacher?.has(layer);
+  const compared = teacher?.has(layer);
   const shown = {
     image: state.image,
     label: header.label,
-    predicted: header.predicted,
-    probability: header.probability,
-    by: header.student || "teacher",
+    predicted: header.predicted ?? null,
+    probability: header.probability ?? null,
+    by: header.name,
     layer,
-    head: String(head),
-    query: String(query),
+    head,
+    query: typeof query === "string" && query !== "mean" ? maps.extra[maps.row(query)] : query,
     grid: maps.grid,
     gaussian: maps.gaussian(layer, head, query),
     map: asRows(maps.weights(layer, head, query, direction), maps.grid),
@@ -32,6 +32,7 @@ export function asJson(state, maps, teacher) {
     const whole = maps.whole(layer, head, query, direction);
     shown.extra = Object.fromEntries(maps.extra.map((name, p) => [name, whole[p]]));
   }
+  if (head === "gradient") shown.class = maps.relevance?.header.class;
   if (header.no_teacher) shown.no_teacher = header.no_teacher;
   if (direction === "to") shown.direction = "to"; // inspect has no such map
   return shown;

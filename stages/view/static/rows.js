@@ -118,11 +118,13 @@ export class Maps {
     return typeof query === "number" ? this.extra.length + query : Number(query.slice(1));
   }
 
-  /** A map [size * size] of one head, of their "mean", or the "rollout" up to a block. */
+  /** A map [size * size] of one head, of their "mean", the "rollout" up to a block, or the rollout
+   * weighted by the "gradient" of a class, which the server computes. */
   map(layer, head) {
     return this.kept(`${layer}/${head}`, () => {
       if (head === "rollout") return this.makeRollout(layer);
       if (head === "mean") return this.makeMean(layer);
+      if (head === "gradient") return this.makeRelevance(layer);
       return this.makeMap(layer, head);
     });
   }
@@ -138,6 +140,18 @@ export class Maps {
       map.set(row, q * size);
     }
     return map;
+  }
+
+  makeRelevance(layer) {
+    const length = this.size ** 2;
+    if (!this.relevance) return new Float32Array(length);
+    return this.relevance.arrays.relevance.values.subarray(layer * length, (layer + 1) * length);
+  }
+
+  /** Takes the relevance of a class, of which earlier maps are forgotten. */
+  explain(relevance) {
+    for (const name of this.made.keys()) if (name.includes("gradient")) this.made.delete(name);
+    this.relevance = relevance;
   }
 
   makeMean(layer) {
@@ -256,7 +270,7 @@ export class Maps {
 /** The stored maps that a student is compared with, block by block of the student. */
 export class ComparedMaps extends Maps {
   constructor(header, teacher) {
-    super(header, { maps: teacher });
+    super({ ...header, explains: false }, { maps: teacher });
     this.places = header.compared;
   }
 
@@ -277,7 +291,7 @@ const TINY = 1.1754943508222875e-38;
  * are chosen, each a number or "mean". */
 export function divergence(own, teacher, layer, head, query) {
   if (!teacher || !teacher.has(layer)) return null;
-  if (head === "rollout") return null;
+  if (head === "rollout" || head === "gradient") return null;
   const heads = head === "mean" ? [...Array(own.heads).keys()] : [head];
   const size = own.tokens;
   const [first, last] = query === "mean" ? [0, size] : [query, query + 1];

@@ -2,6 +2,9 @@
 
 import { decoded, unpack } from "./wire.js";
 
+/** Parts of a state, as a server reads them. */
+const asked = (state, ...names) => new URLSearchParams(names.map((name) => [name, state[name]]));
+
 class Server {
   offline = false;
 
@@ -31,30 +34,39 @@ class Server {
     return about;
   }
 
-  status() {
-    return this.json("api/status");
+  status(state) {
+    return this.json(`api/status?${asked(state, "split", "student")}`);
   }
 
-  gallery(order, label, page) {
-    return this.json(`api/gallery?order=${order}&class=${label}&page=${page}`);
+  gallery(state) {
+    return this.json(`api/gallery?${asked(state, "split", "student", "order", "class", "page")}`);
   }
 
-  image(image, view) {
-    return this.message(`api/image/${image}?view=${view}`);
+  image(state) {
+    return this.message(`api/image/${state.image}?${asked(state, "view")}`);
   }
 
-  student(name, image, view) {
-    return this.message(`api/student/${encodeURIComponent(name)}/${image}?view=${view}`);
+  student(state) {
+    return this.message(`api/student/${state.image}?${asked(state, "view", "split", "student")}`);
+  }
+
+  relevance(state) {
+    const label = state.explain < 0 ? "" : state.explain;
+    const what = asked(state, "view", "split", "student");
+    return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
 
   epochs(who, image) {
-    return this.message(`api/epochs/${encodeURIComponent(who)}/${image}`);
+    return this.message(`api/epochs/${image}?${asked({ student: who }, "student")}`);
   }
 
-  pixels(image, view) {
-    return `api/pixels/${this.token}/${image}.png?view=${view}`;
+  pixels(image, { view, split }) {
+    return `api/pixels/${this.token}/${image}.png?${asked({ view, split }, "view", "split")}`;
   }
 }
+
+/** What is under a name or, without one, first. */
+const named = (all, name) => all[name] ?? Object.values(all)[0];
 
 class Embedded {
   offline = true;
@@ -75,7 +87,9 @@ class Embedded {
   async gallery() {
     const ids = Object.keys(this.page.images).map(Number);
     const items = ids.map((id) => {
-      const { label, predicted, probability, title } = unpack(decoded(this.found(id).views[0])).header;
+      const { views, students } = this.found(id);
+      const first = views[0] ?? Object.values(students)[0][0];
+      const { label, predicted, probability, title } = unpack(decoded(first)).header;
       return { id, label, predicted, probability, title };
     });
     return { items, total: items.length, page: 0, size: items.length };
@@ -88,19 +102,23 @@ class Embedded {
     throw new Error(`This page has only the images ${ids}, not image ${image}.`);
   }
 
-  async image(image, view) {
+  async image({ image, view }) {
     return unpack(decoded(this.found(image).views[view]));
   }
 
-  async student(name, image, view) {
-    return unpack(decoded(this.found(image).students[name][view]));
+  async student({ image, view, student }) {
+    return unpack(decoded(named(this.found(image).students, student)[view]));
+  }
+
+  async relevance({ image, view, student }) {
+    return unpack(decoded(named(this.found(image).relevance, student)[view]));
   }
 
   async epochs(who, image) {
     return unpack(decoded(this.found(image).epochs[who]));
   }
 
-  pixels(image, view) {
+  pixels(image, { view }) {
     return `data:image/png;base64,${this.found(image).pixels[view]}`;
   }
 }

@@ -52,7 +52,7 @@ export class Stage {
 
   /** Shows panes, each with the name, the maps, the picture and whether its Gaussian is drawn. */
   render(panes, query) {
-    const { layer, head, direction, opacity, ellipse } = this.app.state;
+    const { layer, head, direction, opacity, ellipse, smooth } = this.app.state;
     this.build(panes.map((pane) => pane.name));
     this.shown = panes.map(({ name, maps, picture }) => {
       const there = maps.has(layer);
@@ -61,17 +61,18 @@ export class Stage {
         : new Float32Array(maps.tokens);
       const drawn = ellipse && there && direction === "from";
       const gaussian = drawn ? maps.gaussian(layer, head, query) : null;
-      return { name, picture, weights, grid: maps.grid, opacity, query, direction, gaussian, there };
+      const shown = { name, picture, weights, grid: maps.grid, opacity, query, direction };
+      return { ...shown, gaussian, there, smooth };
     });
     const tops = this.shown.map(({ weights }) => largest(weights));
     const most = Math.max(...tops);
-    const own = this.app.state.scale === "own" && tops.length > 1;
     this.shown.forEach((pane, place) => {
-      pane.top = (own ? tops[place] : most) || 1;
+      pane.top = most || 1;
       const caption = this.panes.children[place].querySelector("figcaption");
-      caption.textContent = `${pane.name}, up to ${tops[place].toPrecision(3)}`;
+      const here = pane.there ? `up to ${tops[place].toPrecision(3)}` : "no map stored for this block";
+      caption.textContent = `${pane.name}, ${here}`;
     });
-    $("most").textContent = own ? "largest" : most.toPrecision(3);
+    $("most").textContent = most.toPrecision(3);
     this.draw();
   }
 

@@ -1,15 +1,18 @@
 // What is shown, all of it in the address, so that a link shows the same.
 
 export const DEFAULTS = {
+  split: "", // whose images: "train", "val" or "test"; "" is the page's first
   image: 0,
   view: 0,
   layer: 0,
-  head: "mean", // a number, "mean" or "rollout"
+  head: "mean", // a number, "mean", "rollout" or "gradient"
   query: "mean", // a number, "mean", or "x0" for the class token, "x1", ... for registers
   direction: "from", // "from": what the query reads; "to": which queries read this key
   student: "",
+  explain: -1, // the class that "gradient" explains; -1 is the predicted one
   show: "student", // whose maps the grid of heads shows, beside a student
   opacity: 0.6,
+  smooth: 0,
   scale: "own", // or "one": one colour scale for all heads
   ellipse: 1,
   order: "id",
@@ -20,7 +23,8 @@ export const DEFAULTS = {
 };
 
 const WORDS = {
-  head: ["mean", "rollout"],
+  split: ["train", "val", "test"],
+  head: ["mean", "rollout", "gradient"],
   query: ["mean"],
   direction: ["from", "to"],
   show: ["student", "teacher"],
@@ -56,13 +60,13 @@ export function formatState(state) {
 /** The nearest state that a store can show. */
 export function fitState(state, about, maps) {
   const within = (value, size) => Math.min(Math.max(Math.round(value), 0), size - 1);
-  state.image = within(state.image, about.images);
   state.view = within(state.view, about.views);
   state.layer = within(state.layer, maps.layers);
   if (typeof state.head === "number") state.head = within(state.head, maps.heads);
   if (typeof state.query === "number") state.query = within(state.query, maps.tokens);
   else if (state.query !== "mean" && !(maps.row(state.query) < maps.extra.length)) state.query = "mean";
   if (state.query === "mean") state.direction = "from";
+  if (state.head === "gradient" && !maps.header.explains) state.head = "mean";
   state.opacity = Math.min(Math.max(state.opacity, 0), 1);
   return state;
 }

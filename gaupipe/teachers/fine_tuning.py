@@ -1,0 +1,125 @@
+"""A ViT that starts from trained weights: fine-tuning, as ``model.name`` asks for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from gaupipe.data.splits import ImageData
+from gaupipe.settings import Settings
+from gaupipe.system import digests
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
+from gaupipe.vit.convert import convert
+from gaupipe.vit.saving import WEIGHTS, load_folder
+
+RIGHT = "a gauvit name, local-dir:FOLDER or a timm name with weights"
+REMEDY = f"model.name should be {RIGHT}"
+
+
+def fine_tunes(name: str) -> bool:
+    """True if a student called so starts from trained weights: a folder's, or those of a ViT of
+    timm's."""
+    return name.startswith(LOCAL) or (timm.is_model(name) and not name.startswith("gauvit_"))
+
+
+def with_images_of_weights(settings: Settings) -> Settings:
+    """The settings with the images that the weights of a fine-tuning expect, where the settings
+    leave it open: their size, and how they are scaled. Raises UserError for weights of no ViT."""
+    if not fine_tunes(settings.model.name):
+        return settings
+    config = resolve_model_data_config(untrained(settings.model.name, {}, "meta"))
+    scaling: dict[str, Any] = {name: list(config[name]) for name in ("mean", "std")}
+    if config["interpolation"] == "bicubic":
+        scaling |= {"interpolation": "bicubic"}
+    changes = {
+        "image_size": settings.data.image_size or config["input_size"][-1],
+        "scaling": settings.data.scaling or scaling,
+    }
+    data = settings.data.model_copy(update=changes)
+    return settings.model_copy(update={"data": data})
+
+
+def with_weights(
+    settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
+) -> VisionTransformer:
+    """The ViT that the settings fine-tune, with a new head for the classes, and converted to the
+    attention of ``phase_b.student``. Its outputs are those of the trained ViT, but for the head,
+    where :func:`~gaupipe.vit.convert.convert` keeps them.
+
+    ``device`` "meta" and ``trained`` False leave the weights out. Raises UserError for weights that
+    are not there, and for settings that do not fit.
+    """
+    model, phase = settings.model, settings.phase_b
+    if phase.match_params:
+        raise UserError("phase_b.match_params: a ViT that is fine-tuned keeps its FFN")
+    sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
+    arguments = {**sizes, **model.args, **phase.model_args}
+    if trained and device is None:
+        vit = load(model.name, arguments, settings.download)
+    else:
+        vit = untrained(model.name, arguments, device)
+    stored = untrained(model.name, {}, "meta").state_dict()
+    # with a new head timm leaves out what does not fit
+    for name in stored.keys() ^ vit.state_dict().keys():
+        if not name.startswith("head."):
+            raise UserError(f"model.args: {arguments} do not fit the weights of {model.name}")
+    if (phase.student, phase.attention_options) != ("standard", {}):
+        vit = convert(vit, phase.student, **phase.attention_options)
+    torch.manual_seed(settings.seed)
+    head: Any = vit.get_classifier()
+    nn.init.trunc_normal_(head.weight, std=0.02)
+    nn.init.zeros_(head.bias)
+    return vit
+
+
+def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransformer:
+    """A ViT with its trained weights."""
+    if name.startswith(LOCAL):
+        return checked(name, load_folder(folder_of(name, REMEDY), REMEDY, arguments))
+    try:
+        return checked(name, pretrained(name, arguments, download, RIGHT, "--download"))
+    except UserError as error:
+        raise UserError(f"model.name: {error}") from None
+
+
+def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
+    """A ViT without its trained weights. Raises UserError for a name without weights."""
+    source = name
+    if name.startswith(LOCAL):
+        source = f"{LOCAL}{folder_of(name, REMEDY)}"
+    else:
+        published(name, RIGHT)
+    try:
+        with torch.device(device or "cpu"):
+            return checked(name, timm.create_model(source, **arguments))
+    except UserError:
+        raise
+    except Exception as error:  # whatever timm makes of keywords or of a foreign folder
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"model.name: timm cannot build {name} with {arguments}: {reason}"
+        ) from None
+
+
+def checked(name: str, model: Any) -> VisionTransformer:
+    """The ``model``, if it is a ViT that can be fine-tuned here; an Eva is one in all but its
+    class."""
+    if isinstance(model, VisionTransformer | Eva):
+        return model  # type: ignore[return-value]
+    raise UserError(f"model.name: {name} is a {type(model).__name__}, no vision transformer")
+
+
+def weights_sha256(name: str) -> dict[str, str]:
+    """{"the weights in FOLDER": their digest} of a fine-tuning from a folder."""
+    if not name.startswith(LOCAL):
+        return {}
+    folder = folder_of(name, REMEDY)
+    files = [folder / file for file in WEIGHTS if (folder / file).is_file()]
+    return {f"the weights in {folder}, sha256": digests.sha256(file) for file in files[:1]}

@@ -1,0 +1,193 @@
+"""Any ViT on image files, without a run: for ``view --model`` and ``export-maps --model``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from torch import Tensor
+
+from gaupipe.data.files import FileImages, ImageFiles
+from gaupipe.data.splits import ImageData, Split
+from gaupipe.settings import DataSettings, Settings
+from gaupipe.system.device import select_device
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.vit import SETTING, VitTeacher
+from stages.phase_a.job import TeacherJob
+from stages.predict import image_files, load_model, reader
+
+MOST_PATCHES = 20
+"""Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
+heads at once."""
+BATCH = 2
+"""``data.batch_size``: large images have large maps."""
+
+
+class Pictures(ImageFiles):
+    """Image files that are read when they are looked at, or all of them for a digest."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = [path.resolve() for path in paths]
+        self.root = Path(os.path.commonpath([path.parent for path in self.paths]))
+        self.names = [os.path.relpath(path, self.root) for path in self.paths]
+        self.place, self.total_bytes = str(self.root), 0
+
+    def contents(self, _positions: np.ndarray) -> bytes:
+        """Nothing: decoded pictures are not kept."""
+        return b""
+
+    def fingerprint(self) -> bytes:
+        ImageFiles.__init__(self, self.root, self.names)
+        return super().fingerprint()
+
+
+class PreparedImages(FileImages):
+    """Image files without labels, resized and cropped by the ``transform`` that timm gives a
+    model: keywords of ``timm.data.create_transform``."""
+
+    def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
+        settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
+        super().__init__(Pictures(paths), np.zeros(len(paths), np.int64), settings)
+        self.transform = transform
+        self._read = reader(transform, normalize=False)
+
+    def fingerprint(self) -> bytes:
+        transform = json.dumps(self.transform, sort_keys=True)
+        return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
+
+    def _square(self, position: int) -> Tensor:
+        return self._read(Path(self.files.name(position)))
+
+
+@dataclass
+class FilesJob(TeacherJob[VitTeacher]):
+    """A ViT on the image files of ``paths``, as an export takes a teacher on the data of a run."""
+
+    paths: Sequence[Path] = ()
+
+    def notes(self) -> dict[str, Any]:
+        """The model, the images and what is done to them, as JSON."""
+        source: Any = self.data.train.source
+        return {
+            "teacher": self.teacher.name,
+            "predicts": self.teacher.predicts,
+            "files": [str(path.resolve()) for path in self.paths],
+            "transform": source.transform,
+            "classes": list(source.class_names),
+        }
+
+
+def images_of(notes: dict[str, Any], num_classes: int, with_digest: bool = False) -> ImageData:
+    """The images of :meth:`FilesJob.notes`. Raises UserError where they are no longer there."""
+    paths = list(image_files([Path(path) for path in notes["files"]]))
+    transform = notes["transform"]
+    source = PreparedImages(paths, transform)
+    source.class_names = tuple(notes["classes"])
+    split = Split(source, np.arange(len(paths)))
+    channels, _, size = transform["input_size"]
+    return ImageData(
+        Path(notes["files"][0]).name,
+        split,
+        split,
+        None,
+        num_classes,
+        channels,
+        size,
+        tuple(transform["mean"]),
+        tuple(transform["std"]),
+        hashlib.sha256(source.fingerprint()).hexdigest() if with_digest else "",
+    )
+
+
+def open_model(
+    source: str,
+    paths: Sequence[Path],
+    download: bool = False,
+    image_size: int | None = None,
+    to_look: bool = False,
+) -> tuple[FilesJob, str]:
+    """A model and the image files of ``paths``, and a note for who looks at it.
+
+    source      a student's folder, ``local-dir:FOLDER``, ``hf-hub:NAME`` or a timm name
+    download    fetch weights that are not on this machine
+    image_size  pixels of the images that the model gets; None is the model's own
+    to_look     a timm name whose weights are not here gets random ones, and a model with more than
+                :data:`MOST_PATCHES` patches a side smaller images; the note says so
+
+    Raises UserError for a model whose attention cannot be seen, and where there are no images.
+    """
+    list(image_files(paths))  # refuses what is not there before a model is loaded
+    note, fewer = "", ""
+    try:
+        model: Any = load_model(source, download)
+    except UserError as error:
+        if not to_look or download or not timm.is_model(source.split(".")[0]):
+            raise
+        if Path(source).is_dir():
+            raise
+        note = f"Random weights: {error}."
+        torch.manual_seed(0)
+        model = timm.create_model(source.split(".")[0]).eval()
+    if to_look and image_size is None:
+        image_size, fewer = fitted(model)
+    transform = resolve_model_data_config(model)
+    if image_size is not None:
+        set_size(model, image_size, source)
+        transform["input_size"] = (transform["input_size"][0], image_size, image_size)
+    notes = {
+        "files": paths,
+        "transform": json.loads(json.dumps(transform)),  # of lists in place of tuples
+        "classes": (model.pretrained_cfg or {}).get("label_names") or (),
+    }
+    data = images_of(notes, max(getattr(model, "num_classes", 1), 1), with_digest=not to_look)
+    try:
+        teacher = VitTeacher(model, data, source)
+    except UserError as error:
+        raise UserError(str(error).removeprefix(f"{SETTING}: ")) from None
+    teacher.kept_prefix = teacher.prefix
+    settings = Settings()
+    settings = settings.model_copy(
+        update={
+            "phase_a": settings.phase_a.model_copy(update={"teacher": source}),
+            "data": settings.data.model_copy(update={"batch_size": BATCH}),
+        }
+    )
+    device = select_device("cpu" if to_look else "auto")
+    job = FilesJob(settings, data, device, teacher.to(device), paths=paths)
+    return job, " ".join(text for text in (note, fewer) if text)
+
+
+def fitted(model: Any) -> tuple[int | None, str]:
+    """The pixels at which a model with many patches is looked at, and a note; (None, "") where it
+    is looked at as it is."""
+    patches = getattr(model, "patch_embed", None)
+    grid, patch = getattr(patches, "grid_size", None), getattr(patches, "patch_size", (1,))[0]
+    if not grid or max(grid) <= MOST_PATCHES or not hasattr(model, "set_input_size"):
+        return None, ""
+    size, pixels = MOST_PATCHES * patch, max(grid) * patch
+    return size, (
+        f"Shown at {size} pixels, of the model's {pixels}: --image-size {pixels} shows all."
+    )
+
+
+def set_size(model: Any, image_size: int, source: str) -> None:
+    """Makes a model take images of so many pixels. Raises UserError where it cannot."""
+    patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1,))[0]
+    try:
+        if image_size % patch:
+            raise ValueError("not a multiple of a patch")
+        model.set_input_size(img_size=image_size)
+    except (AttributeError, AssertionError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"--image-size {image_size}: {source} cannot take it ({str(error).splitlines()[0]}); "
+            f"its patches have {patch} pixels"
+        ) from None

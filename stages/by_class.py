@@ -1,0 +1,102 @@
+"""The predictions of labelled images: how good they are for each class, and where they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from gaupipe.data.splits import Split
+from stages.predict import Prediction, as_row, most_probable
+
+MISTAKES, SHOWN_CLASSES = 10, 20
+"""Mistakes in the scores, and classes in their table on a terminal."""
+
+IN_TABLES = ("classes", "confusion", "mistakes")
+
+
+def labelled(
+    logits: Tensor, labels: Tensor, images: Split, names: Sequence[str]
+) -> list[Prediction]:
+    """The prediction for each image of a split, from logits [N, C], beside its label of [N]."""
+    classes = most_probable(logits.softmax(-1), names, top=1)
+    return [
+        Prediction(images.path(image), of_image, label=names[label])
+        for image, (of_image, label) in enumerate(zip(classes, labels.tolist(), strict=True))
+    ]
+
+
+def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> dict[str, Any]:
+    """Of each class its images and their accuracy, None without images; the confusion matrix, a
+    row for each class and a column for each prediction; and the most confident mistakes."""
+    from sklearn.metrics import confusion_matrix
+
+    predicted = [row.classes[0][0] for row in rows]
+    matrix = confusion_matrix([row.label for row in rows], predicted, labels=names)
+    counts = zip(names, matrix.sum(1).tolist(), matrix.diagonal().tolist(), strict=True)
+    wrong = [row for row in rows if row.classes[0][0] != row.label]
+    wrong.sort(key=lambda row: row.classes[0][1], reverse=True)
+    return {
+        "classes": [
+            {"class": name, "images": images, "top1": right / images if images else None}
+            for name, images, right in counts
+        ],
+        "confusion": matrix.tolist(),
+        "mistakes": [as_row(row) for row in wrong[:MISTAKES]],
+    }
+
+
+def summary(scores: dict[str, Any]) -> dict[str, Any]:
+    """The scores of :func:`run` that take a line each."""
+    return {name: score for name, score in scores.items() if name not in IN_TABLES}
+
+
+def tables(scores: dict[str, Any]) -> Iterator[Table | str]:
+    """The accuracy of each class, the worst first, and the most confident mistakes."""
+    yield ""
+    yield class_table(scores)
+    images = [entry["images"] for entry in scores["classes"]]
+    if (more := len(images) - images.count(0) - SHOWN_CLASSES) > 0:
+        yield f"and {more:,} classes with higher accuracy"
+    if unseen := [entry["class"] for entry in scores["classes"] if not entry["images"]]:
+        others = f" and {len(unseen) - 5:,} more classes" if len(unseen) > 5 else ""
+        yield escape(f"no images of {', '.join(unseen[:5])}{others}")
+    if scores["mistakes"]:
+        yield ""
+        yield mistake_table(scores["mistakes"])
+
+
+def class_table(scores: dict[str, Any]) -> Table:
+    """Classes with images, of which the worst, and the class that each is most often taken for."""
+    shown = Table("class", box=None, pad_edge=False)
+    shown.add_column("images", justify="right")
+    shown.add_column("top1", justify="right")
+    shown.add_column("most often taken for")
+    names = [entry["class"] for entry in scores["classes"]]
+    rows = zip(scores["classes"], scores["confusion"], strict=True)
+    seen = [(entry, row) for entry, row in rows if entry["images"]]
+    for entry, row in sorted(seen, key=lambda pair: pair[0]["top1"])[:SHOWN_CLASSES]:
+        others = zip(row, names, strict=True)
+        number, other = max((n, name) for n, name in others if name != entry["class"])
+        taken = f"{other} ({number:,})" if number else ""
+        shown.add_row(
+            escape(entry["class"]), f"{entry['images']:,}", f"{entry['top1']:.4f}", escape(taken)
+        )
+    return shown
+
+
+def mistake_table(mistakes: list[dict[str, Any]]) -> Table:
+    """Images with their class, and the class that was predicted with its probability."""
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("most confident mistakes", overflow="fold")
+    shown.add_column("class")
+    shown.add_column("predicted")
+    shown.add_column("probability", justify="right")
+    for mistake in mistakes:
+        [best, *_] = mistake["classes"]
+        names = (mistake["path"], mistake["label"], best["class"])
+        shown.add_row(*map(escape, names), f"{best['probability']:.4f}")
+    return shown

@@ -1,0 +1,266 @@
+"""Attention to one image: as a store has it, and as a model computes it now.
+
+Axis letters: L blocks, H heads, T patches, P class and register tokens, which come before the
+patches, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+import store
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.loader import view_of
+from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.kinds import KINDS, StoredGaussians
+from gaupipe.distillation.losses import without_keys
+from gaupipe.maps.views import without_prefix
+from gaupipe.settings import DataSettings
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.system.errors import UserError
+from gaupipe.vit.capture import gradient_rollout
+from gaupipe.vit.forward import forward_with_maps
+from stages import any_vit
+from stages.phase_b import PhaseB
+from stages.runs.directory import RunDirectory
+from stages.students import load_student, open_maps
+
+CPU = torch.device("cpu")
+Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
+"""Images [B, channels, height, width] -> logits [B, C] and for each block the map [B, H, P + T,
+P + T]."""
+
+
+@dataclass
+class ImageMaps:
+    """One image, and where the queries look.
+
+    map         the map [H, P + T, P + T] float32 of a block; rows are probabilities over keys
+    label       None for an image without one
+    logits      [C]; None of a model without classes
+    prefix      P
+    gaussians   [L, H, T, 4] where the maps are those of Gaussians
+    teacher     for each block the stored map [H, T, T] that a student's is compared with, without
+                the keys that the student's attention hides; None for a block without one
+    no_teacher  why a student's maps have none
+    """
+
+    grid: tuple[int, int]
+    map: Callable[[int], Tensor]
+    label: int | None
+    logits: Tensor | None
+    prefix: int = 0
+    gaussians: Tensor | None = None
+    teacher: Sequence[Tensor | None] = ()
+    no_teacher: str | None = None
+
+    @property
+    def extra(self) -> list[str]:
+        """Names of the tokens that are no patches: the class token first."""
+        return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
+
+    def prediction(self, most: int = 1) -> dict[str, Any]:
+        """The predicted class, its probability, and the ``most`` likely classes; all are None of a
+        model without classes."""
+        if self.logits is None:
+            return {"predicted": None, "probability": None, "likely": None}
+        probabilities = self.logits.float().softmax(-1)
+        likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
+        probability = round(probabilities[likely[0]].item(), 6)
+        return {"predicted": likely[0], "probability": probability, "likely": likely}
+
+
+class StoredMaps:
+    """A store whose images are looked at one by one."""
+
+    def __init__(self, maps: store.Store) -> None:
+        self.maps, self.views = maps, maps.schema.extra.get("views")
+        self.labelled = "files" not in maps.schema.extra
+        self._decode = KINDS[maps.schema.kind].reader(maps, CPU)
+
+    def see(self, image: int, view: int = 0) -> tuple[ImageMaps, dict[str, np.ndarray]]:
+        """The maps of an image, or of one of its views, and the arrays that stand for them."""
+        schema, entry = self.maps.schema, image * self.maps.schema.views + view
+        stored = self.maps.read(entry, entry + 1)
+        attention = self._decode(stored)
+        rows = attention.map if isinstance(attention, StoredGaussians) else attention.rows
+        gaussians = attention.gaussians[0] if isinstance(attention, StoredGaussians) else None
+        logits = torch.from_numpy(stored["logits"][0]).float()
+        seen = ImageMaps(
+            schema.grid,
+            lambda layer: rows(layer, None)[0],
+            int(stored["labels"][0]) if self.labelled else None,
+            logits if schema.extra.get("predicts", True) else None,
+            schema.prefix_tokens,
+            gaussians,
+        )
+        return seen, {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
+
+
+def images_of(maps: store.Store) -> ImageData:
+    """The data set that a store's maps were made from. Raises UserError where the store does not
+    name it, or where it is not there or another one."""
+    schema = maps.schema
+    if "files" in schema.extra:
+        data = any_vit.images_of(schema.extra, schema.num_classes, with_digest=True)
+    else:
+        try:
+            settings = DataSettings.model_validate(schema.extra.get("data"))
+        except ValidationError:
+            raise UserError(
+                f"{maps.url}: does not say which images its maps were made from, as stores that "
+                "export-maps writes do: they cannot be drawn"
+            ) from None
+        data = load_data(settings)
+    if data.sha256 != schema.dataset_sha256:
+        raise UserError(
+            f"{maps.url}: the images of {data.name} are not those the maps were made from"
+        )
+    return data
+
+
+def image_pixels(
+    data: ImageData,
+    image: int,
+    views: dict[str, Any] | None = None,
+    view: int = 0,
+    split: str = "train",
+) -> np.ndarray:
+    """An image, or the view of it that ``views``, a store's extra["views"], describes: uint8
+    [height, width, C]."""
+    images = getattr(data, split)
+    return images.image(image) if views is None else view_of(images, image, drawn(views), view)
+
+
+def drawn(views: dict[str, Any]) -> Augment:
+    return Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
+
+
+class LiveMaps:
+    """A ViT whose attention to the images of a data set is computed when it is asked for."""
+
+    def __init__(self, name: str, model: Any, data: ImageData, forward: Forward) -> None:
+        self.name, self.model, self.data, self.forward = name, model, data, forward
+        self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
+        self.layers = len(model.blocks)
+        self.labelled = not isinstance(data.train.source, any_vit.PreparedImages)
+        self.explains = bool(model.num_classes)
+        """Whether there is a :meth:`relevance`."""
+
+    def see(
+        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+    ) -> ImageMaps:
+        """The attention to an image or, with ``views``, to that ``view`` of it.
+
+        ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
+        """
+        batch = self.batch(image, views, view, split)
+        with torch.inference_mode():
+            logits, maps = self.forward(batch.images)
+        return ImageMaps(
+            self.grid,
+            lambda layer: maps[layer][0],
+            int(batch.labels[0]) if self.labelled else None,
+            logits[0] if self.model.num_classes else None,
+            getattr(self.model, "num_prefix_tokens", 0),
+        )
+
+    def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:
+        """A class, by default the predicted one, and the gradient-weighted rollout [L, P + T, P +
+        T] for it (:func:`gaupipe.vit.capture.gradient_rollout`). ``which`` as in :meth:`see`."""
+        images = self.batch(image, *which).images
+        if target is None:
+            target = int(self.model(images).argmax())
+        if target >= self.model.num_classes:
+            raise UserError(f"class {target}: {self.name} has {self.model.num_classes} classes")
+        try:
+            rollout = gradient_rollout(self.model, images, torch.tensor([target]), self.layers)
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        return target, rollout[0]
+
+    def predictions(self, split: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """(logits [B, C], labels [B]) of all images of a split, a part at a time."""
+        for batch in Batches(getattr(self.data, split), self.data, CPU, 32).in_order():
+            with torch.inference_mode():
+                yield self.model(batch.images).float(), batch.labels
+
+    def batch(
+        self, image: int, views: dict[str, Any] | None = None, view: int = 0, split: str = "train"
+    ) -> Batch:
+        """The image, or a view of it, as the model takes it."""
+        batches = Batches(getattr(self.data, split), self.data, CPU, batch_size=1)
+        if views is None:
+            return next(batches.in_order(np.array([image])))
+        return next(batches.views(np.array([image * (view + 1) + view]), drawn(views), view + 1))
+
+
+class StudentMaps(LiveMaps):
+    """A student of a run, with the ``store`` that it learned from, or its run's; None where there
+    is none that fits it. Raises UserError where the student is not there or damaged.
+
+    Its maps are whole where no stored ones are beside them; else they are from patches to patches.
+    """
+
+    def __init__(self, run: RunDirectory, name: str, data: ImageData | None = None) -> None:
+        student = load_student(run.path, name)
+        settings, model = student.settings, student.model
+        data = data or load_data(settings.data, settings.download)
+
+        def forward(images: Tensor) -> tuple[Tensor, list[Tensor]]:
+            logits, log_maps = forward_with_maps(model, images)
+            return logits, [block.exp() for block in log_maps]
+
+        super().__init__(student.name, model, data, forward)
+        self.explains = settings.phase_b.student != "gaussian"
+        self.store = open_maps(student, data)
+        self._job = PhaseB(settings, data, CPU, model, settings.phase_b.optim, self.store)
+
+    def see(self, image, views=None, view=0, split="train") -> ImageMaps:
+        """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
+        seen = super().see(image, views, view, split)
+        seen.no_teacher = self.no_teacher(views, split)
+        if seen.no_teacher is None:
+            whole, prefix = seen.map, seen.prefix
+            seen.map, seen.prefix = (
+                lambda layer: without_prefix(whole(layer)[None], prefix)[0][0],
+                0,
+            )
+            seen.teacher = self._teacher(self.batch(image, views, view), image, view, seen.map)
+        return seen
+
+    def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
+        """Why the stored maps are not those of what the student sees; None where they are."""
+        if self.store is None:
+            return "there is no whole store that fits the student"
+        if split != "train":
+            return "a store holds the maps of training images alone"
+        stored = self.store.schema.extra.get("views")
+        if stored == views:
+            return None
+        others = "the images themselves" if stored is None else "other views"
+        return f"{self.store.url} holds maps of {others}, which are not shown here"
+
+    @torch.inference_mode()
+    def _teacher(
+        self, batch: Batch, image: int, view: int, maps: Callable[[int], Tensor]
+    ) -> list[Tensor | None]:
+        entry = image * self._job.teacher_store.schema.views + view
+        batch.stored = self._job.teacher_store.read(entry, entry + 1)
+        stored = self._job.teacher_maps(batch)
+        compared: list[Tensor | None] = []
+        for layer in range(self.layers):
+            teacher, block = None, maps(layer)
+            if stored.layers[layer] is not None:
+                teacher, hidden = stored.map(layer)[0].expand_as(block), block == 0
+                teacher = without_keys(teacher, hidden) if hidden.any() else teacher
+            compared.append(teacher)
+        return compared

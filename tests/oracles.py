@@ -1,0 +1,45 @@
+"""Equations in numpy that more than one test compares with."""
+
+import math
+
+import numpy as np
+from scipy.special import erfc
+
+
+def weights_of_a_gaussian(m, s, n: int) -> np.ndarray:
+    """Expected weights [..., n] of n keys of an axis for Gaussians with mean m and std s [...], in
+    pixels: the integral of hat times density between each key and the next, in float64, and what
+    lies beyond the borders."""
+    m, s = (np.asarray(x, dtype=np.float64) for x in (m, s))
+    nodes, parts = np.polynomial.legendre.leggauss(300)
+    way = (nodes + 1) / 2  # from a key to the next
+    u = np.arange(n - 1)[:, None] + way
+    z = (u - m[..., None, None]) / s[..., None, None]
+    density = np.exp(-z * z / 2) / (s[..., None, None] * math.sqrt(2 * math.pi)) * parts / 2
+    weights = np.zeros((*m.shape, n))
+    weights[..., :-1] += (density * (1 - way)).sum(-1)
+    weights[..., 1:] += (density * way).sum(-1)
+    weights[..., 0] += erfc(m / s / math.sqrt(2)) / 2
+    weights[..., -1] += erfc((n - 1 - m) / s / math.sqrt(2)) / 2
+    return weights
+
+
+def map_of(gaussians: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """The expected map [..., T] of Gaussians [..., 4] (mean_x, mean_y, std_x, std_y) in normalised
+    coordinates. A factor is at least float32's smallest normal number."""
+    along = []
+    for axis, n in ((1, grid[0]), (0, grid[1])):
+        half = max(n - 1, 1e-9) / 2  # pixels per normalised unit
+        m, s = (gaussians[..., axis] + 1) * half, gaussians[..., 2 + axis] * half
+        along.append(np.maximum(weights_of_a_gaussian(m, s, n), np.finfo(np.float32).tiny))
+    return (along[0][..., :, None] * along[1][..., None, :]).reshape(*m.shape, -1)
+
+
+def divergence(p, q, hide_own: bool = False) -> float:
+    """Mean over rows of the KL of p from q, both [..., T] and made to sum to 1, in float64, with
+    0 log 0 = 0; ``hide_own``: without each row's own key."""
+    visible = 1 - np.eye(p.shape[-1]) if hide_own else 1.0
+    p, q = (np.asarray(rows, dtype=np.float64) * visible for rows in (p, q))
+    p, q = np.broadcast_arrays(*(rows / rows.sum(-1, keepdims=True) for rows in (p, q)))
+    seen = p > 0
+    return (p[seen] * np.log(p[seen] / q[seen])).sum() / p[..., 0].size

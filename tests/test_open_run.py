@@ -1,0 +1,73 @@
+"""A run in Python, and the example of its page."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from sklearn.datasets import load_digits
+
+import gaupipe
+from gaupipe.data.splits import load_data
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
+from stages.phase_a import gaussian as phase_a
+
+PAGE = Path(__file__).parent.parent / "docs" / "capture.md"
+
+
+def test_the_example_of_the_page_measures_maps(copied_run, tmp_path, monkeypatch, capsys):
+    copied_run(name="runs/digits")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    section = PAGE.read_text().split("## A run in Python")[1]
+    exec(re.search(r"```python\n(.*?)```", section, re.DOTALL)[1], names := {})
+    lines = [line.split(" ", 2) for line in capsys.readouterr().out.splitlines()]
+    assert [line[:2] for line in lines] == [["0", "teacher"], ["0", "student"]]
+    maps = names["run"].maps(range(32))[0].numpy()  # [B, H, T, T]
+    rows, columns = np.divmod(np.arange(16), 4)
+    apart = np.hypot(rows[:, None] - rows, columns[:, None] - columns)
+    expected = np.einsum("bhqk,qk->h", maps, apart) / (32 * 16)
+    assert json.loads(lines[0][2]) == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_process):
+    run = gaupipe.open_run(small_run)
+    student, ids = run.student("standard"), [7, 3]
+    pixels = np.rint(load_digits().images * (255 / 16))
+    data = load_data(DataSettings(name="digits", train_images=40))
+    for split in ("train", "val"):
+        positions = getattr(data, split).positions[ids]
+        mean, std = (student.pretrained_cfg[name][0] for name in ("mean", "std"))
+        images = torch.tensor((pixels[positions] / 255 - mean) / std, dtype=torch.float32)
+        torch.testing.assert_close(run.images(ids, split), images[:, None])
+    (maps,) = run.maps(ids)
+    assert maps.shape == (2, 2, 16, 16) and torch.allclose(maps.sum(-1), torch.ones(2, 2, 16))
+    seen = in_process("inspect", small_run / "maps.zarr", "--image", 7, "--head", 1, "--json")[1]
+    np.testing.assert_allclose(np.ravel(json.loads(seen)["map"]), maps[0, 1].mean(0), atol=1e-6)
+    same = timm.create_model(f"local-dir:{small_run}/phase_b/standard/student", pretrained=True)
+    assert torch.equal(same.eval()(run.images(ids)), student(run.images(ids)))
+    assert [row["epoch"] for row in run.metrics("standard")] == [1]
+    assert run.metrics("phase_a")[0]["train_loss"] > 0
+
+
+def test_a_view_and_its_maps_belong_together(tmp_path):
+    from gaupipe.settings import load as config
+    from stages import export_maps
+
+    changes = ["phase_a.teacher=vit", "data.train_images=40", "phase_a.max_epochs=1", "threads=1"]
+    changes += ["augment.flip=true", "model.args={embed_dim: 16, depth: 1, num_heads: 2}"]
+    phase_a.run(config.load("digits", changes), tmp_path / "run")
+    export_maps.run(tmp_path / "run", kind="dense", views=3)
+    run = gaupipe.open_run(tmp_path / "run")
+    with pytest.raises(UserError, match=r"3 views of each image.*maps\(ids, view=0\)"):
+        run.maps([5])
+    teacher = phase_a.load(run.directory).teacher
+    ids = range(8)
+    for view in range(3):
+        maps = teacher.forward_with_maps(run.images(ids, view=view))[1].maps()[:, 0]
+        torch.testing.assert_close(run.maps(ids, view=view)[0], maps, atol=2e-3, rtol=1e-2)
+    assert not torch.equal(run.images(ids, view=0), run.images(ids, view=1))
