@@ -21,7 +21,11 @@ import torch
 
 HERE = Path(__file__).parent
 STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
-    "tests": (130, "-m pytest -q -n 0 -m gpu {root}/tests/test_gpu.py", "-k float32-xsa"),
+    "tests": (
+        130,
+        "-m pytest -q -n 0 -m gpu {root}/tests/test_gpu.py",
+        "-k 'flex or xsa and float32'",
+    ),
     "layers": (
         50,
         "{here}/attention.py layer --shapes atto --lengths 64,196,1024",
@@ -46,7 +50,7 @@ STEPS = {  # name: (seconds at most, command, what follows it in a dry run)
     "phase B, compiled": (
         60,
         "{here}/phase_b.py --students standard,belief2 --tokens 64,196 --compile",
-        "--tokens 64 --students xsa --rounds 2 --tokens-per-batch 64",
+        "--tokens 64 --students xsa --rounds 2 --tokens-per-batch 64 --no-compile",
     ),
     "input": (
         40,

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="torch.compile both steps")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both steps")
     parser.add_argument("--checkpointing", action="store_true", help="also with grad_checkpointing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
