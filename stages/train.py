@@ -3,11 +3,9 @@ Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +40,7 @@ from stages.figures import geometry
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
+from stages.runs.students import removed_if_refused
 
 
 @dataclass
@@ -230,19 +229,6 @@ def train_into(
             lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
         )
     return state.metrics
-
-
-@contextlib.contextmanager
-def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
-    """Removes a ``folder`` that this command has ``created``, if it ends in an error."""
-    try:
-        yield
-    except Exception:
-        if created and distributed.is_main():
-            shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # other students are beside it
-                folder.parent.rmdir()
-        raise
 
 
 def write_request(folder: Path, settings: Settings, maps: store.Store | None = None) -> None:
