@@ -157,33 +157,12 @@ class StudentLosses(LabelLosses):
 
 
 def run(
-    run_dir: Path,
-    student: str | None = None,
-    *,
-    name: str | None = None,
-    overrides: Sequence[str] = (),
-    maps_url: str | None = None,
-    resume: bool = False,
-    distilled: bool = True,
-    data: ImageData | None = None,
+    run_dir: Path, student: str | None = None, *, data: ImageData | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch.
-
-    student     its attention; None is the settings' ``phase_b.student``
-    name        of its folder; None is its attention
-    overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:class:`gaupipe.settings.sections.Scope`)
-    maps_url    the attention-map store; None is the run's own
-    resume      continues from the last checkpoint, or starts where there is none; without it an
-                existing student is refused
-    distilled   False trains the baseline, the same model on the labels alone
-    data        the data set of the settings, where it has been read already
-
-    Raises UserError before anything is written.
-    """
-    options: dict[str, Any] = dict(name=name, overrides=overrides, maps_url=maps_url)
-    request = students.begin(run_dir, student, **options, resume=resume, distilled=distilled)
-    return run_request(request, data)
+    """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch. ``options`` as
+    those of :func:`stages.runs.students.begin`; ``data`` is the data set of the settings, where it
+    has been read already. Raises UserError before anything is written."""
+    return run_request(students.begin(run_dir, student, **options), data)
 
 
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[dict[str, Any]]:

@@ -276,8 +276,8 @@ def run(
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too.
-    ``attention`` None is the settings' ``phase_b.student``; ``resume`` and ``data`` as in
-    :func:`stages.phase_b.run`.
+    ``attention`` None is the settings' ``phase_b.student``; ``resume`` continues from the last
+    checkpoint; ``data`` is the data set of the settings, where it has been read already.
 
     Raises UserError before anything is written.
     """

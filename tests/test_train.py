@@ -1,21 +1,17 @@
 """gaupipe train: a ViT on the labels alone, in a run without a first phase."""
 
 import json
-import random
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
 import timm
-import torch
 from safetensors.numpy import load_file
 
 import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from processes import exit_code, kill_this_process, moment
 from stages import compare, run, train
 from stages.phase_a import gaussian as phase_a
 from stages.runs.chosen_settings import settings_for
@@ -232,29 +228,3 @@ def test_two_processes_train_like_one(tmp_path):
     for alone, shared in zip(one, two, strict=True):
         assert shared["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
         assert shared["val_acc"] == pytest.approx(alone["val_acc"], abs=0.003)
-
-
-def work(run_dir: Path, kill: tuple[int, float]) -> None:
-    from stages import train
-
-    kill_this_process(run_dir, *kill)
-    train.run(config.load("digits", TINY), run_dir, resume=True)
-
-
-@pytest.mark.long
-def test_a_killed_training_ends_like_an_unbroken_one(trained, tmp_path):
-    killed, generator = 0, random.Random(0)
-    while code := exit_code(work, tmp_path / "run", moment(generator, killed)):
-        assert code == -signal.SIGKILL
-        killed += 1
-        assert killed < 40, "no progress between kills"
-    assert killed >= 2
-    folders = [folder / "plain" / "standard" for folder in (trained, tmp_path / "run")]
-    first, second = [metrics(folder / "metrics.jsonl") for folder in folders]
-    assert first == second
-    first, second = [
-        torch.load(folder / "checkpoint" / "state.pt", weights_only=True)["modules"]
-        for folder in folders
-    ]
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert (tmp_path / "run" / "split.json").read_text() == (trained / "split.json").read_text()

@@ -45,8 +45,19 @@ def begin(
     resume: bool = False,
     distilled: bool = True,
 ) -> StudentRequest:
-    """Writes the settings of a new student. Arguments as in :func:`stages.phase_b.run`. Collective.
-    Raises UserError for what the run does not allow."""
+    """Writes the settings of a new student. Collective.
+
+    student     its attention; None is the settings' ``phase_b.student``
+    name        of its folder; None is its attention
+    overrides   settings ``a.b=c`` in which it differs from the run; only some may
+                (:class:`gaupipe.settings.sections.Scope`)
+    maps_url    the attention-map store; None is the run's own
+    resume      continues from the last checkpoint, or starts where there is none; without it an
+                existing student is refused
+    distilled   False trains the baseline, the same model on the labels alone
+
+    Raises UserError for what the run does not allow.
+    """
 
     def resolve() -> StudentRequest:
         run = RunDirectory(run_dir)
