@@ -58,8 +58,8 @@ def check_shared(folder: Path) -> None:
 
 def resolve(folder: Path, request: Callable[[], R]) -> R:
     """A stage's request, resolved by ``request`` on every rank: with the same ``settings`` and
-    ``data``, and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any refuses
-    it."""
+    ``data``, and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any
+    refuses it."""
     check_shared(folder)
     resolved: Any = distributed.main_first(request)
     check_same(resolved.settings, resolved.data)
