@@ -4,6 +4,7 @@ for maps.
     python benchmarks/phase_b.py    Atto, every attention, 64 and 196 tokens
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
     python benchmarks/phase_b.py --students standard --kinds topk,dense    other kinds of stores
+    python benchmarks/phase_b.py --checkpointing    and both steps with gradient checkpointing
 
 One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of
 the same model on the same images in random order, and the ratio to the plain step is taken within
@@ -24,6 +25,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -57,23 +59,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--checkpointing", action="store_true", help="also with grad_checkpointing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kinds = arguments.kinds.split(",")
     device = torch.device(arguments.device)
-    print(f"{'attention':<12} {'store':<8} tokens  {'time':<18} {'memory':<7} wait")
+    steps = ["distilled", *["plain, ckpt", "distilled, ckpt"] * arguments.checkpointing]
+    print(f"{'attention':<12} {'store':<8} tokens  {'step':<15}  {'time':<18} {'memory':<7} wait")
     sizes = [(int(tokens), kind) for tokens in arguments.tokens.split(",") for kind in kinds]
     for tokens, kind in sizes:
         with tempfile.TemporaryDirectory() as folder:
             maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 batch = arguments.tokens_per_batch // tokens
-                ratios, memory, wait = measure(key, tokens, maps, batch, arguments.rounds, device)
-                print(
-                    f"{key:<12} {kind:<8} {tokens:>6}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}",
-                    flush=True,
-                )
+                measured = measure(key, tokens, maps, batch, arguments.rounds, device, steps)
+                for step, (ratios, memory, wait) in measured.items():
+                    times = f"{step:<15}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}"
+                    print(f"{key:<12} {kind:<8} {tokens:>6}  {times}", flush=True)
 
 
 def measure(
@@ -83,22 +86,25 @@ def measure(
     batch: int,
     rounds: int,
     device: torch.device,
-) -> tuple[list[float], float, float]:
-    """Ratios of step time, ratio of memory, share of the distilled step spent waiting for maps."""
+    names: list[str],
+) -> dict[str, tuple[list[float], float, float]]:
+    """Of each step: ratios of its time to the plain step's, ratio of memory, and the share of its
+    time spent waiting for maps."""
     torch.manual_seed(0)
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
-    targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(rounds + 4)])
+    targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(2 * rounds + 10)])
     with_loss = FeatureLoss(model)
     read = KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
     def plain() -> None:
-        loss = hard_loss(model(images), labels)
-        update(loss)
+        nonlocal waited
+        waited = 0.0
+        update(hard_loss(model(images), labels))
 
     def distilled() -> None:
         nonlocal waited
@@ -119,20 +125,30 @@ def measure(
         loss.backward()
         optimizer.step()
 
-    steps = (plain, distilled)
-    for step in steps:
-        step()
-    memory = {step: peak_memory(step, device) for step in steps}
-    ratios, waits = [], []
+    def step_of(name: str) -> Callable[[], None]:
+        kind, _, checkpointing = name.partition(", ")
+        model.set_grad_checkpointing(bool(checkpointing))
+        return plain if kind == "plain" else distilled
+
+    memory = {}
+    for name in ("plain", *names):
+        step_of(name)()
+        memory[name] = peak_memory(step_of(name), device)
+    took: dict[str, list[float]] = {name: [] for name in memory}
+    waits: dict[str, list[float]] = {name: [] for name in memory}
     for _ in range(rounds):
-        took = {}
-        for step in random.sample(steps, len(steps)):
+        for name in random.sample([*memory], len(memory)):
             started = time.perf_counter()
-            took[step] = seconds(step, device)
-            if step is distilled:
-                waits.append(waited / (time.perf_counter() - started))
-        ratios.append(took[distilled] / took[plain])
-    return ratios, memory[distilled] / memory[plain], statistics.median(waits)
+            took[name].append(seconds(step_of(name), device))
+            waits[name].append(waited / (time.perf_counter() - started))
+    return {
+        name: (
+            [mine / plain for mine, plain in zip(took[name], took["plain"], strict=True)],
+            memory[name] / memory["plain"],
+            statistics.median(waits[name]),
+        )
+        for name in names
+    }
 
 
 def peak_memory(step, device: torch.device) -> float:

@@ -45,6 +45,8 @@ def _untyped(kind: Any) -> Any:
     return Untyped
 
 
+CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
+
 app = typer.Typer(
     cls=_untyped(TyperGroup),
     name="gaupipe",
@@ -192,10 +194,12 @@ def run(
     """
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
+    _say_start("all stages", settings, folder, student)
     from stages import run as stage
 
     lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
+    _say_next(["evaluate", "--run-dir", folder], ["view", "--run-dir", folder])
 
 
 @_command("Train", "phase-a")
@@ -215,9 +219,11 @@ def phase_a(
     """
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
+    _say_start("phase A", settings, folder, settings.phase_a.teacher)
     from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
+    _say_next(["export-maps", "--run-dir", folder])
     print(folder)
 
 
@@ -329,21 +335,27 @@ def phase_b(
     Example: `gaupipe phase-b --student belief2 --set phase_b.epochs=40`
     """
     run_dir = _run(run_dir)
-    from stages import phase_b as stage
     from stages.runs.directory import RunDirectory
 
-    attention = student
+    run = RunDirectory(run_dir)
+    if name is None:
+        name = student or distributed.main_first(run.settings).phase_b.student
+    settings = distributed.main_first(lambda: run.student_settings(name, distill))
+    _say_start("phase B", settings, run.student(name, distill), student)
+    from stages import phase_b as stage
+
     stage.run(
         run_dir,
-        attention,
+        student,
         name=name,
         overrides=overrides or [],
         maps_url=maps,
         resume=resume,
         distilled=distill,
     )
-    run = RunDirectory(run_dir)
-    print(run.student(name or attention or run.settings().phase_b.student, distill) / "student")
+    named = ["--run-dir", run_dir, "--student", name]
+    _say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
+    print(run.student(name, distill) / "student")
 
 
 @_command("Train")
@@ -373,13 +385,18 @@ def train(
     overrides = _with_model(overrides, "model.name", model, download)
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
     from gaupipe.settings.load import check_used
-    from stages import train as stage
     from stages.runs.directory import RunDirectory
 
     distributed.main_first(lambda: check_used(overrides or [], settings))
     attention = student or settings.phase_b.student
+    trained = RunDirectory(folder).student(attention, distilled=False)
+    _say_start("training", settings, trained, attention)
+    from stages import train as stage
+
     stage.run(settings, folder, attention, resume=resume)
-    print(RunDirectory(folder).student(attention, distilled=False) / "student")
+    named = ["--run-dir", folder, "--student", attention]
+    _say_next(["evaluate", *named], ["view", *named])
+    print(trained / "student")
 
 
 @_command("Measure")
@@ -836,11 +853,8 @@ def main() -> None:
         with distributed.process_group():
             code = app(standalone_mode=False)  # typer answers Ctrl-C with 130
         if code == 130 and here.rank == 0:
-            print(
-                "gaupipe: interrupted; 'run', 'export-maps' or 'compare' again, "
-                "or a phase or 'train' with --resume, continues",
-                file=sys.stderr,
-            )
+            again = f"; to go on: {_again()}" if sys.argv[1] in CONTINUE else ""
+            print(f"gaupipe: interrupted{again}", file=sys.stderr)
         _end(code)
     except UsageError as error:
         _fail(
@@ -870,16 +884,21 @@ def main() -> None:
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """The line about a training that was stopped: how far it is, and the command that continues."""
-    arguments = sys.argv[1:]
-    if arguments[0] == "plan":  # whose few steps are in a folder that is gone
+    if sys.argv[1] == "plan":  # whose few steps are in a folder that is gone
         return "gaupipe: interrupted"
-    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
-        arguments = [*arguments, "--resume"]
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
-        f"to go on{launched}: {shlex.join(['gaupipe', *arguments])}"
+        f"to go on{launched}: {_again()}"
     )
+
+
+def _again() -> str:
+    """The command that continues this one."""
+    arguments = sys.argv[1:]
+    if arguments[0] in WITH_RESUME and "--resume" not in arguments:
+        arguments = [*arguments, "--resume"]
+    return shlex.join(["gaupipe", *arguments])
 
 
 def _fail(mistake: str, all_ranks: bool = False) -> None:
@@ -909,10 +928,7 @@ def _run(run_dir: Path | None) -> Path:
         from stages.runs.directory import last_used
 
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
-        if distributed.is_main():
-            print(
-                f"gaupipe: {run_dir} (the run used last; --run-dir names another)", file=sys.stderr
-            )
+        _say(f"{run_dir} (the run used last; --run-dir names another)")
     return run_dir
 
 
@@ -921,6 +937,23 @@ def _names_model(model: str | None, files: list[Path] | None) -> bool:
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
     return model is not None
+
+
+def _say(line: str) -> None:
+    if distributed.launch().rank == 0:
+        print(f"gaupipe: {line}", file=sys.stderr)
+
+
+def _say_start(what: str, settings: Any, folder: Path, student: str | None = None) -> None:
+    """Says what a command is about to do, before it imports torch, which takes seconds."""
+    data, attention = settings.data, student or settings.phase_b.student
+    model = f"{settings.model.name}, attention {attention}"
+    _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
+
+
+def _say_next(*commands: list[Any]) -> None:
+    """Says what may follow."""
+    _say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
 
 
 def _draws_blocks() -> bool:
@@ -969,6 +1002,7 @@ def _settings(
 def _chosen_settings(
     data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
 ) -> tuple[Any, Path]:
+    _say(f"looks at the images in {data} ...")
     from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from timm.data import create_transform, resolve_model_data_config
+from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from gaupipe.data.decoding import read_rgb, refusing
 from gaupipe.data.files import FileImages, ImageFiles
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
@@ -24,7 +23,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from stages.phase_a.job import TeacherJob
-from stages.predict import image_files, load_model
+from stages.predict import image_files, load_model, reader
 
 MOST_PATCHES = 20
 """Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
@@ -42,6 +41,10 @@ class Pictures(ImageFiles):
         self.names = [os.path.relpath(path, self.root) for path in self.paths]
         self.place, self.total_bytes = str(self.root), 0
 
+    def contents(self, _positions: np.ndarray) -> bytes:
+        """Nothing: decoded pictures are not kept."""
+        return b""
+
     def fingerprint(self) -> bytes:
         ImageFiles.__init__(self, self.root, self.names)
         return super().fingerprint()
@@ -55,17 +58,14 @@ class PreparedImages(FileImages):
         settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
         super().__init__(Pictures(paths), np.zeros(len(paths), np.int64), settings)
         self.transform = transform
-        self._prepare: Any = create_transform(**transform, normalize=False)
+        self._read = reader(transform, normalize=False)
 
     def fingerprint(self) -> bytes:
         transform = json.dumps(self.transform, sort_keys=True)
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
 
     def _square(self, position: int) -> Tensor:
-        name = self.files.name(position)
-        with refusing(name), self.files.open(position) as file:
-            image = read_rgb(file, name)
-        return self._prepare(image.convert("L") if self.transform["input_size"][0] == 1 else image)
+        return self._read(Path(self.files.name(position)))
 
 
 @dataclass

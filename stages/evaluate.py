@@ -6,7 +6,6 @@ Axis letters: N images, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,17 +175,13 @@ def beside_teacher(
 
 @torch.inference_mode()
 def predictions(
-    model: Callable[[Tensor], Tensor], images: Split, data: ImageData, settings: Settings
+    model: nn.Module, images: Split, data: ImageData, settings: Settings
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
     is that of the settings. Ranks share the work, and every one gets all of it."""
-    sizes, world, device = (
-        settings.data,
-        distributed.world_size(),
-        select_device(settings.device, settings.threads),
-    )
-    if isinstance(model, nn.Module):
-        model = model.to(device)
+    device, sizes = select_device(settings.device, settings.threads), settings.data
+    model = model.to(device)
+    world = distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())

@@ -116,18 +116,15 @@ def run_model(
     out: str,
     kind: str | None = None,
     *,
-    overwrite: bool = False,
-    repair: bool = False,
-    shard_mb: float = 32,
-    force: bool = False,
     encoding: str | None = None,
     k: int | None = None,
     download: bool = False,
+    **how: Any,
 ) -> str:
     """Writes a store of a model's maps of image ``files``, class and register tokens included
     (:func:`stages.any_vit.open_model`), and returns its path or URL. No run is needed. The other
-    arguments are those of :func:`run`."""
-    place = Place(out, overwrite, repair, shard_mb, force)
+    arguments are those of :func:`run`; ``how`` are those of :class:`Place`."""
+    place = Place(out, **how)
 
     def load() -> TeacherJob:
         place.check()
@@ -144,10 +141,10 @@ class Place:
     """The place of a store, and what may be done there; as in :func:`run`."""
 
     url: str
-    overwrite: bool
-    repair: bool
-    shard_mb: float
-    force: bool
+    overwrite: bool = False
+    repair: bool = False
+    shard_mb: float = 32
+    force: bool = False
 
     def check(self) -> None:
         """Raises UserError or StoreError for options that exclude each other, and for a place where

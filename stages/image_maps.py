@@ -67,6 +67,16 @@ class ImageMaps:
         """Names of the tokens that are no patches: the class token first."""
         return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
 
+    def prediction(self, most: int = 1) -> dict[str, Any]:
+        """The predicted class, its probability, and the ``most`` likely classes; all are None of a
+        model without classes."""
+        if self.logits is None:
+            return {"predicted": None, "probability": None, "likely": None}
+        probabilities = self.logits.float().softmax(-1)
+        likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
+        probability = round(probabilities[likely[0]].item(), 6)
+        return {"predicted": likely[0], "probability": probability, "likely": likely}
+
 
 class StoredMaps:
     """A store whose images are looked at one by one."""

@@ -122,11 +122,12 @@ def attention(
     gaussian = None
     if seen.gaussians is not None and "mean" not in (head, query):
         gaussian = seen.gaussians[layer, heads[0], queries[0]].tolist()
-    whole = mean(rows)
+    whole, predicted = mean(rows), seen.prediction()
     shown: dict[str, Any] = {
         "image": image,
         "label": seen.label,
-        **prediction(seen.logits),
+        "predicted": predicted["predicted"],
+        "probability": predicted["probability"],
         "by": student or "teacher",
         "layer": layer,
         "head": head if head == "mean" else int(head),
@@ -173,15 +174,6 @@ def look(
         views, count = live.store.schema.extra.get("views"), live.store.schema.views
     check("the student", len(live.data.train), live.layers, count)
     return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
-
-
-def prediction(logits: Tensor | None) -> dict[str, Any]:
-    """The predicted class of logits [C] and its probability; None without classes."""
-    if logits is None:
-        return {"predicted": None, "probability": None}
-    probabilities = logits.float().softmax(-1)
-    best = int(probabilities.argmax())
-    return {"predicted": best, "probability": round(probabilities[best].item(), 6)}
 
 
 def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:

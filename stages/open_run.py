@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
+from stages.image_maps import drawn
 from stages.runs.directory import RunDirectory
 from stages.students import load_student
 
@@ -51,9 +51,8 @@ class Run:
         if view is None:
             return next(images.in_order(image_ids)).images
         views = self.store.schema.extra["views"]
-        augment = Augment(AugmentSettings.model_validate(views["augment"]), views["seed"])
         count = self.store.schema.views
-        return next(images.views(image_ids * count + view, augment, count)).images
+        return next(images.views(image_ids * count + view, drawn(views), count)).images
 
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
@@ -68,7 +67,7 @@ class Run:
         attention = KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.layers)]
 
-    def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
+    def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer | Eva:
         """A student in eval mode; None is the one trained last, ``plain`` the one of this name that
         was trained without a teacher. Raises UserError where it is not there or damaged."""
         return load_student(self.directory.path, name, False if plain else None).model

@@ -9,7 +9,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from timm.models import get_pretrained_cfg, is_model
 
 import store
 from gaupipe.attention.options import count_parameters
-from gaupipe.data.batches import Batches
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
@@ -33,6 +31,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, train
+from stages.evaluate import predictions
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
@@ -46,30 +45,6 @@ from stages.runs.resources import (
     training_memory,
 )
 from stages.students import load_student
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A run to be planned, with its data set or what stands in for it."""
-
-    settings: Settings
-    data: ImageData
-    device: torch.device
-    images: int
-    """Training images of the run, of which ``data`` may hold a part."""
-    validation_images: int
-    steps: int
-    """Training steps of an epoch to measure."""
-    world_size: int
-    plain: bool
-    """A training on the labels alone."""
-
-    @property
-    def baseline_epochs(self) -> int:
-        """Epochs of the training on the labels alone; 0 for none."""
-        epochs = self.settings.baseline.epochs
-        left_out = epochs == 0 and not self.plain
-        return 0 if left_out else epochs or self.settings.phase_b.epochs
 
 
 def run(
@@ -97,31 +72,26 @@ def run(
     says what does not fit. Raises UserError for settings that cannot be run.
     """
     data, held_out = data_of(settings, images, classes)
-    request = Request(
-        settings=settings,
-        data=data,
-        device=select_device(settings.device, settings.threads),
-        images=len(data.train) if images is None else images,
-        validation_images=held_out,
-        steps=steps,
-        world_size=world_size,
-        plain=plain,
-    )
-    stages, facts = ({}, {}) if plain else plan_phases(request)
-    if request.baseline_epochs:
+    images = images or len(data.train)
+    stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
+    baseline = settings.baseline.epochs
+    if plain or baseline != 0:
         check_baseline(settings, data)
-        ema = settings.baseline_optim.ema
-        stages["plain"] = of_student(request, "plain", request.baseline_epochs, ema)
+        epochs, ema = baseline or settings.phase_b.epochs, settings.baseline_optim.ema
+        stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
-    seconds = {} if too_large or not steps else measure(request)
+    seconds = {}
+    if steps and not too_large:
+        small = first_images(data, steps * settings.data.batch_size)
+        seconds = measure(settings, small, stages, images, held_out)
     for name, stage in stages.items():
         stage["seconds"] = seconds[name] / world_size if seconds else None
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     whole = sum(seconds.values()) / world_size if seconds else None
     elsewhere = "choose another --run-dir"
     return {
-        "images": request.images,
+        "images": images,
         "stages": stages,
         "total": {"memory_bytes": memory, "disk_bytes": disk, "seconds": whole},
         **facts,
@@ -129,36 +99,39 @@ def run(
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
-        "device": str(request.device),
+        "device": str(select_device(settings.device, settings.threads)),
         "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
     }
 
 
-def plan_phases(request: Request) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Both phases and the export by name, and facts about per-image parameters and stores."""
-    settings, data, phase = request.settings, request.data, request.settings.phase_a
-    buckets = settings.data.buckets or request.world_size
-    check_buckets(request.images, buckets, settings.data.batch_size, request.world_size)
+Stages = dict[str, dict[str, Any]]
+"""Epochs, parameters, bytes and later seconds of each stage by its name."""
+
+
+def plan_phases(
+    settings: Settings, data: ImageData, images: int, world_size: int
+) -> tuple[Stages, dict[str, Any]]:
+    """Both phases and the export, and facts about per-image parameters and stores."""
+    buckets = settings.data.buckets or world_size
+    check_buckets(images, buckets, settings.data.batch_size, world_size)
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = chosen(settings, tokens=math.prod(grid))
-    per_image = phase.learns_of_images
+    per_image = settings.phase_a.learns_of_images
     check_export(export, settings.augment, teacher, grid, per_image, prefix="export.")
-    needs = make_plan(settings, teacher, data, request.images, request.world_size)
+    needs = make_plan(settings, teacher, data, images, world_size)
     stored = needs.store_bytes[str(export.kind)]
-    memory = {"memory_bytes": needs.memory_bytes}
-    teacher_stage = {
-        "model": "teacher (phase A)",
-        "epochs": teacher_epochs(settings),
-        "parameters": needs.parameters,
-        **memory,
-        "disk_bytes": needs.disk_bytes,
-    }
-    learning = settings.phase_b
-    student = of_student(request, "distilled", learning.epochs, learning.optim.ema)
+    memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
+    student = of_student(settings, data, "distilled", phase.epochs, phase.optim.ema, world_size)
     student["memory_bytes"] += stored if stored <= phase_b.PRELOAD_BYTES else 0
     stages = {
-        "phase_a": teacher_stage,
+        "phase_a": {
+            "model": "teacher (phase A)",
+            "epochs": teacher_epochs(settings),
+            "parameters": needs.parameters,
+            **memory,
+            "disk_bytes": needs.disk_bytes,
+        },
         "export": {"model": f"store ({export.kind})", **memory, "disk_bytes": stored},
         "phase_b": student,
     }
@@ -166,16 +139,22 @@ def plan_phases(request: Request) -> tuple[dict[str, dict[str, Any]], dict[str, 
     return stages, facts
 
 
-def of_student(request: Request, how: str, epochs: int, ema: float | None) -> dict[str, Any]:
+def of_student(
+    settings: Settings,
+    data: ImageData,
+    how: str,
+    epochs: int,
+    ema: float | None,
+    world_size: int,
+) -> dict[str, Any]:
     """The training of a student."""
-    settings, data = request.settings, request.data
     student = build_student(settings, data, "meta")
     parameters = count_parameters(student)
     return {
         "model": f"{settings.phase_b.student}, {how}",
         "epochs": epochs,
         "parameters": parameters,
-        "memory_bytes": training_memory(settings, student, data, ema, request.world_size),
+        "memory_bytes": training_memory(settings, student, data, ema, world_size),
         "disk_bytes": student_disk(parameters, ema),
     }
 
@@ -252,21 +231,23 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def measure(request: Request) -> dict[str, float]:
-    """Seconds of each stage, scaled up from a run on the first batches of images.
+def measure(
+    settings: Settings, small: ImageData, stages: Stages, images: int, held_out: int
+) -> dict[str, float]:
+    """Seconds of each of the ``stages`` with so many training and validation images, scaled up from
+    a run on a ``small`` part of them.
 
     The first epoch of a training warms up. Phase A may stop earlier than after ``max_epochs``,
     where it reaches ``stop_accuracy``.
     """
-    small, short = first_images(request), shortened(request.settings)
-    settings, images, held_out = request.settings, request.images, request.validation_images
-    phase, seconds = settings.phase_b, {}
+    short, phase = shortened(settings), settings.phase_b
+    seconds = {}
 
     def epoch(metrics: list[dict[str, Any]], number: int = -1) -> float:
         return images * metrics[number]["seconds"] / len(small.train)
 
     with scratch_folder() as folder:
-        if not request.plain:
+        if "phase_a" in stages:
             metrics = phase_a.run(short, folder, force=True, data=small)
             job = phase_a.load(RunDirectory(folder), small)
             scored = held_out if settings.phase_a.teacher == "vit" else images + held_out
@@ -275,14 +256,14 @@ def measure(request: Request) -> dict[str, float]:
             views = (settings.export.views or 1) / (short.export.views or 1)
             seconds["export"] = images * views * measure_export(job, folder / "maps.zarr")
             metrics = phase_b.run(folder, data=small)
-            scoring = held_out * measure_student(request, small, folder)
+            scoring = held_out * measure_student(folder, small)
             with_maps = min(phase.gamma_epochs or phase.epochs, phase.epochs)
             seconds["phase_b"] = phase.epochs * scoring + with_maps * epoch(metrics, 1)
             seconds["phase_b"] += (phase.epochs - with_maps) * epoch(metrics)
-        if request.baseline_epochs:
+        if "plain" in stages:
             metrics = train.run(short, folder, data=small)
-            scoring = held_out * measure_student(request, small, folder)
-            seconds["plain"] = request.baseline_epochs * (epoch(metrics) + scoring)
+            scoring = held_out * measure_student(folder, small)
+            seconds["plain"] = stages["plain"]["epochs"] * (epoch(metrics) + scoring)
     return seconds
 
 
@@ -298,13 +279,10 @@ def scratch_folder() -> Iterator[Path]:
         yield Path(name) / "run"
 
 
-def first_images(request: Request) -> ImageData:
-    """The training images of the first ``steps`` batches, and one validation image."""
-    data = request.data
-    count = min(request.steps * request.settings.data.batch_size, len(data.train))
-    return dataclasses.replace(
-        data, train=data.train.trial(count), val=data.val.trial(1), test=None
-    )
+def first_images(data: ImageData, count: int) -> ImageData:
+    """The first training images, and one validation image."""
+    train = data.train.trial(min(count, len(data.train)))
+    return dataclasses.replace(data, train=train, val=data.val.trial(1), test=None)
 
 
 def shortened(settings: Settings) -> Settings:
@@ -339,11 +317,10 @@ def measure_teacher(job: TeacherJob) -> float:
     return seconds / len(job.data.train)
 
 
-def measure_student(request: Request, data: ImageData, folder: Path) -> float:
+def measure_student(folder: Path, data: ImageData) -> float:
     """Seconds that the student of a run takes to classify an image."""
-    sizes, student = request.settings.data, load_student(folder).model.to(request.device)
-    batches = Batches(data.train, data, request.device, sizes.eval_batch_size, sizes.workers)
-    return clock(lambda: score_model(student, batches)) / len(data.train)
+    student, settings = load_student(folder).model, RunDirectory(folder).settings()
+    return clock(lambda: predictions(student, data.train, data, settings)) / len(data.train)
 
 
 def measure_export(job: TeacherJob, path: Path) -> float:

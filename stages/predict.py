@@ -18,6 +18,7 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from gaupipe.data.decoding import read_rgb, refusing, suffix_of, suffixes
+from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
@@ -54,10 +55,6 @@ class Request:
     model: nn.Module
     class_names: tuple[str, ...]
     images: tuple[Path, ...]
-    device: torch.device
-
-    def __len__(self) -> int:
-        return len(self.images)
 
 
 def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Request:
@@ -75,8 +72,7 @@ def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Re
     count = getattr(model, "num_classes", 0)
     if not count:
         raise UserError(f"{source}: predicts no classes: take a model with a head")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Request(model.to(device), class_names(model, count), images, device)
+    return Request(model.to(select_device("auto")), class_names(model, count), images)
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
@@ -111,15 +107,12 @@ def class_names(model: Any, count: int) -> tuple[str, ...]:
     return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
 
 
-def reader(model: Any, image_size: int | None = None) -> Callable[[Path], Tensor]:
-    """A function from an image file to the model's input [channels, height, width], scaled,
-    cropped and normalised as the model's config says, at its ``image_size`` or another. It raises
-    UserError for a file that cannot be read."""
-    config = resolve_model_data_config(model)
-    if image_size is not None:
-        config["input_size"] = (config["input_size"][0], image_size, image_size)
-    to_tensor: Any = create_transform(**config, is_training=False)
-    grey = config["input_size"][0] == 1
+def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:
+    """A function from an image file to a model's input [channels, height, width]. It raises
+    UserError for a file that cannot be read. ``transform`` has keywords of timm's
+    ``create_transform``, as ``resolve_model_data_config`` gives them for a model."""
+    to_tensor: Any = create_transform(**transform, normalize=normalize)
+    grey = transform["input_size"][0] == 1
 
     def read(path: Path) -> Tensor:
         with refusing(str(path)), path.open("rb") as file:
@@ -129,12 +122,13 @@ def reader(model: Any, image_size: int | None = None) -> Callable[[Path], Tensor
     return read
 
 
-def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Prediction]]:
-    """The predictions of the request's images in their order, a batch at a time.
-
-    An image that cannot be read has a ``problem`` in place of classes.
-    """
-    read_input = reader(request.model)
+@torch.inference_mode()
+def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
+    """The predictions of the request's images in their order, with progress on stderr. An image
+    that cannot be read has a ``problem`` in place of classes."""
+    model, predictions = request.model, []
+    device = next(model.parameters()).device
+    read_input = reader(resolve_model_data_config(model))
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -142,25 +136,21 @@ def predict(request: Request, *, top: int, batch_size: int) -> Iterator[list[Pre
         except UserError as error:
             return str(error)
 
-    with ThreadPoolExecutor() as pool:
-        for first in range(0, len(request), batch_size):
-            paths = request.images[first : first + batch_size]
+    images = request.images
+    with ThreadPoolExecutor() as pool, EpochProgress("predict", len(images), 1) as progress:
+        for paths in (images[i : i + batch_size] for i in range(0, len(images), batch_size)):
             inputs = list(pool.map(read, paths))
             readable = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
-            rows = iter(_classes(request, torch.stack(readable), top) if readable else ())
-            yield [
-                Prediction(str(path), next(rows))
-                if isinstance(tensor, Tensor)
-                else Prediction(str(path), problem=tensor)
-                for path, tensor in zip(paths, inputs, strict=True)
-            ]
-
-
-@torch.inference_mode()
-def _classes(request: Request, images: Tensor, top: int) -> list[Classes]:
-    """:func:`most_probable` of images [B, channels, height, width]."""
-    probabilities = request.model(images.to(request.device)).float().softmax(-1).cpu()  # [B, C]
-    return most_probable(probabilities, request.class_names, top)
+            classes: Iterator[Classes] = iter(())
+            if readable:
+                logits = model(torch.stack(readable).to(device)).float().cpu()  # [B, C]
+                classes = iter(most_probable(logits.softmax(-1), request.class_names, top))
+            for path, tensor in zip(paths, inputs, strict=True):
+                problem = tensor if isinstance(tensor, str) else None
+                best = () if problem else next(classes)
+                predictions.append(Prediction(str(path), best, problem))
+            progress.advance(len(paths))
+    return predictions
 
 
 def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -> list[Classes]:
@@ -170,16 +160,6 @@ def most_probable(probabilities: Tensor, class_names: Sequence[str], top: int) -
         tuple((class_names[c], p) for c, p in zip(row, of_row, strict=True))
         for row, of_row in zip(classes.tolist(), values.tolist(), strict=True)
     ]
-
-
-def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
-    """The predictions of all images of a request, with progress on stderr."""
-    predictions: list[Prediction] = []
-    with EpochProgress("predict", len(request), 1) as progress:
-        for batch in predict(request, top=top, batch_size=batch_size):
-            predictions += batch
-            progress.advance(len(batch))
-    return predictions
 
 
 def as_row(prediction: Prediction) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
-from gaupipe.settings import OptimSettings, PhaseBSettings, Settings
+from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import dump, flatten
 from gaupipe.settings.sections import Scope
@@ -94,6 +94,18 @@ class Training:
         """Lines to print before the first epoch."""
         return []
 
+    def ending(self, state: TrainingState, folder: Path) -> str:
+        """A line about a training that has ended: why early, and which epoch is kept where."""
+        assert state.best
+        phase, best, last = self.settings.phase_b, state.best["epoch"], len(state.metrics)
+        accuracy = state.metrics[best - 1]["val_acc"]
+        early = f"; phase_b.patience={phase.patience} ended it" if last < self.epochs else ""
+        kept = best if phase.keep == "best" else last
+        return (
+            f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
+            f"epoch {kept} (phase_b.keep={phase.keep})"
+        )
+
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
         patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
@@ -162,18 +174,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
                 f"validation acc {scores['acc']:.4f}",
             )
-        if state.best and len(state.metrics) > done:
-            progress.line(f"{label}: {epochs_in_words(state, settings.phase_b)}")
-
-
-def epochs_in_words(state: TrainingState, phase: PhaseBSettings) -> str:
-    """The best epoch of a training that has finished, and the reason for an early end."""
-    assert state.best
-    best, last = state.best["epoch"], len(state.metrics)
-    accuracy = state.metrics[best - 1]["val_acc"]
-    early = f"; no better one in {last - best}: stopped" if last < phase.epochs else ""
-    student = best if phase.keep == "best" else last
-    return f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; kept: epoch {student}"
+        progress.line(f"{label}: {job.ending(state, folder)}")
 
 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:

@@ -35,7 +35,7 @@ from store.errors import OtherVersion, StoreError, UnfinishedStore, damaged
 from store.files import Files
 from store.schema import Schema
 
-FORMAT, FORMAT_VERSION = "gaupipe-maps", 4
+FORMAT, FORMAT_VERSION = "gaupipe-maps", 5
 """The name of the format, and the only version that is written and read."""
 ROOT = "zarr.json"
 SHARD_BYTES = 32 * 2**20

@@ -99,12 +99,15 @@ def run(copied_run) -> Path:
 
 @pytest.fixture
 def in_process(capfd):
-    """Runs a command in this process: (exit code, stdout, stderr)."""
+    """Runs a command in this process: (exit code, stdout, stderr without the lines that say what
+    begins)."""
 
     def call(*arguments, cwd=None) -> tuple[int, str, str]:
         capfd.readouterr()
         code = run_main(*arguments, cwd=cwd)
-        return (code, *capfd.readouterr())
+        out, err = capfd.readouterr()
+        lines = err.splitlines(keepends=True)
+        return code, out, "".join(line for line in lines if not line.endswith(" ...\n"))
 
     return call
 

@@ -33,3 +33,13 @@ def map_of(gaussians: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
         m, s = (gaussians[..., axis] + 1) * half, gaussians[..., 2 + axis] * half
         along.append(np.maximum(weights_of_a_gaussian(m, s, n), np.finfo(np.float32).tiny))
     return (along[0][..., :, None] * along[1][..., None, :]).reshape(*m.shape, -1)
+
+
+def divergence(p, q, hide_own: bool = False) -> float:
+    """Mean over rows of the KL of p from q, both [..., T] and made to sum to 1, in float64, with
+    0 log 0 = 0; ``hide_own``: without each row's own key."""
+    visible = 1 - np.eye(p.shape[-1]) if hide_own else 1.0
+    p, q = (np.asarray(rows, dtype=np.float64) * visible for rows in (p, q))
+    p, q = np.broadcast_arrays(*(rows / rows.sum(-1, keepdims=True) for rows in (p, q)))
+    seen = p > 0
+    return (p[seen] * np.log(p[seen] / q[seen])).sum() / p[..., 0].size

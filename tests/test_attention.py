@@ -98,62 +98,55 @@ def oracle(key, options, weights, x, heads, grid, visible, bias):
     return update + weights["proj.bias"], maps
 
 
-@st.composite
-def cases(draw):
-    """An attention's sizes, the seed of its weights and tokens, and masks."""
-    return dict(
-        heads=draw(st.integers(1, 3)),
-        head_width=draw(st.integers(1, 4)),
-        shape=(draw(st.integers(1, 2)), draw(st.integers(1, 6))),
-        mask=draw(st.sampled_from(["none", "boolean", "additive", "per head"])),
-        is_causal=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**31)),
-    )
-
-
-def masks_of(case, heads):
+def masks_of(mask, is_causal, images, heads, tokens):
     """The arguments of a forward pass; and as the oracle takes them, ``visible`` and ``bias``."""
-    images, tokens = case["shape"]
     visible, bias = np.ones((tokens, tokens), bool), np.zeros((tokens, tokens))
     attn_mask = None
-    if case["mask"] == "additive":
+    if mask == "additive":
         attn_mask = torch.randn(tokens, tokens, dtype=torch.float64)
         bias = attn_mask.numpy()
-    elif case["mask"] != "none":
+    elif mask != "none":
         attn_mask = torch.rand(tokens, tokens) < 0.7
         visible = attn_mask.numpy()
-        if case["mask"] == "per head":
+        if mask == "per head":
             attn_mask = attn_mask.expand(images, heads, -1, -1)
-    if case["is_causal"]:
+    if is_causal:
         visible = visible & np.tri(tokens, dtype=bool)
-    return dict(attn_mask=attn_mask, is_causal=case["is_causal"]), (visible, bias)
+    return dict(attn_mask=attn_mask, is_causal=is_causal), (visible, bias)
 
 
 @pytest.mark.parametrize("key, options", VARIANTS, ids=str)
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_updates_maps_and_gradients_follow_the_equations(key, options, case):
+@given(
+    sizes=st.tuples(*(st.integers(1, most) for most in (2, 6, 3, 4))),
+    mask=st.sampled_from(["none", "boolean", "additive", "per head"]),
+    is_causal=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_updates_maps_and_gradients_follow_the_equations(
+    key, options, sizes, mask, is_causal, seed
+):
     """Both forward paths; gradients along a random direction in the tokens and all parameters."""
-    torch.manual_seed(case["seed"])
-    heads, width = case["heads"], case["heads"] * case["head_width"]
-    rows, close = 1 + (case["shape"][1] % 2 == 0), 1e-9
-    grid = (rows, case["shape"][1] // rows)
+    torch.manual_seed(seed)
+    images, tokens, heads, head_width = sizes
+    width, rows, close = heads * head_width, 1 + (tokens % 2 == 0), 1e-9
+    grid = (rows, tokens // rows)
     if key == "gaussian" or options.get("prior"):  # Gaussians are float32
         options, close = {**options, "grid": grid}, 2e-5
     module = ATTENTION[key](width, heads, qkv_bias=True, **options).double()
     for name, parameter in module.named_parameters():
         torch.nn.init.normal_(parameter, std=0.2 if name in ("prior", "predictor") else 0.7)
-    x, sensitivity = torch.randn(2, *case["shape"], width, dtype=torch.float64)
-    masks, rest = masks_of(case, heads)
+    x, sensitivity = torch.randn(2, images, tokens, width, dtype=torch.float64)
+    masks, rest = masks_of(mask, is_causal, images, heads, tokens)
     weights = {name: p.detach().numpy().copy() for name, p in module.named_parameters()}
-    rng = np.random.default_rng(case["seed"])
+    rng = np.random.default_rng(seed)
     along = {name: rng.standard_normal(value.shape) for name, value in weights.items()}
     along_x = rng.standard_normal(x.shape)
 
     def updates_and_maps(step):
         moved = {name: value + step * along[name] for name, value in weights.items()}
-        images = x.numpy() + step * along_x
-        each = [oracle(key, options, moved, image, heads, grid, *rest) for image in images]
+        shifted = x.numpy() + step * along_x
+        each = [oracle(key, options, moved, image, heads, grid, *rest) for image in shifted]
         return map(np.stack, zip(*each, strict=True))
 
     updates, maps = updates_and_maps(0)
@@ -171,7 +164,7 @@ def test_updates_maps_and_gradients_follow_the_equations(key, options, case):
         mine = (given.grad.numpy() * along_x).sum()
         for name, p in module.named_parameters():
             mine += 0 if p.grad is None else (p.grad.numpy() * along[name]).sum()
-        if case["head_width"] > 1:  # in one dimension D is 0, and rounding rules
+        if head_width > 1:  # in one dimension D is 0, and rounding rules
             assert mine == pytest.approx(slope, rel=1e-4 + 20 * close, abs=1e-4 + 100 * close)
 
 

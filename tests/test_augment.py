@@ -68,14 +68,6 @@ def test_draws_depend_on_seed_epoch_image_and_stream_only():
         assert (draws != uniforms(seed, epoch, ids, 6, stream)).all()
 
 
-def test_draws_are_uniform_and_uncorrelated():
-    count = 20_000
-    draws = np.concatenate([uniforms(0, epoch, np.arange(count), 4).T for epoch in (0, 1)])
-    expected = (np.arange(count) + 0.5) / count
-    assert np.abs(np.sort(draws, axis=1) - expected).max() < 1.95 / count**0.5
-    assert np.abs(np.corrcoef(draws) - np.eye(8)).max() < 4 / count**0.5
-
-
 def test_an_image_has_the_same_view_whatever_batch_it_is_in():
     images, ids = random_images(24), torch.arange(24) * 5
     augment, before = Augment(EVERYTHING, seed=3), images.clone()

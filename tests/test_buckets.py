@@ -96,23 +96,3 @@ def test_parameters_in_buckets_are_those_of_one_state(tmp_path):
     assert torch.equal(parts.read(torch.arange(N)), whole.parameters())
     with pytest.raises(KeyError):
         make([1], tmp_path).read(torch.tensor([0]))
-
-
-def test_a_checkpoint_of_two_ranks_is_read_by_one(tmp_path):
-    folder = tmp_path / "rows"
-    ranks = [make([0], folder), make([1], folder)]
-    files = {}
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        state.update(ids, torch.randn(len(ids), 3))
-        state.commit()
-        files |= state.save(tmp_path / "checkpoint", "0001")["buckets"]
-    alone = make([0, 1], folder)
-    alone.load(tmp_path / "checkpoint", {"buckets": files})
-    for rank, state in enumerate(ranks):
-        ids = torch.from_numpy(state.buckets.members(rank))
-        assert torch.equal(alone.read(ids), state.read(ids))
-    damaged = tmp_path / "checkpoint" / "rows.0001.0001.pt"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"rows\.0001\.0001\.pt is missing or damaged"):
-        make([0, 1], folder).load(tmp_path / "checkpoint", {"buckets": files})

@@ -174,19 +174,6 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
                 read()
 
 
-def test_records_that_are_not_committed_may_be_anything(tmp_path):
-    """What a killed process had begun to write."""
-    checkpoint = trained_rows(tmp_path)
-    parameters = continued(tmp_path, checkpoint).parameters()
-    for place in range(2):
-        data = bytearray((tmp_path / f"records.{place}").read_bytes())
-        for image in range(6):
-            if checkpoint["records"]["place"][image] != place:
-                data[image * 60 : (image + 1) * 60] = b"\xff" * 60
-        (tmp_path / f"records.{place}").write_bytes(data)
-    assert torch.equal(continued(tmp_path, checkpoint).parameters(), parameters)
-
-
 @pytest.mark.parametrize("text", ["", "[" * 10**5, '{"commits": []}', "\udcff"])
 def test_a_damaged_files_json_is_refused(tmp_path, text):
     checkpoint = trained_rows(tmp_path)

@@ -131,7 +131,6 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
         ("phase_a.mode=stochastic", "phase_a.mode=expected"),
         ("phase_b.student=belief2", "phase_b.student=standard"),
         ("phase_b.attention_options={}", "prior: true"),
-        ("phase_b.rezero=true", "phase_b.rezero=false"),
         ("phase_b.match_params=true", "phase_b.match_params=false"),
         ("phase_b.model_args={depth: 3}", "phase_b.model_args"),
         ("phase_b.warm_start=prior", "fits Q and K"),

@@ -1,16 +1,13 @@
-"""Per-image parameters: their own Adam, against torch's; killed and continued."""
+"""Per-image parameters: their own Adam, against torch's; and continued."""
 
 import copy
 import os
-import signal
-from pathlib import Path
 
 import pytest
 import torch
 
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState, record_words
-from processes import exit_code, kill_this_process
 
 
 def train(state, epochs, first_epoch=0, batch_size=3, stop_after=None):
@@ -135,34 +132,3 @@ def test_a_random_start_depends_on_seed_and_image_id_alone(tmp_path):
     assert parameters.std().item() == pytest.approx(0.5, abs=0.02)
     # 1000 numbers: one sigma is 0.03
     assert parameters.corrcoef().fill_diagonal_(0).abs().max() < 0.2
-
-
-EPOCHS = 40
-
-
-def train_and_save(folder: Path, kill: tuple[int, float] | None = None) -> None:
-    if kill is not None:
-        kill_this_process(folder, *kill)
-    state = ImageState(64, torch.zeros(2000), lr=0.1, folder=folder / "rows")
-    checkpoint, epoch = folder / "checkpoint.pt", 0
-    if checkpoint.exists():
-        epoch, saved = torch.load(checkpoint, weights_only=True).values()
-        state.load_state_dict(saved)
-    while epoch < EPOCHS:
-        train(state, 1, epoch, batch_size=4)
-        epoch += 1
-        torch.save({"epoch": epoch, "state": state.state_dict()}, folder / "partial.pt")
-        (folder / "partial.pt").replace(checkpoint)
-    torch.save(state.parameters(), folder / "parameters.pt")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pause", [0.0, 0.002, 0.01, 0.03])
-def test_killed_at_any_moment_the_records_in_files_go_on_exactly(tmp_path, pause):
-    unbroken = ImageState(64, torch.zeros(2000), lr=0.1, folder=tmp_path / "unbroken")
-    train(unbroken, EPOCHS, batch_size=4)
-    for operations in (7, 19):
-        assert exit_code(train_and_save, tmp_path, (operations, pause)) == -signal.SIGKILL
-    assert exit_code(train_and_save, tmp_path) == 0
-    parameters = torch.load(tmp_path / "parameters.pt", weights_only=True)
-    assert torch.equal(parameters, unbroken.parameters())

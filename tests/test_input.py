@@ -31,7 +31,6 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import Pauses, spare_worker
 from processes import FORKS, exit_code, kill_this_process
-from stages.compare.workers import _start_worker
 from stages.plan import kept_image_bytes
 
 CPU = torch.device("cpu")
@@ -485,20 +484,6 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
     assert numbers() == (0, 1)
     assert gpu.number_of_workers(False) == 0  # nothing has to be decoded
     assert Loader(source, CPU, 3).number_of_workers(False) == 3
-
-
-def tell_jobs(connection) -> None:
-    _start_worker(3, 1, connection)
-    connection.send(machine.processes())
-
-
-def test_trainings_of_one_comparison_share_the_machine():
-    ours, theirs = FORKS.Pipe()
-    worker = FORKS.Process(target=tell_jobs, args=(theirs,))
-    worker.start()
-    assert ours.recv() == 3
-    ours.send("end")
-    worker.join()
 
 
 def read_images(connection) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from arguments import sets
+from arguments import sets, tiny
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
@@ -27,17 +27,8 @@ from test_data import UNCHANGED, NumberedMaps
 from test_distributed import assert_close, in_world
 from test_resume import results
 
-TINY = [
-    "data.train_images=200",
-    "data.batch_size=20",
-    "phase_a.max_epochs=2",
-    "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=2",
-    "phase_b.gamma=0.2",
-    "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}",
-    "threads=1",
-    "checkpoint_minutes=0",
-]
+DROPS = "model.args={depth: 2, embed_dim: 16, num_heads: 2, drop_path_rate: 0.2}"
+TINY = [*tiny(200, 20, 2), DROPS, "phase_b.gamma=0.2", "checkpoint_minutes=0"]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",

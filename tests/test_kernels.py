@@ -18,39 +18,30 @@ from gaupipe.attention.kernels import (
 )
 
 HEADS = 2
-PROJECTIONS = {
-    "over all heads": perpendicular,
-    "in each head": lambda m, v: per_head(perpendicular, m, v, HEADS),
-}
+PROJECTIONS = {1: perpendicular, HEADS: lambda m, v: per_head(perpendicular, m, v, HEADS)}
 
 
-def oracle(m, v, sensitivity):
-    """(D, dm, dv) over the last axis, in numpy's widest type; a vector of length 0 takes nothing
-    away."""
-    m, v, g = (x.astype(np.longdouble) for x in (m, v, sensitivity))
+def oracle(heads, *arrays):
+    """(D, dm, dv) of D = m - <m, v> / <v, v> v and its gradient, head by head, in numpy's widest
+    type; a vector of length 0 takes nothing away."""
+    m, v, g = (x.astype(np.longdouble).reshape(*x.shape[:-1], heads, -1) for x in arrays)
     squared = (v * v).sum(-1, keepdims=True)
     squared[squared == 0] = np.inf
     a, c = (m * v).sum(-1, keepdims=True) / squared, (g * v).sum(-1, keepdims=True) / squared
-    return m - a * v, g - c * v, -(a * (g - c * v) + c * (m - a * v))
-
-
-def oracle_of(projection, *arrays):
-    if projection == "over all heads":
-        return oracle(*arrays)
-    split = [x.reshape(*x.shape[:-1], HEADS, -1) for x in arrays]
-    return [x.reshape(arrays[0].shape) for x in oracle(*split)]
+    results = m - a * v, g - c * v, -(a * (g - c * v) + c * (m - a * v))
+    return [result.reshape(arrays[0].shape) for result in results]
 
 
 def numbers(*shape, dtype=np.float32):
     return np.random.default_rng(len(shape)).standard_normal((3, *shape)).astype(dtype)
 
 
-def compare(projection, m, v, sensitivity, function=None, slope=True, close=3e-6):
+def compare(heads, function, m, v, sensitivity, slope=True, close=3e-6):
     """Value and gradients against the oracle, relative to the largest number of each row; without
     ``slope`` v has no gradient."""
-    expected = oracle_of(projection, m, v, sensitivity)
+    expected = oracle(heads, m, v, sensitivity)
     mine_m, mine_v = (torch.tensor(x, requires_grad=True) for x in (m, v))
-    d = (function or PROJECTIONS[projection])(mine_m, mine_v)
+    d = function(mine_m, mine_v)
     d.backward(torch.tensor(sensitivity))
     if not slope:
         assert not mine_v.grad.any()
@@ -66,35 +57,30 @@ LENGTHS = [(1, size) for size in (1e-33, 1e-30, 1e-19, 1e-10, 1, 1e19, 1e30, 1e3
 LENGTHS += [(1e30, 1e30), (1e-30, 1e-30), (1e-38, 1e-38), (1e-38, 1), (1e37, 1e37), (1e30, 1)]
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_values_and_gradients_for_vectors_of_any_length(projection):
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("heads", PROJECTIONS)
+def test_values_and_gradients_for_vectors_of_any_length(heads, compiled):
+    function = PROJECTIONS[heads]
+    if compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
     m, v, sensitivity = numbers(5, 8)
     for of_m, of_v in LENGTHS:
         # numbers below 1e-38 have fewer digits
         close = 3e-6 if min(of_m, of_v) > 1e-37 else 1e-4
         m_now, v_now = m * np.float32(of_m), (v / 4 * np.float32(of_v)).astype(np.float32)
-        compare(projection, m_now, v_now, sensitivity, close=close)
+        compare(heads, function, m_now, v_now, sensitivity, close=close)
     for of_v in (1e-37, 1e-40, 1e-44):  # |m| / |v| leaves the type, v keeps its direction
-        compare(projection, m, v * np.float32(of_v), sensitivity, slope=False)
-    m, v, sensitivity = numbers(5, 8, dtype=np.float64)
-    for size in (1e-250, 1e-160, 1e-30, 1e160, 1e300):
-        compare(projection, m, v * size, sensitivity, close=1e-12)
-        compare(projection, m * size, v * size, sensitivity, close=1e-12)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_heads_of_very_different_lengths(projection, compiled):
-    m, v, sensitivity = numbers(6, 8)
-    v[0, :4] *= 1e-20
+        compare(heads, function, m, v * np.float32(of_v), sensitivity, slope=False)
+    v[0, :4] *= 1e-20  # heads of very different lengths
     v[1, 4:] *= 1e-28
     v[2, :4] = 0
     v[3, :4] *= 1e25
     v[4] = 0
-    function = PROJECTIONS[projection]
-    if compiled:
-        function = torch.compile(function, backend="aot_eager", fullgraph=True)
-    compare(projection, m, v, sensitivity, function)
+    compare(heads, function, m, v, sensitivity)
+    m, v, sensitivity = numbers(5, 8, dtype=np.float64)
+    for size in (1e-250, 1e-160, 1e-30, 1e160, 1e300):
+        compare(heads, function, m, v * size, sensitivity, close=1e-12)
+        compare(heads, function, m * size, v * size, sensitivity, close=1e-12)
     torch._dynamo.reset()
 
 
@@ -102,7 +88,7 @@ def test_the_projection_is_exact_up_to_the_last_rounding_in_half_precision_and_u
     torch.manual_seed(0)
     m, v = torch.randn(2, 64, 768).bfloat16()
     m = (m + 20 * v).bfloat16()  # nearly parallel: rounding the coefficient alone costs 8 %
-    exact = torch.from_numpy(oracle(*(x.double().numpy() for x in (m, v, v)))[0].astype(float))
+    exact = torch.from_numpy(oracle(1, *(x.double().numpy() for x in (m, v, v)))[0].astype(float))
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = perpendicular(m.float(), v.float())
     assert perpendicular(m, v).dtype == torch.bfloat16
@@ -115,10 +101,10 @@ def doubles(*shape):
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("projection", PROJECTIONS)
-def test_derivatives_of_any_order_and_kind(projection):
+@pytest.mark.parametrize("heads", PROJECTIONS)
+def test_derivatives_of_any_order_and_kind(heads):
     """Backward, forward, one over the other, and batches of them."""
-    function, m, v = PROJECTIONS[projection], doubles(2, 3, 6), doubles(3, 2, 6).transpose(0, 1)
+    function, m, v = PROJECTIONS[heads], doubles(2, 3, 6), doubles(3, 2, 6).transpose(0, 1)
     assert torch.autograd.gradcheck(function, (m, v), check_batched_grad=True)
     assert torch.autograd.gradgradcheck(function, (m, v), check_batched_grad=True)
     jacobian = torch.autograd.functional.jacobian(function, (m, v))

@@ -68,9 +68,8 @@ def test_sizes_follow_the_shorter_side(size, gpu, image_size, patch_size):
 
 
 def test_what_is_chosen_can_be_built_whatever_the_folder():
-    for images, pixels, gpu in itertools.product(
-        (2, 20, 3000, 10**6), (1, 31, 50, 3000), (False, True)
-    ):
+    folders = itertools.product((2, 20, 3000, 10**6), (1, 31, 50, 3000), (False, True))
+    for images, pixels, gpu in folders:
         of_run = settings(images=images, size=(pixels, pixels), gpu=gpu)
         args = of_run.model.args
         assert of_run.data.image_size % args["patch_size"] == 0
@@ -106,15 +105,8 @@ def test_digits_and_letters_are_not_mirrored(names):
 
 
 def test_what_the_user_set_stays_and_the_rest_follows():
-    of_run = settings(
-        [
-            "data.image_size=30",
-            "model.args.embed_dim=50",
-            "phase_b.epochs=6",
-            "augment.flip=false",
-            "phase_b.alpha=0.5",
-        ]
-    )
+    given = ["data.image_size=30", "model.args.embed_dim=50", "phase_b.epochs=6"]
+    of_run = settings([*given, "augment.flip=false", "phase_b.alpha=0.5"])
     assert (of_run.data.image_size, of_run.model.args["patch_size"]) == (30, 3)
     assert (of_run.model.args["embed_dim"], of_run.model.args["num_heads"]) == (50, 1)
     assert (of_run.phase_a.max_epochs, of_run.baseline.epochs) == (3, 9)
@@ -151,9 +143,7 @@ def test_a_line_for_each_choice_names_the_setting():
         ([], 10),
         (["augment.crop_padding=0"], None),
         (["phase_b.gamma=0"], None),
-        (["phase_b.gamma_schedule=constant"], None),
         (["phase_b.alpha=0.5"], None),
-        (["phase_a.teacher=gaussian"], None),
         (["phase_a.teacher=local-dir:mine"], None),
         (["export.views=null"], None),
         (["export.views=3"], 3),
@@ -270,14 +260,8 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
 
     code, again, err = in_process("run", "--data", str(tmp_path / "mine"), cwd=tmp_path)
     assert (code, "goes on with the settings" in err) == (0, True), err
-    assert "epoch" not in err
+    assert "epoch 1/" not in err
     assert again.splitlines()[1:] == out.splitlines()[1:]
-
-    (tmp_path / "below").mkdir()
-    code, out, err = in_process(
-        "phase-b", "--run-dir", first, "--student", "xsa", cwd=tmp_path / "below"
-    )
-    assert code == 0, err
 
     code, _, err = in_process("run", first / "config.yaml", "--run-dir", "other", cwd=tmp_path)
     assert code == 0, err
@@ -319,16 +303,14 @@ def test_a_folder_that_was_moved_is_recognised_by_its_images(in_process, tmp_pat
 @pytest.mark.parametrize("command", ["run", "train"])
 def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp_path, command):
     photos(tmp_path / "mine")
-    own = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
-    code, _, err = in_process(
-        command, "--data", "mine", "--student", "xsa", *sets(*own), "--run-dir", "x", cwd=tmp_path
-    )
+    call = command, "--data", "mine", "--run-dir", "x", "--student"
+    tiny = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
+    code, _, err = in_process(*call, "xsa", *sets(*tiny), cwd=tmp_path)
     assert code == 0, err
     [line] = [line for line in err.splitlines() if "phase_b.student=" in line]
     assert line.split() == ["phase_b.student=xsa", "as", "you", "set", "it"]
     assert RunDirectory(tmp_path / "x").settings().phase_b.student == "xsa"
-    again = ["--data", "mine", "--run-dir", "x", "--student", "standard"]
-    code, _, err = in_process(command, *again, cwd=tmp_path)
+    code, _, err = in_process(*call, "standard", cwd=tmp_path)
     assert code == 0 and "goes on with the settings" in err, err
 
 
@@ -345,7 +327,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
     assert out == f"{trained.relative_to(tmp_path)}/student\n"
     assert len(metrics(trained / "metrics.jsonl")) == 3
     code, _, err = in_process("train", "--data", "mine", "--resume", cwd=tmp_path)
-    assert code == 0 and "epoch" not in err, err
+    assert code == 0 and "nothing is left to train" in err, err
 
 
 FOLDERS = {
@@ -356,11 +338,10 @@ FOLDERS = {
     "mine/cat/200.png: not readable": lambda root: os.truncate(
         photos(root, count=300) / "cat" / "200.png", 20
     ),
-    "mine/cat/3.png: not readable": lambda root: os.truncate(photos(root) / "cat" / "3.png", 200),
 }
 
 
-@pytest.mark.parametrize("message,command", [*zip(FOLDERS, ("run", "plan") * 2, strict=True)])
+@pytest.mark.parametrize("message,command", [*zip(FOLDERS, ("run", "plan", "run"), strict=True)])
 def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, message, command):
     FOLDERS[message](tmp_path / "mine")
     before = sorted(tmp_path.rglob("*"))
@@ -376,6 +357,6 @@ def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     changes = sets(*TINY, "baseline.epochs=1")
     code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
     assert code == 0, err
-    [cell] = json.loads(out)["cells"]
-    assert cell["cell"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
+    [cell] = json.loads(out)["rows"]
+    assert cell["row"] == "plain ViT" and len(cell["runs"][0]["val_acc"]) == 1
     assert (tmp_path / "runs" / "compare-photos" / "compare.json").is_file()

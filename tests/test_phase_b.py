@@ -13,6 +13,7 @@ import timm
 import torch
 
 import store
+from arguments import sets
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -317,24 +318,24 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
 
 @pytest.mark.parametrize("moment", ["load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
-    run_dir, monkeypatch, capsys, moment
+    run_dir, monkeypatch, in_process, moment
 ):
-    """Its folder has the request."""
+    """Its folder has the request, and the command that goes on is said."""
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
 
     name = f"at_{moment}"
-    folder = run_dir / "phase_b" / name
+    command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
         module = phase_b if moment == "build_student" else student_training
         patch.setattr(module, moment, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            phase_b.run(run_dir, "belief2", name=name, overrides=["phase_b.epochs=2"])
-    capsys.readouterr()
-    assert len(phase_b.run(run_dir, name=name, resume=True)) == 2
-    said = capsys.readouterr().err
-    assert f"{folder}: nothing was saved to resume: starts afresh with the settings it was" in said
+        code, _, err = in_process(*command, *sets("phase_b.epochs=2"), "--student", "belief2")
+    asked = f"{name} --set phase_b.epochs=2 --student belief2 --resume"
+    assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
+    code, _, said = in_process(*command, "--resume")
+    assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said
+    assert code == 0 and f"{name} epoch 2/2: " in said and "next: gaupipe evaluate" in said
 
 
 def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):

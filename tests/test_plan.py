@@ -218,7 +218,7 @@ def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):
 LARGE = ["model.args={embed_dim: 65536, num_heads: 4}", "device=cpu"]
 
 
-@pytest.mark.parametrize("options", [[], ["--plain"]])
+@pytest.mark.parametrize("options", [[], ["--train"]])
 def test_a_model_that_no_memory_holds_is_planned_without_being_made(tmp_path, in_process, options):
     code, out, err = in_process("plan", *options, "--json", *sets(*LARGE), cwd=tmp_path)
     assert code == 0, err

@@ -112,8 +112,7 @@ def test_the_card_names_what_the_student_learned_from(run, tmp_path, in_process)
         "stored attention: dense, float16",
         "gaupipe export-maps --run-dir run --teacher local-dir:student --out maps.zarr "
         "--kind dense --encoding float16\n",
-        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine "
-        "--set phase_b.epochs=1 --set seed=7\n",
+        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine --set seed=7\n",
     ):
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
@@ -171,14 +170,11 @@ def test_an_upload_is_the_published_folder_in_one_commit(run, tmp_path, in_proce
     assert 'create_model("hf-hub:somebody/tiny"' in files["README.md"].decode()
     hub.create_repo.assert_called_once_with("somebody/tiny", private=False, exist_ok=True)
 
-
-def test_a_card_that_the_repository_has_stays(run, tmp_path, in_process, hub):
-    hub.file_exists.return_value = True
-    before = sorted(tmp_path.iterdir())
-    code, _, _ = publish(run, in_process, "--repo", "somebody/tiny", "--private")
-    assert code == 0 and sorted(tmp_path.iterdir()) == before
-    assert "README.md" not in hub.uploaded and "model.safetensors" in hub.uploaded
-    assert hub.create_repo.call_args.kwargs["private"]
+    hub.file_exists.return_value = True  # a card that the repository has stays
+    hub.uploaded, before = {}, sorted(tmp_path.iterdir())
+    assert publish(run, in_process, "--repo", "somebody/tiny", "--private")[0] == 0
+    assert hub.uploaded.keys() == files.keys() - {"README.md"}
+    assert hub.create_repo.call_args.kwargs["private"] and sorted(tmp_path.iterdir()) == before
 
 
 def test_without_the_hubs_leave_nothing_is_written(run, tmp_path, in_process, hub, monkeypatch):

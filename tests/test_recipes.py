@@ -97,20 +97,15 @@ def test_small_recipes_have_equal_parameters_too(name):
         assert size == pytest.approx(sizes["plain ViT"], rel=0.005)
 
 
-def test_belief2s_experiment_is_the_papers():
-    """*Belief2, section 4.3*."""
+def test_the_experiments_are_the_papers():
+    """*Belief2, section 4.3*, and *AttentionX, section 4.1*; gamma 1 and a masked diagonal are the
+    defaults of its class."""
     settings = config.load("belief2_cifar100")
     args, phase = settings.model.args, settings.phase_b
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
-    assert args["class_token"] and args["mlp_ratio"] == 3 and phase.match_params
     assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
-
-
-def test_attentionxs_experiment_is_the_papers():
-    """*AttentionX, section 4.1*; gamma 1 and a masked diagonal are the defaults of its class."""
     settings = config.load("attentionx_vit_small")
-    optim = settings.phase_b.optim
-    assert (optim.lr, optim.args) == (1e-4, {})
+    assert (settings.phase_b.optim.lr, settings.phase_b.optim.args) == (1e-4, {})
     model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from sklearn.metrics import jaccard_score
 
 from gaupipe.models import convert, save_student
 
@@ -77,25 +78,14 @@ def test_mean_iou_is_that_of_sets_of_pixels(segment):
     """Over all pixels of the split, not the mean over its images."""
     module = segment.module
     draw = np.random.default_rng(0)
-    masks = [draw.integers(4, size=(5, 7)) for _ in range(3)]
-    predicted = [draw.integers(5, size=(5, 7)) for _ in range(3)]
-    for mask in masks:
-        mask[mask == 3], mask[0] = 4, 255  # class 3 does not occur
+    masks, predicted = draw.integers(4, size=(3, 5, 7)), draw.integers(5, size=(3, 5, 7))
+    masks[masks == 3], masks[:, 0] = 4, 255  # class 3 does not occur
     counts = sum(
         module.confusion(torch.tensor(p), torch.tensor(m), 5)
         for p, m in zip(predicted, masks, strict=True)
     )
-    pixels = [
-        (m, p)
-        for mask, prediction in zip(masks, predicted, strict=True)
-        for m, p in zip(mask.flat, prediction.flat, strict=True)
-        if m != 255
-    ]
-    expected = []
-    for c in (0, 1, 2, 4):
-        truth = {i for i, (m, _) in enumerate(pixels) if m == c}
-        found = {i for i, (_, p) in enumerate(pixels) if p == c}
-        expected.append(len(truth & found) / len(truth | found))
+    seen = masks != 255
+    expected = jaccard_score(masks[seen], predicted[seen], labels=[0, 1, 2, 4], average=None)
     ious = module.intersection_over_union(counts)
     assert ious[3] is None
     np.testing.assert_allclose([iou for iou in ious if iou is not None], expected)
@@ -140,18 +130,11 @@ def test_every_attention_starts_from_the_same_weights(segment, tmp_path, capsys)
     assert change["standard"] == 0 and change["belief2"] < 1e-5
     assert change["belief"] > 1e-2 and change["belief_star"] > 1e-2
     for [run] in runs.values():
-        assert (
-            len(run["training_loss"]) == len(run["mean_iou"]) == 2 and 0 < run["test_mean_iou"] <= 1
-        )
+        assert len(run["training_loss"]) == len(run["mean_iou"]) == 2
+        assert 0 < run["test_mean_iou"] <= 1
     assert runs["belief2"][0]["parameters"] - runs["standard"][0]["parameters"] == 2 * 16 * 16
     losses = [run["training_loss"][0] for [run] in runs.values()]
     assert len(set(losses)) == 4
-
-    segment("--attention", "belief", "standard", "--test")
-    out = capsys.readouterr().out
-    assert "epoch" not in out.replace("s / epoch", "").replace("after one epoch", "")
-    again = json.loads((tmp_path / "runs" / "table.json").read_text())
-    assert again == {name: runs[name] for name in ("belief", "standard")}
 
 
 def test_patches_keep_their_place(segment, student):
@@ -187,17 +170,14 @@ def change(camvid, name, content):
         (("trainannot/1.png", None), [], "train/1.png has no mask: there is no .*trainannot/1.png"),
         (("valannot/2.png", mask_of(0) + 3), [], r"2.png holds class number \d; --classes 3"),
         (("trainannot/0.png", b"PNG?"), [], "trainannot/0.png: not readable as an image"),
-        (("val/0.png", b"\x89PNG"), [], "val/0.png: not readable as an image"),
         (("trainannot/0.png", np.zeros((H, W, 3), np.uint8)), [], "0.png has colours"),
         (("trainannot/0.png", np.zeros((8, 4), np.uint8)), [], "4 x 8 pixels, its .* 32 x 24"),
         (None, ["--size", "16", "26"], "--size 16 26: 26 is not a multiple .* 4; 24 or 28 is"),
-        (None, ["--crop", "3", "8"], "--crop 3 8: 3 is not a multiple .* 4; 4 is"),
         (None, ["--classes", "2"], "--classes 2 allows 0 to 1"),
         (None, ["--model", "no_such_vit"], "no_such_vit is neither a folder nor a model of timm"),
         (None, ["--model", "resnet18"], "resnet18"),
         (None, ["--model", "no_such_vit", "--pretrained"], "timm has no weights 'no_such_vit'"),
         (None, ["--model", "vit_tiny_patch16_224", "--pretrained"], "--download fetches them"),
-        (None, ["--model", "."], "config.json is not there"),
         (None, ["--lr", "1e30"], "the loss is (nan|inf)"),
         (None, ["--out", "student/config.json"], "student/config.json: File exists"),
     ],

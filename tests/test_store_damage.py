@@ -1,7 +1,7 @@
 """Nothing wrong is ever read: any changed bit or lost file of a store is found, named, and can
 be written again."""
 
-from pathlib import Path
+import dataclasses
 
 import numpy as np
 import pytest
@@ -11,19 +11,16 @@ import store
 from test_store import (
     VARIANTS,
     assert_stored,
+    contents,
     damaged_images,
+    data_files,
     make_arrays,
     make_schema,
     options_of,
+    shard_file,
     write_pending,
     write_store,
 )
-
-FLIPS = 400
-
-
-def data_files(url: Path) -> list[Path]:
-    return sorted(path for path in url.rglob("*") if path.is_file())
 
 
 @pytest.fixture(params=["gaussian", "embedding", "uint8", "topk codes", "dense codes"])
@@ -36,47 +33,45 @@ def written(request, tmp_path):
     return tmp_path / "s", schema, arrays
 
 
-def test_every_flipped_bit_is_found_and_none_is_read(written):
-    url, _, _ = written
-    files, rng, ids = data_files(url), np.random.default_rng(0), np.arange(5)
-    truth = store.open(url).gather(ids)
-    weights = store.open(url).decoder()
-    found = set()
-    for flip in range(FLIPS // 2):
-        path = files[flip % len(files)]
-        sound = path.read_bytes()
-        bit = int(rng.integers(8 * len(sound)))
-        damaged = bytearray(sound)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        problems = store.verify(url)
-        assert problems, f"bit {bit} of {path}"
-        if "c" in path.parts and "decoder" not in path.parts:
-            assert all(
-                problem.shard == int(path.parts[path.parts.index("c") + 1]) for problem in problems
-            )
-        try:
-            maps = store.open(url)
-            rows, decoder = maps.gather(ids), maps.decoder()
-        except store.StoreError as error:
-            found.add(type(error))
-            assert "\n" not in str(error)  # noqa: PT017  (or nothing was read wrong)
-        else:
-            assert all(np.array_equal(rows[name], truth[name]) for name in truth), (bit, path)
-            assert all(np.array_equal(decoder[name], weights[name]) for name in weights)
-        path.write_bytes(sound)
-    assert found == {store.CorruptChunk, store.DamagedStore}
-    assert store.verify(url) == []
+def damages(sound: bytes, others: list[bytes], rng) -> list[bytes | None]:
+    """Flipped bits, nothing, a lost, a shortened and a longer file, and others in its place."""
+    flipped = []
+    for bit in rng.integers(8 * len(sound), size=6).tolist():
+        data = bytearray(sound)
+        data[bit // 8] ^= 1 << bit % 8
+        flipped.append(bytes(data))
+    lengths = [None, b"", sound[: len(sound) // 2], sound[:-1], sound + b"\0"]
+    return [*flipped, *lengths, *(other for other in others if other != sound)]
 
 
-def test_lost_and_shortened_files_are_found(written):
-    url, _, _ = written
+def test_damage_of_every_file_is_found_and_none_is_read(written, tmp_path):
+    url, schema, arrays = written
+    foreign = dataclasses.replace(schema, teacher_sha256="b" * 64)
+    write_store(tmp_path / "other", foreign, arrays, **options_of(schema, 3))
+    of_other, of_store = contents(tmp_path / "other"), list(contents(url).values())
+    rng, ids, found = np.random.default_rng(0), np.arange(5), set()
+    truth, weights = store.open(url).gather(ids), store.open(url).decoder()
     for path in data_files(url):
-        sound = path.read_bytes()
-        for damaged in (None, b"", sound[: len(sound) // 2], sound[:-1], sound + b"\0"):
+        sound, name = path.read_bytes(), path.relative_to(url).as_posix()
+        others = [of_other[name], *(of_store[i] for i in rng.integers(len(of_store), size=3))]
+        for damaged in damages(sound, others, rng):
             path.unlink() if damaged is None else path.write_bytes(damaged)
-            assert store.verify(url), (path, damaged)
+            try:
+                problems = store.verify(url)
+                assert problems, name
+                if "c" in path.parts and "decoder" not in path.parts:
+                    shard = int(path.parts[path.parts.index("c") + 1])
+                    assert all(problem.shard == shard for problem in problems)
+                maps = store.open(url)
+                rows, decoder = maps.gather(ids), maps.decoder()
+            except store.StoreError as error:
+                found.add(type(error))
+                assert "\n" not in str(error)  # noqa: PT017  (or nothing was read wrong)
+            else:
+                assert all(np.array_equal(rows[name], truth[name]) for name in truth)
+                assert all(np.array_equal(decoder[name], weights[name]) for name in weights)
             path.write_bytes(sound)
+    assert found >= {store.CorruptChunk, store.DamagedStore}
     assert store.verify(url) == []
 
 
@@ -86,14 +81,6 @@ def gaussian(tmp_path):
     arrays = make_arrays(schema)
     write_store(tmp_path / "s", schema, arrays, shard_bytes=4 * schema.bytes_per_image)
     return tmp_path / "s", schema, arrays
-
-
-def shard_file(url: Path, name: str, index: int) -> Path:
-    return next(
-        path
-        for path in data_files(url / name / "c")
-        if path.relative_to(url / name / "c").parts[0] == str(index)
-    )
 
 
 def test_a_corrupt_chunk_names_its_image(gaussian):
@@ -113,9 +100,8 @@ def test_a_corrupt_chunk_names_its_image(gaussian):
     ):
         with pytest.raises(store.CorruptChunk, match="image 4 ") as error:
             read()
-        assert (error.value.image_id, error.value.array) == (4, "gaussians") and "--repair" in str(
-            error.value
-        )
+        assert (error.value.image_id, error.value.array) == (4, "gaussians")
+        assert "--repair" in str(error.value)
         assert "\n" not in str(error.value)
 
 
@@ -131,8 +117,9 @@ def test_numbers_written_by_someone_else_are_found(gaussian):
 
 def test_repair_writes_only_what_is_damaged(gaussian):
     url, schema, arrays = gaussian
-    before = {path: path.read_bytes() for path in data_files(url)}
-    times = {path: path.stat().st_mtime_ns for path in before}
+    before = contents(url)
+    untouched = shard_file(url, "gaussians", 0)
+    written = untouched.stat().st_mtime_ns
     shard_file(url, "gaussians", 1).write_bytes(b"half")
     shard_file(url, "shard_sha256", 2).unlink()
     for damaged in ("zarr.json", "logits/zarr.json", "shard_nbytes/zarr.json"):
@@ -142,16 +129,13 @@ def test_repair_writes_only_what_is_damaged(gaussian):
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(url)
     write_pending(writer, arrays)
-    assert (
-        store.verify(url) == [] and {path: path.read_bytes() for path in data_files(url)} == before
-    )
-    kept = shard_file(url, "gaussians", 0)
-    assert kept.stat().st_mtime_ns == times[kept]
+    assert store.verify(url) == [] and contents(url) == before
+    assert untouched.stat().st_mtime_ns == written
 
 
 def test_repair_refuses_another_export(gaussian, tmp_path):
     url, schema, _ = gaussian
-    before = {path: path.read_bytes() for path in data_files(url)}
+    before = contents(url)
     with pytest.raises(store.StoreError, match="teacher_sha256"):
         store.repair(url, make_schema(num_images=10, teacher_sha256="c" * 64))
     with pytest.raises(store.StoreError, match="no attention-map store there"):
@@ -162,4 +146,4 @@ def test_repair_refuses_another_export(gaussian, tmp_path):
         with pytest.raises(store.StoreError, match="no attention-map store there"):
             store.repair(tmp_path / "other", schema)
         assert (tmp_path / "other" / name).read_text() == "precious"
-    assert {path: path.read_bytes() for path in data_files(url)} == before
+    assert contents(url) == before

@@ -157,7 +157,7 @@ def test_another_format_version_is_refused_and_can_be_replaced(tmp_path, version
         lambda: store.create(url, schema, resume=True),
         lambda: store.repair(url, schema),
     ):
-        with pytest.raises(store.StoreError, match="this gaupipe reads 4 alone") as error:
+        with pytest.raises(store.StoreError, match="this gaupipe reads 5 alone") as error:
             call()
         assert "\n" not in str(error.value)
     write_store(url, schema, make_arrays(schema), overwrite=True)

@@ -10,7 +10,7 @@ import pytest
 
 import store
 from processes import FORKS, exit_code
-from test_store import make_arrays, make_schema, write_store
+from test_store import contents, make_arrays, make_schema, write_store
 
 SIZES = dict(num_images=60, kind="topk", k=3, encoding="uint8")
 
@@ -29,12 +29,6 @@ def write(url: Path, rank: int = 0, world: int = 1, kill: tuple | None = None) -
         writer.write(shard, {name: values[part] for name, values in arrays.items()})
     if not writer.pending():
         writer.finish()
-
-
-def contents(url: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(url)): path.read_bytes() for path in url.rglob("*") if path.is_file()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from gaupipe.distillation.kinds import KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder
-from stages import inspect_maps
+from stages import evaluate, inspect_maps
 from stages.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
 from stages.view.serve import open_viewer
@@ -422,6 +422,38 @@ def test_a_phone(browser, shared):
     phone.over(6, GRID, "tap")
     assert phone.state()["query"] == "6" and not phone.complaints
     phone.page.close()
+
+
+@pytest.mark.parametrize("scheme,width", [("light", 1280), ("dark", 390)])
+def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme, width):
+    """On the validation images, in the order of the student's mistakes."""
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("maps.zarr"))
+    viewer = open_viewer(None, tmp_path / "run")
+    live = viewer.model("standard")
+    logits, labels = evaluate.predictions(
+        live.model, live.data.val, live.data, config.load("digits")
+    )
+    wrong = np.flatnonzero(logits.argmax(-1) != labels)
+    with serving(viewer) as address:
+        page = Page(browser, address, color_scheme=scheme)
+        page.page.set_viewport_size({"width": width, "height": 844})
+        page.open("order=wrong&layer=1&head=0&query=4&image=5")
+        page.until(
+            f"document.querySelector('.thumb')?.dataset.id == {first(logits.numpy(), wrong)}"
+        )
+        assert page.page.locator(".thumb.wrong").count() == min(len(wrong), 60)
+        assert page.page.evaluate("document.documentElement.scrollWidth") == width
+        shown = json.loads(page.saved("#json"))
+        expected = live.see(5, split="val")
+        np.testing.assert_allclose(np.ravel(shown["map"]), expected.map(1)[0, 4], atol=1e-6)
+        assert (shown["by"], shown["label"]) == ("standard", int(labels[5]))
+        assert shown["teacher"] is None and not page.page.is_visible("#no-teacher")
+        page.page.select_option("#split", "train")
+        page.until("document.querySelector('#page-text').textContent.endsWith('of 60')")
+        assert page.state()["split"] == "train" and page.complaints == []
+        page.open("student=nobody&split=test")
+        assert "no student “nobody”" in page.text("#banner")
+        page.page.close()
 
 
 def test_a_page_without_a_server(browser, run, tmp_path, in_process):

@@ -1,6 +1,7 @@
-"""`gaupipe view --model`: a model's attention on image files, without a run or a store."""
+"""Any ViT on image files, without a run: `gaupipe view --model`, `gaupipe export-maps --model`."""
 
 import base64
+import copy
 import json
 
 import numpy as np
@@ -8,16 +9,24 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from stages.view.model_viewer import ModelViewer, open_model
 
 import gaupipe.models  # noqa: F401
+import store
+from arguments import unpacked
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
+from gaupipe.vit.capture import gradient_rollout
+from gaupipe.vit.forward import run_blocks
+from stages.any_vit import fitted, open_model
+from stages.view.page import write_page
+from stages.view.serve import live_teacher, open_viewer
+from stages.view.viewer import Viewer
 from test_capture import eager_maps, randomised
 from test_view import serving
 from test_view_browser import CHROMIUM, Page, browser  # noqa: F401  (a fixture)
 
 SIZES = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=2, num_classes=3)
+EXTRA = ["class", "register 1", "register 2"]
 
 
 @pytest.fixture(scope="module")
@@ -31,77 +40,185 @@ def pictures(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def viewer(pictures, tmp_path_factory):
-    """A random ViT with a class token and two registers, opened on the pictures."""
-    torch.manual_seed(0)
-    # the folder is read back, so that what the page shows comes from its files alone
-    folder = tmp_path_factory.mktemp("model")
+def saved(folder, seed=0):
+    """A random ViT with a class token and two registers, as a folder."""
+    torch.manual_seed(seed)
     model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES))
     save_student(model, folder, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
-    return open_model(f"local-dir:{folder}", [pictures])
+    return f"local-dir:{folder}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def viewer(pictures, model):
+    job, note = open_model(model, [pictures], to_look=True)
+    return Viewer(model, {model: lambda _: live_teacher(job)}, data=job.data, note=note)
+
+
+def inputs(pictures, name):
+    pixels = np.asarray(Image.open(pictures / name)).transpose(2, 0, 1) / 127.5 - 1
+    return torch.tensor(pixels, dtype=torch.float32)[None]
 
 
 def test_maps_are_those_of_eager_attention_on_the_prepared_image(viewer, pictures):
-    message = viewer.image(1)
-    length = int.from_bytes(message[:4], "little")
-    header = json.loads(message[4 : 4 + length])
-    pixels = np.asarray(Image.open(pictures / "b.png")).transpose(2, 0, 1) / 127.5 - 1
-    images = torch.tensor(pixels, dtype=torch.float32)[None]
-    expected = torch.cat(eager_maps(viewer.model, images))  # [L, H, N, N]
-    dtype, shape, offset = header["arrays"]["maps"]
-    start = 4 + length + offset
-    maps = np.frombuffer(message[start : start + 4 * expected.numel()], dtype).reshape(shape)
-    np.testing.assert_allclose(maps, expected, atol=1e-5)
-    assert header["extra"] == ["class", "register 1", "register 2"] and header["grid"] == [4, 4]
-    assert header["predicted"] == viewer.model(images).argmax().item()
+    header, maps = unpacked(viewer.student("", 1), "maps")
+    images, of_page = inputs(pictures, "b.png"), viewer.model("").model
+    np.testing.assert_allclose(maps, torch.cat(eager_maps(of_page, images)), atol=1e-5)
+    assert header["extra"] == EXTRA and header["grid"] == [4, 4]
+    assert header["predicted"] == of_page(images).argmax().item() and header["label"] is None
+
+
+@pytest.mark.parametrize("target", [0, 2])
+def test_gradient_weighted_rollout_is_that_of_the_paper(viewer, pictures, target):
+    """In numpy, with derivatives from differences of the logit, one weight at a time."""
+    vit, images = copy.deepcopy(viewer.model("").model).double(), inputs(pictures, "a.png").double()
+    maps = []
+
+    def logit(layer: int, place: tuple, step: float) -> float:
+        def attend(block, attention, x):
+            q, k, v = attention.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+            weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+            maps.append(weights[0].numpy().copy())
+            if block == layer:
+                weights[0][place] += step
+            return attention.proj((weights @ v).transpose(1, 2).flatten(2))
+
+        with torch.no_grad():
+            return run_blocks(vit, images, attend)[0, target].item()
+
+    shown = gradient_rollout(vit, images, torch.tensor([target]), 2)[0]
+    logit(-1, (), 0)
+    one = expected = np.eye(shown.shape[-1])
+    for layer, block in enumerate(maps[:2]):
+        weighted = np.zeros(block.shape)
+        for place in np.ndindex(*block.shape):
+            slope = (logit(layer, place, 1e-4) - logit(layer, place, -1e-4)) / 2e-4
+            weighted[place] = max(slope * block[place], 0)
+        expected = expected + weighted.mean(0) @ expected
+        np.testing.assert_allclose(shown[layer], expected - one, atol=1e-6)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
-def test_the_page_shows_class_and_register_tokens(viewer, browser):  # noqa: F811
+def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):  # noqa: F811
+    vit = viewer.model("").model
+    maps = torch.cat(eager_maps(vit, inputs(pictures, "a.png")))  # [L, H, N, N]
     with serving(viewer) as address:
         page = Page(browser, f"{address}/")
         page.open("image=0&layer=1&head=1")
         page.press("c")
         page.until("document.querySelector('#facts').innerText.includes('class')")
-        saved = json.loads(page.saved("#json"))
+        shown = json.loads(page.saved("#json"))
+        assert (shown["layer"], shown["head"], shown["query"]) == (1, 1, "class")
+        np.testing.assert_allclose(np.ravel(shown["map"]), maps[1, 1, 0, 3:], atol=1e-5)
+        np.testing.assert_allclose(list(shown["extra"].values()), maps[1, 1, 0, :3], atol=1e-5)
         assert page.text("#title") == "a.png" and page.page.is_hidden("#banner")
+        page.press("g", "b")
+        page.until("document.querySelector('#facts').innerText.includes('relevance for class')")
+        page.page.select_option("#explain", "2")
+        page.until("document.querySelector('#facts').innerText.includes('class 2')")
+        relevance = json.loads(page.saved("#json"))
+        expected = gradient_rollout(vit, inputs(pictures, "a.png"), torch.tensor([2]), 2)[0, 1]
+        np.testing.assert_allclose(np.ravel(relevance["map"]), expected[0, 3:], atol=1e-6)
+        assert relevance["class"] == 2 and page.state()["smooth"] == "1"
         page.press("Escape", "m", ".")
         assert page.state()["head"] == "0"
-        page.open("image=1&query=x9")
-        assert "query" not in page.state()
+        page.open("image=1&query=x9&student=nobody")
+        assert "query" not in page.state() and "no student “nobody”" in page.text("#banner")
         assert page.complaints == []
         page.page.close()
-    maps = torch.cat(eager_maps(viewer.model, viewer._input(0)[None]))  # [L, H, N, N]
-    row = maps[1, 1, 0]
-    assert saved["query"] == "x0"
-    np.testing.assert_allclose(np.ravel(saved["map"]), row[3:], atol=1e-5)
-    np.testing.assert_allclose(list(saved["extra"].values()), row[:3], atol=1e-5)
 
 
-def test_a_page_without_a_server_holds_the_maps(pictures, viewer, tmp_path):
-    from stages.view.page import write_page
-
-    write_page(viewer, tmp_path / "page.html", [0, 1], {"image": 0})
+def test_a_page_without_a_server_holds_the_maps(viewer, tmp_path):
+    write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
     text = (tmp_path / "page.html").read_text()
     embedded = json.loads(text.partition('id="embedded">')[2].partition("</script>")[0])
-    assert base64.b64decode(embedded["images"]["1"]["views"][0]) == viewer.image(1)
+    of_page = embedded["images"]["1"]["students"][viewer.title][0]
+    assert base64.b64decode(of_page) == viewer.student("", 1)
     assert embedded["images"]["0"]["pixels"][0]
 
 
+@pytest.mark.parametrize("kind", ["dense", "topk"])
+def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_process, kind):
+    url = tmp_path / "maps.zarr"
+    command = ["export-maps", "--model", model, "--images", pictures, "--kind", kind]
+    k = [] if kind == "dense" else ["--k", 16]
+    assert in_process(*command, *k, "--out", url, "--shard-mb", 0.001)[0] == 0
+    schema = store.open(url).schema
+    assert schema.prefix_tokens == 3 and schema.extra["teacher"] == model
+    assert in_process("verify", url, "--teacher")[0] == 0
+    maps = torch.cat(eager_maps(viewer.model("").model, inputs(pictures, "b.png")))
+    row = ("inspect", url, "--image", 1, "--layer", 1, "--head", 0, "--query", "class", "--json")
+    shown = json.loads(in_process(*row)[1])
+    tolerance = 1e-3 if kind == "dense" else 6e-3
+    np.testing.assert_allclose(np.ravel(shown["map"]), maps[1, 0, 0, 3:], atol=tolerance)
+    np.testing.assert_allclose(list(shown["extra"].values()), maps[1, 0, 0, :3], atol=tolerance)
+    assert shown["label"] is None and list(shown["extra"]) == EXTRA
+    opened = open_viewer(str(url), None)
+    opened.load_images()
+    opened.gallery("train", "").read_all()
+    first, second = opened.page("train", "", "id", None, 0)["items"]
+    assert second["title"] == "b.png" and "label" not in first and opened.pixels(1)
+    # from patches to patches, renormalised, as a student's are
+    from gaupipe.distillation.kinds import KINDS
+
+    reader = KINDS[kind].reader(store.open(url), torch.device("cpu"))
+    patches = reader(store.open(url).gather(np.array([1]))).map(0)[0]
+    expected = maps[0, :, 3:, 3:] / maps[0, :, 3:, 3:].sum(-1, keepdim=True)
+    np.testing.assert_allclose(patches, expected, atol=2e-2)
+
+
+def test_an_unfinished_store_is_continued_by_its_own_model_alone(
+    model, pictures, tmp_path, in_process
+):
+    url = tmp_path / "maps.zarr"
+    command = ("export-maps", "--images", pictures, "--out", url, "--shard-mb", 0.001, "--model")
+    assert in_process(*command, model)[0] == 0
+    before = {path: path.read_bytes() for path in url.rglob("*") if path.is_file()}
+    store.join(url).reopen([1])
+    code, _, err = in_process(*command, saved(tmp_path / "other", seed=1))
+    assert (code, err.count("\n")) == (2, 1) and "teacher_sha256" in err
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.png").write_bytes((pictures / "b.png").read_bytes())
+    code, _, err = in_process(*command, model, "--images", tmp_path / "one")
+    assert (code, err.count("\n")) == (2, 1) and "dataset_sha256" in err
+    assert in_process(*command, model)[0] == 0
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        (["--images", "x"], "belong together"),
+        (["--model", "MODEL", "--images", "PICTURES"], "name the store with --out"),
+        (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--views", 2], "--views"),
+        (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--kind", "prior"], "or dense"),
+        (["--model", "MODEL", "--images", "none", "--out", "o"], "no such file or folder"),
+        (["--model", "resnet18.a1_in1k", "--images", "PICTURES", "--out", "o"], "not on this"),
+    ],
+)
+def test_mistakes_of_an_export_are_one_line(
+    model, pictures, tmp_path, in_process, arguments, message
+):
+    named = {"MODEL": model, "PICTURES": pictures}
+    arguments = [named.get(argument, argument) for argument in arguments]
+    code, _, err = in_process("export-maps", *arguments, cwd=tmp_path)
+    assert (code, err.count("\n")) == (2, 1) and message in err and not any(tmp_path.iterdir())
+
+
 def test_without_weights_the_page_says_that_they_are_random(pictures):
-    opened = open_model("vit_tiny_patch16_224.augreg_in21k", [pictures], image_size=32)
-    assert "Random weights" in opened.about()["note"] and "--download" in opened.about()["note"]
-    assert opened.about()["grid"] == [2, 2]
+    name = "vit_tiny_patch16_224.augreg_in21k"
+    job, note = open_model(name, [pictures], image_size=32, to_look=True)
+    assert "Random weights" in note and "--download" in note and job.shape.grid == (2, 2)
 
 
-def test_a_large_model_is_shown_at_fewer_pixels_and_says_so(pictures):
+def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
-    from stages.view.model_viewer import fitted
-
-    assert fitted("it", model, None) == (160, "Shown at 160 pixels, of the model's 256: "
-                                              "--image-size 256 shows all.")  # fmt: skip
-    assert ModelViewer("it", model, [pictures / "a.png"], "", 160).image(0)
+    size, note = fitted(model)
+    assert size == 160 and "--image-size 256 shows all" in note
 
 
 @pytest.mark.parametrize(
@@ -115,10 +232,11 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so(pictures):
 )
 def test_what_cannot_be_looked_at_is_refused(pictures, source, arguments, message):
     with pytest.raises(UserError, match=message):
-        open_model(source, [pictures], **arguments)
+        open_model(source, [pictures], to_look=True, **arguments)
 
 
-def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, viewer):
+def test_a_file_that_is_no_image_is_refused_by_name(tmp_path, model):
     (tmp_path / "broken.png").write_bytes(b"no image")
+    job, _ = open_model(model, [tmp_path / "broken.png"], to_look=True)
     with pytest.raises(UserError, match=r"broken\.png: not readable"):
-        ModelViewer("it", viewer.model, [tmp_path / "broken.png"]).image(0)
+        live_teacher(job).see(0)

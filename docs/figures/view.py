@@ -1,15 +1,10 @@
-"""The screenshots of docs/view.md, of a run with a trained ViT as the teacher and of one with
-Gaussians:
+"""The screenshots of README.md and docs/view.md:
 
-    gaupipe run cifar10_vit --run-dir runs/cifar10 --set data.root=CIFAR-10-images \
-        --set data.train_images=6000 --set key_snapshots=12 --set baseline.epochs=1 \
-        --set model.args.depth=6 --set model.args.num_heads=3 --set model.args.embed_dim=96 \
-        --set model.args.mlp_ratio=2 --set phase_a.max_epochs=10 --set phase_b.epochs=5 \
-        --set phase_b.gamma_schedule=constant --set phase_b.beta=1.0
-    gaupipe run digits --run-dir runs/digits
-    python docs/figures/view.py runs/cifar10 runs/digits
+    python docs/figures/view.py FOLDER
 
-Needs the extra `test` and a chromium; a minute.
+The photos are the two that scikit-learn ships. The model of them is a small ViT, trained here for
+three minutes to tell crops of one from crops of the other. The other pictures are of a run on
+the digits. FOLDER gets all of that, or has it. Needs the extra `test` and a chromium.
 """
 
 from __future__ import annotations
@@ -27,24 +22,52 @@ from matplotlib import colormaps
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 from sklearn.cluster import KMeans
+from sklearn.datasets import load_sample_image
 
-FOLDER = Path(__file__).parent
+FIGURES = Path(__file__).parent
 DESKTOP, PHONE = (1280, 800), (390, 844)
-OF_VIT = {
-    "view": (DESKTOP, "image=2726&layer=4&head=2&query=27"),
-    "view_student": (
-        DESKTOP,
-        "image=2726&layer=4&head=1&query=27&student=standard&order=wrong&theme=dark",
-    ),
-    "view_phone": (PHONE, "image=2726&layer=4&head=2&query=27"),
+FLOWER = "image=1&layer=1&head=2&query=210"
+OF_PHOTOS = {
+    "view": (DESKTOP, FLOWER),
+    "view_gradient": (DESKTOP, "image=0&layer=1&head=gradient&smooth=1&theme=dark"),
+    "view_phone": (PHONE, FLOWER),
 }
-OF_GAUSSIANS = {"view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=27&order=unsure")}
+OF_DIGITS = {
+    "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard&order=wrong"),
+    "view_gaussian": (DESKTOP, "image=3&layer=1&head=1&query=6&order=unsure"),
+}
+TRAINING = (
+    "data.image_size=96",
+    "model.args={patch_size: 8, embed_dim: 96, depth: 4, num_heads: 4}",
+    "baseline.epochs=8",
+    "data.batch_size=32",
+)
+
+
+def gaupipe(*arguments: str | Path) -> None:
+    subprocess.run([sys.executable, "-m", "gaupipe", *map(str, arguments)], check=True)
+
+
+def make_photos(folder: Path, crops: int = 300) -> None:
+    """The two photos, and square crops of each in a folder of its own."""
+    generator = np.random.default_rng(0)
+    for name in ("china", "flower"):
+        photo = Image.fromarray(load_sample_image(f"{name}.jpg"))
+        (folder / "crops" / name).mkdir(parents=True)
+        (folder / "photos").mkdir(exist_ok=True)
+        photo.save(folder / "photos" / f"{name}.png")
+        for number in range(crops):
+            side = int(generator.integers(80, photo.height))
+            x = int(generator.integers(photo.width - side + 1))
+            y = int(generator.integers(photo.height - side + 1))
+            crop = photo.resize((96, 96), Image.Resampling.BILINEAR, (x, y, x + side, y + side))
+            crop.save(folder / "crops" / name / f"{number:03}.png")
 
 
 @contextmanager
-def served(run: str) -> Iterator[str]:
-    """The address of a view of a run."""
-    command = [sys.executable, "-m", "gaupipe", "view", "--run-dir", run, "--no-open"]
+def served(*arguments: str | Path) -> Iterator[str]:
+    """The address of a view."""
+    command = [sys.executable, "-m", "gaupipe", "view", *map(str, arguments), "--no-open"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -63,7 +86,7 @@ def screenshot(browser: Browser, address: str, name: str, size: tuple[int, int])
     page.wait_for_load_state("networkidle")
     page.wait_for_timeout(500)
     picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
-    path = FOLDER / f"{name}.png"
+    path = FIGURES / f"{name}.png"
     small(picture).save(path, optimize=True)
     print(path, path.stat().st_size)
     page.close()
@@ -81,16 +104,24 @@ def small(picture: Image.Image) -> Image.Image:
     return picture.quantize(palette=palette, dither=Image.Dither.NONE)
 
 
-def main(of_vit: str, of_gaussians: str) -> None:
+def main(folder: Path) -> None:
+    if not (folder / "of_digits").exists():
+        make_photos(folder)
+        settings = [part for setting in TRAINING for part in ("--set", setting)]
+        gaupipe("train", "--data", folder / "crops", "--run-dir", folder / "of_photos", *settings)
+        gaupipe("run", "digits", "--run-dir", folder / "of_digits", "--set", "key_snapshots=12")
+    (student,) = (folder / "of_photos" / "plain").glob("*/student")
+    of_photos = "--model", student, "--images", folder / "photos", "--image-size", "160"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for run, shots in ((of_vit, OF_VIT), (of_gaussians, OF_GAUSSIANS)):
-            with served(run) as address:
+        pages = (of_photos, OF_PHOTOS), (("--run-dir", folder / "of_digits"), OF_DIGITS)
+        for arguments, shots in pages:
+            with served(*arguments) as address:
                 for name, (size, state) in shots.items():
                     screenshot(browser, f"{address}#{state}", name, size)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(Path(sys.argv[1]))

@@ -226,8 +226,8 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
     if isinstance(pixels, (np.ndarray, Tensor)) and str(pixels.dtype).endswith("uint8"):
         pixels = np.asarray(pixels)
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
-        images = ArrayImages(pixels, data_set.targets, class_names)
-        return images.resized(size or pixels.shape[-1], settings.interpolation)
+        array = ArrayImages(pixels, data_set.targets, class_names)
+        return array.resized(size or pixels.shape[-1], settings.interpolation)
     if reader := getattr(data_set, "reader", None):
         labels = reader.dataset[reader.label_key]
         return FileImages(HubImages(settings.name, reader), labels, settings)

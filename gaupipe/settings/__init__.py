@@ -59,13 +59,14 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
+    "pretrained": "name the weights in model.name",
     **dict.fromkeys(
         (
-            *("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
+            *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
             *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
             *("dynamic_img_size", "dynamic_img_pad"),
         ),
-        "gaupipe trains the whole model, at one image size, from the start",
+        "gaupipe trains the whole model, at one image size",
     ),
     "patch_drop_rate": "every token needs its place on the grid",
 }
@@ -378,7 +379,7 @@ class PhaseBSettings(Section):
     the stored maps."""
 
     student: Annotated[StudentKey, Scope.COMMAND] = "belief"
-    """The student's attention."""
+    """The student's attention. Trained weights that ``model.name`` names keep theirs by default."""
     attention_options: Keywords = {}
     """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
     match_params: bool = False
@@ -523,6 +524,17 @@ class Settings(Section):
         """The optimizer of the baseline: that of phase B, but for ``baseline.optim``."""
         optim = self.phase_b.optim.model_dump() | self.baseline.optim
         return OptimSettings.model_validate(optim)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _attention_of_weights(cls, values: Any) -> Any:
+        """Trained weights keep their attention, unless ``phase_b.student`` names another one."""
+        model, phase = (values.get(name) or {} for name in ("model", "phase_b"))
+        if not (isinstance(model, dict) and isinstance(phase, dict)):
+            return values
+        if str(model.get("name", "gauvit_")).startswith("gauvit_"):
+            return values
+        return {**values, "phase_b": {"student": "standard", **phase}}
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:

@@ -25,13 +25,14 @@ class EpochProgress:
         self.console = Console(stderr=True, highlight=False, quiet=not distributed.is_main())
         self._bar: Progress | None = None
         self._task = TaskID(0)
+        self._shown = 0.0
         self._done = self._first = done * images_per_epoch
 
     def __enter__(self) -> EpochProgress:
         if self.console.is_terminal:
             self._bar = bar = Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=10),
                 TextColumn("{task.percentage:>3.0f}%"),
                 TextColumn("{task.fields[speed]}"),
                 TimeRemainingColumn(),
@@ -58,6 +59,17 @@ class EpochProgress:
         if self._bar:
             speed = (self._done - self._first) / max(time.monotonic() - self._started, 1e-6)
             self._bar.update(self._task, completed=self._done, speed=f"{speed:,.0f} images/s")
+
+    @property
+    def is_stale(self) -> bool:
+        """True if there is a bar whose text is a second old."""
+        return self._bar is not None and time.monotonic() - self._shown >= 1
+
+    def show(self, text: str) -> None:
+        """Puts another text before the bar."""
+        self._shown = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, description=text)
 
     def line(self, text: str) -> None:
         """Prints a line above the bar."""

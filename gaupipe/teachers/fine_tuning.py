@@ -35,7 +35,7 @@ def with_images_of_weights(settings: Settings) -> Settings:
     if not fine_tunes(settings.model.name):
         return settings
     config = resolve_model_data_config(untrained(settings.model.name, {}, "meta"))
-    scaling = {name: list(config[name]) for name in ("mean", "std")}
+    scaling: dict[str, Any] = {name: list(config[name]) for name in ("mean", "std")}
     if config["interpolation"] == "bicubic":
         scaling |= {"interpolation": "bicubic"}
     changes = {
@@ -48,7 +48,7 @@ def with_images_of_weights(settings: Settings) -> Settings:
 
 def with_weights(
     settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
-) -> VisionTransformer | Eva:
+) -> VisionTransformer:
     """The ViT that the settings fine-tune, with a new head for the classes, and converted to the
     attention of ``phase_b.student``. Its outputs are those of the trained ViT, but for the head,
     where :func:`~gaupipe.vit.convert.convert` keeps them.
@@ -65,6 +65,11 @@ def with_weights(
         vit = load(model.name, arguments, settings.download)
     else:
         vit = untrained(model.name, arguments, device)
+    stored = untrained(model.name, {}, "meta").state_dict()
+    # with a new head timm leaves out what does not fit
+    for name in stored.keys() ^ vit.state_dict().keys():
+        if not name.startswith("head."):
+            raise UserError(f"model.args: {arguments} do not fit the weights of {model.name}")
     if (phase.student, phase.attention_options) != ("standard", {}):
         vit = convert(vit, phase.student, **phase.attention_options)
     torch.manual_seed(settings.seed)
@@ -74,7 +79,7 @@ def with_weights(
     return vit
 
 
-def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransformer | Eva:
+def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransformer:
     """A ViT with its trained weights."""
     if name.startswith(LOCAL):
         return checked(name, load_folder(folder_of(name, REMEDY), REMEDY, arguments))
@@ -84,7 +89,7 @@ def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransfor
         raise UserError(f"model.name: {error}") from None
 
 
-def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer | Eva:
+def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
     """A ViT without its trained weights. Raises UserError for a name without weights."""
     source = name
     if name.startswith(LOCAL):
@@ -103,10 +108,11 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
         ) from None
 
 
-def checked(name: str, model: nn.Module) -> VisionTransformer | Eva:
-    """The ``model``, if it is a ViT that can be fine-tuned here."""
+def checked(name: str, model: Any) -> VisionTransformer:
+    """The ``model``, if it is a ViT that can be fine-tuned here; an Eva is one in all but its
+    class."""
     if isinstance(model, VisionTransformer | Eva):
-        return model
+        return model  # type: ignore[return-value]
     raise UserError(f"model.name: {name} is a {type(model).__name__}, no vision transformer")
 
 

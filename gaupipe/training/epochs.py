@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from gaupipe.data.batches import Batches
@@ -22,6 +24,9 @@ from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
 from gaupipe.training.step_log import StepLog
 from gaupipe.training.update import Update
+
+SHOWN = ("loss", "acc")
+"""Means of the epoch on the progress bar."""
 
 
 @dataclass
@@ -81,8 +86,25 @@ def loop(
     """The training of ``state`` on ``batches`` for ``total`` epochs, some of them done before."""
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
+    for module in state.modules.modules():
+        if isinstance(module, VisionTransformer | Eva):
+            module.set_grad_checkpointing(settings.grad_checkpointing)
     with progress, StepLog(settings, folder, update, batches) as steps:
+        progress.line(f"{label}: {what_is_left(state, update, batches, total)}")
         yield Loop(folder, settings.seed, total, update, progress, steps)
+
+
+def what_is_left(state: TrainingState, update: Update, batches: Batches, total: int) -> str:
+    """The images, the parameters and the machine of a training that begins or goes on."""
+    done = len(state.metrics)
+    if state.finished:
+        return f"has finished after {done} epochs: nothing is left to train"
+    parameters = sum(parameter.numel() for parameter in state.modules.parameters())
+    return (
+        f"{len(batches.split):,} images, {batches.data.num_classes} classes, "
+        f"{parameters:,} parameters, {update.device}, {state.precision}, "
+        f"epochs {done + 1} to {total}"
+    )
 
 
 class Epoch:
@@ -126,7 +148,12 @@ class Epoch:
             self.sums[name] = self.sums.get(name, 0) + value.detach() * images
         self.images += images
         self.batches += 1
-        self.loop.progress.advance(images * distributed.world_size())
+        progress = self.loop.progress
+        if progress.is_stale:
+            means = {name: float(self.sums[name]) / self.images for name in SHOWN if name in values}
+            shown = " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+            progress.show(f"{progress.label} {self.number + 1}/{self.loop.total} {shown}")
+        progress.advance(images * distributed.world_size())
         self.loop.steps.batch(self.number, images, values)
         # after the last batch: an evaluation may be long, too
         last = self.batches == update.steps and update.state.epoch is not None

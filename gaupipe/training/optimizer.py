@@ -31,7 +31,7 @@ def build_optimizer(
             undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
             decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
             others = [{**group, "use_fallback": True} for group in extra_groups]
-            groups = {"param_group_fn": lambda _vit: [*decayed, *others]}
+            groups: dict[str, Any] = {"param_group_fn": lambda _vit: [*decayed, *others]}
         else:
             groups = {}
         optimizer = create_optimizer_v2(

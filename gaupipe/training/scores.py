@@ -15,17 +15,16 @@ from gaupipe.system import distributed
 
 @torch.no_grad()
 def score(log_probabilities: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Accuracy, top-5 accuracy and cross-entropy of batches of (log-probabilities or logits [B,
-    C], labels [B]), over those of all ranks."""
-    sums = torch.zeros(4, dtype=torch.float64)  # right, right among five, images, loss
+    """Accuracy and cross-entropy of batches of (log-probabilities or logits [B, C], labels [B]),
+    over those of all ranks."""
+    sums = torch.zeros(3, dtype=torch.float64)  # right, images, loss
     for logits, labels in log_probabilities:
         logits = logits.float()
         loss = cross_entropy(logits, labels, reduction="sum").item()
-        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == labels.unsqueeze(-1)
-        right, right5 = int(best[:, 0].sum()), int(best.any(-1).sum())
-        sums += torch.tensor([right, right5, len(labels), loss], dtype=torch.float64)
-    right, right5, count, loss = distributed.all_reduce_sum(sums).tolist()
-    return {"acc": right / count, "top5": right5 / count, "loss": loss / count}
+        right = int((logits.argmax(-1) == labels).sum())
+        sums += torch.tensor([right, len(labels), loss], dtype=torch.float64)
+    right, count, loss = distributed.all_reduce_sum(sums).tolist()
+    return {"acc": right / count, "loss": loss / count}
 
 
 def score_model(model: nn.Module, batches: Batches) -> dict[str, float]:

@@ -19,6 +19,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced

@@ -153,11 +153,11 @@ def _parse_cell(entry: dict, where: str, by_name: dict[str, Cell], distilled: st
     here = f"{where}: {cell.name}"
     if cell.like is not None and like is None:
         names = [*by_name]
-        raise UserError(f"{here}: like {cell.like!r}: no such cell before it; there are {names}")
+        raise UserError(f"{here}: like {cell.like!r}: no such row before it; there are {names}")
     if any("seed" in changes for changes in (settings, *cell.trials)):
-        raise UserError(f"{here}: seed: every cell is run with each of --seeds")
+        raise UserError(f"{here}: seed: every row is run with each of --seeds")
     if cell.name in by_name:
-        raise UserError(f"{where}: two cells are called {cell.name!r}: give one another name")
+        raise UserError(f"{where}: two rows are called {cell.name!r}: give one another name")
     return cell
 
 
@@ -168,7 +168,7 @@ def select_cells(cells: Sequence[Cell], names: Sequence[str]) -> list[Cell]:
     selected = {BASELINE, *names}
     for name in names:
         if name not in by_name:
-            raise UserError(f"--row {name!r}: no such cell; there are {[*by_name]}")
+            raise UserError(f"--row {name!r}: no such row; there are {[*by_name]}")
         selected.update(ancestors(by_name[name], by_name))
     return [cell for cell in cells if cell.name in selected]
 

@@ -32,7 +32,7 @@ def curves(results: dict[str, Any]) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    cells = [cell for cell in results["cells"] if cell["runs"]]
+    cells = [cell for cell in results["rows"] if cell["runs"]]
     height = max(7, 1.6 + 0.22 * len(cells))  # in inches
     figure = Figure(figsize=(10, height), layout="constrained")
     (loss, accuracy), (training, costs) = figure.subplots(2, 2)
@@ -65,7 +65,7 @@ def draw_curves(panel: Axes, cells: list[dict[str, Any]], name: str, reference: 
         length = min(len(run[name]) for run in cell["runs"])
         values = np.array([run[name][:length] for run in cell["runs"]])  # [seeds, epochs]
         epochs, style = np.arange(1, length + 1), "--" if cell["plain"] and distilled else "-"
-        panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["cell"])
+        panel.plot(epochs, values.mean(0), style, color=colour, linewidth=1.4, label=cell["row"])
         panel.fill_between(epochs, values.min(0), values.max(0), color=colour, alpha=0.12)
     panel.set_xlabel("epoch (phase A not counted)" if distilled else "epoch")
     panel.grid(alpha=0.3)
@@ -90,6 +90,6 @@ def colours(cells: list[dict[str, Any]], reference: str) -> list[Any]:
 
     drawn = color_sequences["tab10" if len(cells) <= 10 else "tab20"]
     return [
-        "black" if cell["cell"] == reference else drawn[number % len(drawn)]
+        "black" if cell["row"] == reference else drawn[number % len(drawn)]
         for number, cell in enumerate(cells)
     ]

@@ -33,7 +33,7 @@ def report(comparison: Comparison, targets: Sequence[float] = ()) -> dict[str, A
         "data": comparison.settings.data.name,
         "seeds": comparison.seeds,
         "reference": BASELINE,
-        "cells": [
+        "rows": [
             _cell_results(comparison, cell, goals)
             | {
                 "difference": _as_json(differences.get(cell.name)),
@@ -101,7 +101,7 @@ def _cell_results(
     ]
     compared = [(goal, compare_at(runs, comparison.runs[BASELINE], **goal)) for goal in goals]
     return {
-        "cell": cell.name,
+        "row": cell.name,
         "plain": cell.plain,
         "like": cell.like,
         "settings": cell.settings,

@@ -47,7 +47,7 @@ def run(
     """Runs what has not finished yet of every cell. Returns the results and writes them.
 
     students   attentions of the students
-    seeds      every cell is run with each
+    seeds      every row is run with each
     targets    accuracies to compare at; none are shares of the baseline's final accuracy
     sweep      a file of further cells, or the name of a shipped one
     only       names of the cells to run, with the plain ViT and the cells whose settings they

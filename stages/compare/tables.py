@@ -17,19 +17,19 @@ def tables(results: dict[str, Any]) -> list[Table]:
         *([_difference_table(results)] if len(results["seeds"]) > 1 else []),
         _passage_table(results),
         _final_table(results),
-        *(_trials_table(cell) for cell in results["cells"] if cell["trials"]),
+        *(_trials_table(cell) for cell in results["rows"] if cell["trials"]),
     ]
 
 
 def _front_table(results: dict[str, Any]) -> Table:
     """Accuracy over cost, cheapest first."""
     rows = []
-    cells = [cell for cell in results["cells"] if not cell["failed"]]
+    cells = [cell for cell in results["rows"] if not cell["failed"]]
     for cell in sorted(cells, key=lambda cell: cell["final"]["multiply_adds"]["mean"]):
         final, above = cell["final"], cell["above_front"] or {}
         rows.append(
             [
-                cell["cell"],
+                cell["row"],
                 _mean(final["multiply_adds"], "{:.3g}", scale=1e-12),
                 _mean(final["processor_seconds"], "{:.0f}"),
                 _with_std(final["val_acc"], "{:.2f}", scale=100),
@@ -49,28 +49,28 @@ def _front_table(results: dict[str, Any]) -> Table:
 def _difference_table(results: dict[str, Any]) -> Table:
     """Which differences from the reference the seeds decide."""
     rows = []
-    for cell in results["cells"]:
+    for cell in results["rows"]:
         if difference := cell["difference"]:
             tested = (difference[name] for name in ("p", "holm"))
             ps = ["-" if p is None else f"{p:.3f}" for p in tested]
             points = _mean(difference, "{:+.2f}", scale=100)
-            rows.append([cell["cell"], points, _interval(difference), *ps, difference["verdict"]])
+            rows.append([cell["row"], points, _interval(difference), *ps, difference["verdict"]])
     title = f"Accuracy minus that of the {results['reference']}, paired by seed"
     return _table(title, ["points", "95 % interval", "p", "Holm's p", ""], rows)
 
 
 def _passage_table(results: dict[str, Any]) -> Table:
     """Epochs until each cell first reaches the accuracies that are compared at."""
-    goals = next(cell["at"] for cell in results["cells"] if cell["at"])
+    goals = next(cell["at"] for cell in results["rows"] if cell["at"])
     seeds, rows = len(results["seeds"]), []
-    for cell in results["cells"]:
+    for cell in results["rows"]:
         row = [_epochs(at, seeds) for at in cell["at"]] or ["failed"] * len(goals)
         last = cell["at"][-1] if cell["at"] else {}
         row.append(_mean(last.get("speedup"), "{:.2f}"))
         if not cell["plain"]:
             row.append(_mean(last.get("epochs_with_phase_a"), "{:.1f}"))
             row.append(_mean(last.get("speedup_with_phase_a"), "{:.2f}"))
-        rows.append([cell["cell"], *row])
+        rows.append([cell["row"], *row])
     names = [f"to {100 * goal.get('share', goal.get('target')):.0f} %" for goal in goals]
     of = f" of the final accuracy of the {results['reference']}" * ("share" in goals[0])
     return _table(
@@ -78,7 +78,7 @@ def _passage_table(results: dict[str, Any]) -> Table:
         [*names, "speed-up", "with A", "speed-up"],
         rows,
         f"{names[-1]}{of}: speed-up over the first passage of the {results['reference']} itself"
-        + "; with A: phase A counted" * (not all(cell["plain"] for cell in results["cells"])),
+        + "; with A: phase A counted" * (not all(cell["plain"] for cell in results["rows"])),
     )
 
 
@@ -92,7 +92,7 @@ def _epochs(at: dict[str, Any], seeds: int) -> str:
 def _final_table(results: dict[str, Any]) -> Table:
     """How the runs of every cell ended."""
     rows = []
-    for cell in results["cells"]:
+    for cell in results["rows"]:
         final = cell["final"]
         values = [
             _mean(final["parameters"], "{:,.0f}"),
@@ -101,7 +101,7 @@ def _final_table(results: dict[str, Any]) -> Table:
             _with_std(final["test_acc"], "{:.2f}", scale=100),
             _mean(final["val_loss"], "{:.3f}"),
         ]
-        rows.append([cell["cell"], *(["failed"] if cell["failed"] else values)])
+        rows.append([cell["row"], *(["failed"] if cell["failed"] else values)])
     columns = ["parameters", "epochs", "phase A", "test acc.", "validation loss"]
     return _table(f"At the end, {_seeds(results)}", columns, rows)
 
@@ -110,7 +110,7 @@ def _trials_table(cell: dict[str, Any]) -> Table:
     """The grid that a cell was tuned over, one setting a column; * marks the best trial."""
     trials = cell["trials"]
     names = list(dict.fromkeys(name for trial in trials for name in trial["settings"]))
-    table = Table(title=f"Trials of {cell['cell']}, on the first seed", title_justify="left")
+    table = Table(title=f"Trials of {cell['row']}, on the first seed", title_justify="left")
     for name in names:
         table.add_column(name.split(".")[-1])
     table.add_column("validation acc.", justify="right", no_wrap=True)

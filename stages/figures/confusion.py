@@ -21,8 +21,10 @@ def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> N
 
     counts = np.asarray(matrix)
     shares = counts / counts.sum(1, keepdims=True).clip(1)
-    side = min(max(4.0, 1.5 + 0.45 * len(names)), 16.0)  # inches
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
+    shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in names]
+    side = min(max(4.0, 0.45 * len(names)), 16.0)  # inches
+    margin = 1 + 0.08 * max(map(len, shown))
+    figure = Figure(figsize=(side + margin + 1, side + margin), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
@@ -30,7 +32,6 @@ def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> N
     axes.set_xlabel("predicted class")
     axes.set_ylabel("class")
     if len(names) <= NAMED:
-        shown = [name if len(name) <= 24 else f"{name[:23]}…" for name in names]
         axes.set_xticks(range(len(names)), shown, rotation=90, parse_math=False)
         axes.set_yticks(range(len(names)), shown, parse_math=False)
     if len(names) <= NUMBERED:

@@ -23,7 +23,7 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
 from gaupipe.maps.gaussians import expected_map, move
-from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.teachers.fine_tuning import with_images_of_weights
@@ -48,8 +48,6 @@ LABEL_PASSES = 8
 the mean."""
 PRIOR_LR = 2e-2
 """Learning rate of the shared prior, which the network's optimizer updates at every step."""
-UPPER_ACCURACY = 0.98
-"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 
 def run(
@@ -180,8 +178,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
             per_image.release()
-        if remark := remark_on_accuracy(phase, state.metrics[-1]["train_acc"]):
-            running.progress.line(f"phase A: {remark}")
+        running.progress.line(f"phase A: {trained_vit.ending(phase, state.metrics)}")
 
 
 class Draws:
@@ -221,22 +218,6 @@ def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int)
     """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
     gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
     return gaussians.expand(count, *gaussians.shape[1:])
-
-
-def remark_on_accuracy(phase: PhaseASettings, accuracy: float) -> str | None:
-    """A line for a training accuracy that ended outside the window; None inside it."""
-    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
-    if accuracy < phase.stop_accuracy:
-        return (
-            f"{phase.max_epochs} epochs were not enough for a training accuracy of "
-            f"{phase.stop_accuracy}: {accuracy:.4f}; raise phase_a.max_epochs or {rate}"
-        )
-    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
-        return (
-            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
-            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
-        )
-    return None
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import nn
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
-from gaupipe.settings import Settings
+from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
@@ -35,6 +35,9 @@ from gaupipe.vit.saving import save_student
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs.directory import RunDirectory
 from stages.train import Training, train, training_state
+
+UPPER_ACCURACY = 0.98
+"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 VitJob = TeacherJob[VitTeacher]
 
@@ -58,8 +61,32 @@ class TeacherTraining(Training):
     def identity(self) -> dict[str, Any]:
         return identity(self.settings, self.data)
 
+    def ending(self, state: TrainingState, folder: Path) -> str:
+        return ending(self.settings.phase_a, state.metrics)
+
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
         return metrics["train_acc"] >= self.settings.phase_a.stop_accuracy
+
+
+def ending(phase: PhaseASettings, metrics: list[dict[str, Any]]) -> str:
+    """A line about a teacher that is trained: why its training ended, and whether its accuracy on
+    the training images lies in the window."""
+    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
+    accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
+    if accuracy < phase.stop_accuracy:
+        return (
+            f"{epochs} epochs were not enough for a training accuracy of {phase.stop_accuracy}: "
+            f"{accuracy:.4f}; raise phase_a.max_epochs or {rate}"
+        )
+    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
+        return (
+            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
+            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
+        )
+    return (
+        f"ended after {epochs} of {phase.max_epochs} epochs: the training accuracy {accuracy:.4f} "
+        f"has reached phase_a.stop_accuracy={phase.stop_accuracy}"
+    )
 
 
 def identity(settings: Settings, data: ImageData) -> dict[str, Any]:

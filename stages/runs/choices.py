@@ -161,8 +161,8 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
-    if not choices.given("phase_b.attention_options"):  # which are the default attention's
-        choices.choose("phase_b.student", "belief", "its attention; timm loads standard by itself")
+    attention = "standard" if choices.given("phase_b.attention_options") else "belief"
+    choices.choose("phase_b.student", attention, "its attention; timm loads standard by itself")
     student = choices.number("phase_b.epochs", round(epochs * 2 / 3), "of the student")
     half = choices.number("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))

@@ -4,8 +4,9 @@ files."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -31,7 +32,7 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-BINARY = "application/octet-stream"
+PNG = b"\x89PNG"
 
 
 async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -42,54 +43,55 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
     return response
 
 
+class Asked(NamedTuple):
+    """What an address asks for. An empty student is the store's teacher or, where there is no
+    store, the first model; a class that is not named is None."""
+
+    image: int
+    view: int
+    split: str
+    student: str
+    order: str
+    label: int | None
+    page: int
+
+
+def asked(request: Request) -> Asked:
+    query = {**request.path_params, **request.query_params}
+
+    def number(name: str, default: str = "0") -> int:
+        text = query.get(name, default)
+        if not (text.isascii() and text.isdecimal() and len(text) < 10):
+            raise UserError(f"{name} {text[:20]!r}: should be a whole number")
+        return int(text)
+
+    return Asked(
+        number("image"),
+        number("view"),
+        query.get("split", "train"),
+        query.get("student", ""),
+        query.get("order", "id"),
+        number("class") if query.get("class") else None,
+        number("page"),
+    )
+
+
 def make_app(viewer: Viewer) -> Starlette:
     """The pages of one viewer. Answers are computed on threads, as they read files."""
 
-    def gallery(request: Request) -> Response:
-        query = request.query_params
-        label = query.get("class", "")
-        page = viewer.gallery(*split_and_student(request)).page(
-            query.get("order", "id"),
-            None if label == "" else number("class", label),
-            number("page", query.get("page", "0")),
-        )
-        return JSONResponse(page)
-
-    def pixels(request: Request) -> Response:
-        keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server
-        split, _ = split_and_student(request)
-        content = viewer.pixels(*image_and_view(request), split)
-        return Response(content, 200, keep, "image/png")
-
-    def image(request: Request) -> Response:
-        return Response(viewer.image(*image_and_view(request)), media_type=BINARY)
-
-    def student(request: Request) -> Response:
-        split, name = split_and_student(request)
-        content = viewer.student(name, *image_and_view(request), split)
-        return Response(content, media_type=BINARY)
-
-    def relevance(request: Request) -> Response:
-        (split, name), (image, view) = split_and_student(request), image_and_view(request)
-        label = request.query_params.get("class", "")
-        target = None if label == "" else number("class", label)
-        return Response(viewer.relevance(name, image, target, view, split), media_type=BINARY)
-
-    def epochs(request: Request) -> Response:
-        who, image = request.query_params.get("student", TEACHER), image_and_view(request)[0]
-        return Response(viewer.epochs(who, image), media_type=BINARY)
-
-    answers: dict[str, Callable[[Request], Response]] = {
-        "/api/about": lambda _: JSONResponse({**viewer.about(), "colours": colours()}),
-        "/api/status": lambda request: JSONResponse(viewer.status(*split_and_student(request))),
-        "/api/gallery": gallery,
-        "/api/image/{image}": image,
-        "/api/pixels/{token}/{image}.png": pixels,
-        "/api/student/{image}": student,
-        "/api/relevance/{image}": relevance,
-        "/api/epochs/{image}": epochs,
+    answers: dict[str, Callable[[Asked], dict | bytes]] = {
+        "/api/about": lambda a: {**viewer.about(), "colours": colours()},
+        "/api/status": lambda a: viewer.status(a.split, a.student),
+        "/api/gallery": lambda a: viewer.page(a.split, a.student, a.order, a.label, a.page),
+        "/api/image/{image}": lambda a: viewer.image(a.image, a.view),
+        "/api/pixels/{token}/{image}.png": lambda a: viewer.pixels(a.image, a.view, a.split),
+        "/api/student/{image}": lambda a: viewer.student(a.student, a.image, a.view, a.split),
+        "/api/relevance/{image}": lambda a: viewer.relevance(
+            a.student, a.image, a.label, a.view, a.split
+        ),
+        "/api/epochs/{image}": lambda a: viewer.epochs(a.student or TEACHER, a.image),
     }
-    routes = [Route(path, answer) for path, answer in answers.items()]
+    routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
     return Starlette(
         routes=[*routes, Mount("/", StaticFiles(directory=Path(STATIC), html=True))],
         middleware=[
@@ -104,6 +106,16 @@ def make_app(viewer: Viewer) -> Starlette:
     )
 
 
+def respond(answer: Callable[[Asked], dict | bytes], request: Request) -> Response:
+    content = answer(asked(request))
+    if isinstance(content, dict):
+        return JSONResponse(content)
+    if content.startswith(PNG):
+        keep = {"Cache-Control": "private, max-age=3600"}  # the address names the server
+        return Response(content, 200, keep, "image/png")
+    return Response(content, media_type="application/octet-stream")
+
+
 def refused(code: int) -> Any:
     """Answers an error with its one line."""
 
@@ -111,21 +123,3 @@ def refused(code: int) -> Any:
         return JSONResponse({"error": " ".join(str(error).split())}, code)
 
     return answer
-
-
-def image_and_view(request: Request) -> tuple[int, int]:
-    """The image and the view that an address names."""
-    view = request.query_params.get("view", "0")
-    return number("image", request.path_params["image"]), number("view", view)
-
-
-def split_and_student(request: Request) -> tuple[str, str]:
-    """The split and the student that an address names; an empty name is the store's teacher, or the
-    first model where there is no store."""
-    return request.query_params.get("split", "train"), request.query_params.get("student", "")
-
-
-def number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise UserError(f"{name} {text[:20]!r}: should be a whole number")
-    return int(text)

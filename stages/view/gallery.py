@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -39,7 +39,8 @@ class Gallery:
             that :meth:`start` starts reads them, ``done`` images so far. Until then images are
             listed by their number alone
     labels  [N], where they are known before
-    titles  of the images, where they have other names than their numbers
+    labelled
+            False for images without labels
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Gallery:
         classes: int,
         parts: Callable[[], Iterator[tuple[Tensor, Tensor]]],
         labels: np.ndarray | None = None,
-        titles: Sequence[str] = (),
+        labelled: bool = True,
     ) -> None:
         self.images, self.classes, self.parts = images, classes, parts
-        self.labels, self.titles = labels, titles
+        self.labels, self.labelled = labels, labelled
         self.done, self.error = 0, ""
         self.all: Predictions | None = None
         self.thread: threading.Thread | None = None
@@ -80,12 +81,12 @@ class Gallery:
             self.error = str(error)
             return
         self.all = Predictions(*map(np.concatenate, zip(*columns, strict=True)))
-        self.labels = self.all.labels
+        self.labels = self.all.labels if self.labelled else None
 
     def page(self, order: str = "id", label: int | None = None, number: int = 0) -> dict[str, Any]:
-        """One page of images: ``items`` with id and, as far as they are known, title, label,
-        predicted and probability, and the ``total`` in this order. ``items`` is None while the
-        order is not known. Raises UserError for an order or a class that there is not."""
+        """One page of images: ``items`` with id and, as far as they are known, label, predicted
+        and probability, and the ``total`` in this order. ``items`` is None while the order is not
+        known. Raises UserError for an order or a class that there is not."""
         if order not in ORDERS:
             raise UserError(f"order {order!r}: should be one of {', '.join(ORDERS)}")
         if label is not None and not 0 <= label < self.classes:
@@ -101,8 +102,6 @@ class Gallery:
 
     def _item(self, image: int) -> dict[str, Any]:
         item: dict[str, Any] = {"id": image}
-        if self.titles:
-            item["title"] = self.titles[image]
         if self.labels is not None:
             item["label"] = int(self.labels[image])
         if self.all is not None:
@@ -126,9 +125,8 @@ class Gallery:
         return ids[np.argsort(keys[order], kind="stable")]
 
 
-def stored_gallery(maps: store.Store) -> Gallery:
-    """The images of a store, with the predictions of the first view of each; of a store of image
-    files, which have no labels, by number alone."""
+def stored_gallery(maps: store.Store, labelled: bool = True) -> Gallery:
+    """The images of a store, with the predictions of the first view of each."""
     schema = maps.schema
 
     def read(shard: store.Shard) -> tuple[Tensor, Tensor]:
@@ -141,4 +139,4 @@ def stored_gallery(maps: store.Store) -> Gallery:
         with ThreadPoolExecutor(READERS) as pool:
             yield from pool.map(read, maps.shards)
 
-    return Gallery(schema.images, schema.num_classes, parts)
+    return Gallery(schema.images, schema.num_classes, parts, labelled=labelled)

@@ -95,9 +95,10 @@ def open_viewer(
     """The store, and the students that can be chosen beside it: those named, else all or none. Of a
     run without a store the students alone, all of them or the last one."""
     run = None if run_dir is None else RunDirectory(run_dir)
+    if run is not None:
+        run.settings()  # refuses a folder that is no run
     if url is None:
         assert run is not None
-        run.settings()  # refuses a folder that is no run
         url = str(run.maps)
     elif run is None and (folder := store.local_folder(url)) is not None:
         run = RunDirectory(folder.parent)

@@ -9,6 +9,7 @@ import io
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,15 +160,22 @@ class Viewer:
 
     def _gallery(self, split: str, name: str) -> Gallery:
         if self.stored and split == "train" and not name:
-            return stored_gallery(self.stored.maps)
+            return stored_gallery(self.stored.maps, self.labelled)
         live = self.model(name)
         images = getattr(live.data, split)
-        titles = (
-            [Path(path).name for path in images.source.files.names] if not self.labelled else ()
-        )
         labels = images.labels if self.labelled else None
-        parts = lambda: live.predictions(split)  # noqa: E731
-        return Gallery(len(images), live.data.num_classes, parts, labels, titles)
+        parts = partial(live.predictions, split)
+        return Gallery(len(images), live.data.num_classes, parts, labels, self.labelled)
+
+    def page(
+        self, split: str, name: str, order: str, label: int | None, number: int
+    ) -> dict[str, Any]:
+        """A page of :meth:`gallery`; images without labels have the names of their files."""
+        page = self.gallery(split, name).page(order, label, number)
+        if not self.labelled and self._data:
+            for item in page["items"] or ():
+                item["title"] = self._names(split)[item["id"]]
+        return page
 
     def model(self, name: str) -> LiveMaps:
         """A model that computes maps now; without a ``name`` the first."""
@@ -203,15 +211,19 @@ class Viewer:
             blocks = torch.stack([seen.map(layer) for layer in range(schema.layers)])
             rows, encoding, arrays = "maps", "float32", {"maps": blocks.numpy()}
         header: dict[str, Any] = {"name": TEACHER, "rows": rows, "encoding": encoding}
-        header |= {"layers": schema.layers, "heads": schema.heads, **self.titled(image)}
-        return pack({**header, **described(seen)}, arrays)
+        header |= {"layers": schema.layers, "heads": schema.heads}
+        return pack({**header, **self.described(seen, image, "train")}, arrays)
 
-    def titled(self, image: int, split: str = "train") -> dict[str, str]:
-        """The file's name as the image's title, where that is what it has."""
-        if self.labelled or self._data is None:
-            return {}
-        source: Any = getattr(self._data, split).source
-        return {"title": Path(source.files.names[image]).name}
+    def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
+        """Grid, label, extra tokens and prediction for an image, and its file's name if it has no
+        label."""
+        title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
+        header = {"grid": list(seen.grid), "label": seen.label, "extra": seen.extra, **title}
+        return {**header, **seen.prediction(MOST_LIKELY)}
+
+    def _names(self, split: str) -> list[str]:
+        source: Any = getattr(self.data, split).source
+        return [Path(name).name for name in source.files.names]
 
     def pixels(self, image: int, view: int = 0, split: str = "train") -> bytes:
         """The image as PNG, in the size the model sees it in."""
@@ -245,8 +257,7 @@ class Viewer:
             "compared": [None if block is None else next(places) for block in seen.teacher],
             "no_teacher": seen.no_teacher if self.stored else None,
             "explains": live.explains,
-            **described(seen),
-            **self.titled(image, split),
+            **self.described(seen, image, split),
         }
         arrays = {"maps": maps.numpy()}
         if teacher:
@@ -307,19 +318,3 @@ class Viewer:
                 images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
                 with_snapshots[who] = Snapshots(folder, images, epochs_in(folder))
         return with_snapshots
-
-
-def described(seen: ImageMaps) -> dict[str, Any]:
-    """Grid, label and extra tokens of an image's maps, the predicted class, its probability, and
-    the most likely classes."""
-    header = {"grid": list(seen.grid), "label": seen.label, "extra": seen.extra}
-    if seen.logits is None:
-        return header
-    probabilities = seen.logits.float().softmax(-1)
-    values, classes = probabilities.topk(min(MOST_LIKELY, len(probabilities)))
-    return {
-        **header,
-        "predicted": int(classes[0]),
-        "probability": round(float(values[0]), 6),
-        "likely": classes.tolist(),
-    }

@@ -145,8 +145,8 @@ function readAddress() {
   const { students, note } = app.about;
   const state = Object.assign(app.state, parseState(location.hash, startState()));
   const known = !state.student || students.includes(state.student);
-  const others = students.length ? `there are ${students.join(", ")}` : "there are none";
-  const unknown = known ? "" : `There is no student “${state.student}” here: ${others}.`;
+  const others = students.length ? ` There is: ${students.join(", ")}.` : "";
+  const unknown = known ? "" : `There is no student “${state.student}” here.${others}`;
   if (!known) state.student = DEFAULTS.student;
   $("banner").textContent = [note, unknown].filter(Boolean).join(" ");
   $("banner").hidden = !$("banner").textContent;

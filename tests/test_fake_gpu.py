@@ -1,0 +1,117 @@
+"""The forward pass of every attention, and of every stage's step, on a GPU that torch's
+FakeTensorMode pretends: no tensor stays on the CPU. The backward pass and the numbers need a real
+GPU: tests/test_gpu.py."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import timm
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+
+from gaupipe.attention import STUDENTS
+from gaupipe.attention.standard import in_steps
+from gaupipe.data.augment import Augment
+from gaupipe.data.loader import Loader, fetch
+from gaupipe.data.splits import load_data
+from gaupipe.distillation.kinds import KINDS
+from gaupipe.settings import load as config
+from gaupipe.teachers.image_buckets import BucketedState
+from stages import phase_b, train
+from stages.phase_a import gaussian as phase_a
+from stages.runs.directory import RunDirectory
+
+CUDA = torch.device("cuda")
+AUGMENT = "augment={flip: true, crop_padding: 1, mixup: 0.8, erasing: 0.5, randaugment: {ops: 2}}"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A fake GPU. Images and per-image parameters are read on the real CPU."""
+
+    def really(function):
+        def call(*arguments):
+            with unset_fake_temporarily():
+                return function(*arguments)
+
+        return call
+
+    def noise(teacher, images, generator):  # a generator needs a real GPU
+        return torch.randn(len(images), *teacher.raw_shape[:3], 2, device=images.device)
+
+    one_batch = really(lambda self, requests: [fetch(self.source, requests[0])])
+    monkeypatch.setattr(Loader, "__call__", one_batch)
+    monkeypatch.setattr(BucketedState, "read", really(BucketedState.read))
+    monkeypatch.setattr(phase_a.Teacher, "noise", noise)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def check_device(*values) -> None:
+    assert {value.device.type for value in values} == {"cuda"}
+
+
+@pytest.fixture(params=STUDENTS)
+def model(request):
+    return timm.create_model("gauvit_pico_patch2_8", attention=request.param, depth=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_attention(model, dtype, gpu):
+    images = torch.randn(4, 3, 8, 8, device=CUDA, dtype=dtype)
+    tokens = model.to(CUDA, dtype).patch_embed(images)
+    check_device(model(images), *in_steps(model.blocks[0].attn).forward_with_map(tokens))
+
+
+@pytest.fixture
+def student_job(run, request):
+    """A student that learns from the maps of ``run``, or without a teacher from the labels."""
+    stage, student = request.param
+    directory = RunDirectory(run)
+    settings = directory.with_overrides(
+        [AUGMENT, "phase_b.alpha=0.5", f"phase_b.student={student}"]
+    )
+    teacher = directory if stage == "phase-b" else None
+    return phase_b.build(settings, load_data(settings.data, False), teacher)
+
+
+CASES = [("train", "standard"), *(("phase-b", key) for key in STUDENTS)]
+
+
+@pytest.mark.parametrize("student_job", CASES, indirect=True, ids="-".join)
+def test_a_step_of_a_student(student_job, gpu):
+    job = replace(student_job, device=CUDA, student=student_job.student.to(CUDA))
+    if job.maps is not None:
+        with unset_fake_temporarily():
+            stored = job.maps.gather(np.arange(job.settings.data.batch_size))
+        job.maps_of_epoch = lambda _: (SimpleNamespace(prefetch=lambda _: iter([stored])), None)
+    maps, view = job.maps_of_epoch(0)
+    training, _ = train.train_and_val(job.data, job.settings.data, CUDA)
+    batch = next(training.epoch(0, Augment(job.augment, 0), maps, view))
+    check_device(batch.images, batch.labels, *job.losses()(batch, 0.1).values())
+
+
+@pytest.fixture
+def teacher_job(request, tmp_path):
+    small = ["model.args={embed_dim: 16, depth: 2, num_heads: 2}", "data.batch_size=20", AUGMENT]
+    settings = config.load("digits", [*small, f"phase_a.{request.param}"])
+    return phase_a.build(settings, tmp_path, load_data(settings.data, False))
+
+
+TEACHERS = ["mode=expected", "mode=stochastic", "per_image=table", "per_image=embedding"]
+
+
+@pytest.mark.parametrize("teacher_job", TEACHERS, indirect=True)
+def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
+    job = replace(teacher_job, device=CUDA, teacher=teacher_job.teacher.to(CUDA))
+    batch = next(job.batches(job.data.train, 20).epoch(0, Augment(job.settings.augment, 0)))
+    parameters = job.per_image and job.per_image.gather(batch.ids, CUDA)
+    sampled = job.settings.phase_a.mode == "stochastic"
+    noise = job.teacher.noise(batch.images, None) if sampled else None
+    logits, attention = job.forward_with_maps(batch, None)
+    check_device(phase_a.TeacherLoss(job)(batch, parameters, noise), logits)
+    for name, kind in KINDS.items():
+        if kind.refusal(job.teacher, job.per_image is not None) is None:
+            check_device(*kind.arrays(attention, 4 if name == "topk" else None).values())

@@ -1,0 +1,181 @@
+"""gaupipe train --model: a ViT that starts from trained weights."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_model_data_config
+from timm.optim import param_groups_layer_decay
+
+from arguments import sets
+from gaupipe.data.splits import load_data
+from gaupipe.distillation.student import build_student
+from gaupipe.settings import load as config
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.vit.saving import save_student
+from stages import train
+from stages.train import LabelLosses
+from test_cli import metrics
+from test_own_images import photos
+
+SCALING = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "interpolation": "bicubic"}
+TINY = ["baseline.epochs=2", "data.batch_size=8", "threads=1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Pictures of cats and dogs, and ``weights`` of three other classes."""
+    folder = tmp_path_factory.mktemp("fine_tuning")
+    photos(folder / "photos", count=20, size=(30, 24))
+    torch.manual_seed(0)
+    sizes = dict(img_size=16, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=3)
+    save_student(timm.create_model("vit_tiny_patch16_224", **sizes), folder / "weights", **SCALING)
+    return folder
+
+
+def settings_of(folder, *changes):
+    model = [f"model.name=local-dir:{folder / 'weights'}", "data.image_size=16"]
+    data = ["data.name=folder", f"data.root={folder / 'photos'}", f"data.scaling={SCALING}"]
+    return config.load("digits", [*model, *data, *changes])
+
+
+@pytest.fixture(scope="module")
+def command(folder):
+    return ["train", "--data", folder / "photos", "--model", f"local-dir:{folder / 'weights'}"]
+
+
+@pytest.mark.parametrize("attention", ["standard", "belief2"])
+def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
+    command, folder, tmp_path, in_process, attention
+):
+    run = tmp_path / "run"
+    code, _, err = in_process(*command, *sets(*TINY), "--run-dir", run, "--student", attention)
+    assert code == 0, err
+    student = run / "plain" / attention
+    model = timm.create_model(f"local-dir:{student / 'student'}", pretrained=True)
+    expected = resolve_model_data_config(model)
+    assert expected["input_size"] == (3, 16, 16) and model.num_classes == 2
+    assert {name: expected[name] for name in SCALING} == SCALING
+    last = metrics(student / "metrics.jsonl")[-1]
+    _, out, _ = in_process("evaluate", "--run-dir", run, "--json")
+    assert json.loads(out)["top1"] == pytest.approx(last["val_acc"])
+    code, out, _ = in_process("predict", student, folder / "photos")
+    predicted = [line.split(",")[:2] for line in out.splitlines()[1:]]
+    data = load_data(config.load(run / "config.yaml").data)
+    images = torch.cat([torch.from_numpy(data.val.image(i))[None] for i in range(len(data.val))])
+    mean, std = (torch.tensor(SCALING[name]) for name in ("mean", "std"))
+    logits = model.eval()(((images / 255 - mean) / std).permute(0, 3, 1, 2))
+    names = [data.val.source.files.name(position) for position in data.val.positions]
+    of_predict = dict(predicted)
+    assert [of_predict[name] for name in names] == [("cat", "dog")[i] for i in logits.argmax(1)]
+
+
+def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
+    data = load_data(settings_of(folder).data)
+    weights = timm.create_model(f"local-dir:{folder / 'weights'}", pretrained=True).eval()
+    images = torch.randn(4, 3, 16, 16)
+    logits = []
+    for attention in ("standard", "belief2"):
+        settings = settings_of(folder, f"phase_b.student={attention}")
+        student = build_student(settings, data).eval()
+        features = student.forward_features(images)
+        torch.testing.assert_close(features, weights.forward_features(images))
+        logits.append(student(images))
+    torch.testing.assert_close(*logits)
+    assert logits[0].shape == (4, 2) and not logits[0].allclose(weights(images)[:, :2])
+
+
+def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
+    settings = settings_of(folder, "phase_b.optim={lr: 0.1, args: {layer_decay: 0.5}}")
+    student = build_student(settings, load_data(settings.data))
+    optimizer, schedule = build_optimizer(student, settings.phase_b.optim, 4, 10)
+    schedule.step_update(10)  # after the warm-up
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    for group in param_groups_layer_decay(student, layer_decay=0.5):
+        assert {rates[id(p)] for p in group["params"]} == {0.1 * group["lr_scale"]}
+    assert rates[id(student.head.weight)] == 0.1
+    assert rates[id(student.cls_token)] == pytest.approx(0.1 * 0.5**4)
+
+
+def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
+    command, folder, tmp_path, in_process, monkeypatch
+):
+    """And is refused where they have become others."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt  # in the second epoch
+
+    assert in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "unbroken")[0] == 0
+    with monkeypatch.context() as patch:
+        scores = iter([train.score_model, interrupted])
+        patch.setattr(train, "score_model", lambda *asked: next(scores)(*asked))
+        assert in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "run")[0] == 130
+    again = ["train", "--data", folder / "photos", "--run-dir", tmp_path / "run", "--resume"]
+    other = folder / "weights" / "model.safetensors"
+    before = other.read_bytes()
+    other.write_bytes(before[:-4] + b"abcd")
+    code, _, err = in_process(*again)
+    assert code == 2 and f"was started with the weights in {folder / 'weights'}, sha256" in err
+    other.write_bytes(before)
+    with monkeypatch.context() as patch:
+        patch.delattr("gaupipe.teachers.fine_tuning.load_folder")
+        assert in_process(*again)[0] == 0
+    unbroken, resumed = (
+        metrics(tmp_path / name / "plain/standard/metrics.jsonl") for name in ("unbroken", "run")
+    )
+    assert unbroken == resumed and len(resumed) == 2
+
+
+@pytest.mark.parametrize(
+    "model, change, message",
+    [
+        ("vit_tiny_patch16_224.augreg_in21k", "", "not on this machine: --download fetches them"),
+        ("vit_tiny_patch16_224.nosuch", "", "timm has no weights 'vit_tiny_patch16_224.nosuch'"),
+        ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no vision transformer"),
+        ("local-dir:nosuch", "", "there is no folder nosuch: model.name should be a gauvit name"),
+        ("local-dir:photos", "", "Config file not found"),
+        ("local-dir:weights", "phase_b.match_params=true", "keeps its FFN"),
+        ("local-dir:weights", "phase_b.student=gaussian", "cannot convert to 'gaussian'"),
+        ("local-dir:weights", "model.args={depth: 4}", "do not fit the weights"),
+        ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
+        ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
+        ("local-dir:weights", "phase_b.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),
+    ],
+)
+def test_what_cannot_be_fine_tuned_is_refused(
+    folder, tmp_path, in_process, monkeypatch, model, change, message
+):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    changes = sets(*TINY, change) if change else sets(*TINY)
+    for name in ("photos", "weights"):
+        shutil.copytree(folder / name, tmp_path / name)
+    code, _, err = in_process("train", "--data", "photos", "--model", model, *changes, cwd=tmp_path)
+    assert code == 2 and message in err.splitlines()[-1], err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
+    """By timm's blocks, and by those that phase B runs one by one."""
+    kept, gradients = {}, {}
+    for checkpointing in (False, True):
+        settings = settings_of(folder, "phase_b.student=belief2")
+        data = load_data(settings.data)
+        job = train.build(settings, data)
+        job.student.set_grad_checkpointing(checkpointing)
+        sizes = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        batch = next(iter(train.train_and_val(data, settings.data, job.device)[0].in_order()))
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = LabelLosses(replace(job))(batch)["loss"]
+        loss.backward()
+        kept[checkpointing] = sum(sizes)
+        gradients[checkpointing] = [one.grad for one in job.student.parameters()]
+    assert kept[True] < kept[False] / 3
+    assert all(map(torch.equal, *gradients.values()))
