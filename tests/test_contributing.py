@@ -53,7 +53,7 @@ def test_a_new_attention_is_a_file_and_a_line(packages):
     assert done.returncode == 0, done.stderr
     done = gaupipe(packages, *common, "silent", "--run-dir", "silent")
     assert done.returncode == 2 and "set compares = False" in done.stderr
-    assert done.stderr.count("\n") == 1 and not (packages / "silent").exists()
+    assert done.stderr.count("\n") == 2 and not (packages / "silent").exists()
 
 
 @pytest.mark.long

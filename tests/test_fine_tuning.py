@@ -139,7 +139,7 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
         ("local-dir:photos", "", "Config file not found"),
         ("local-dir:weights", "phase_b.match_params=true", "keeps its FFN"),
         ("local-dir:weights", "phase_b.student=gaussian", "cannot convert to 'gaussian'"),
-        ("local-dir:weights", "model.args={depth: 4}", "do not fit the weights"),
+        ("local-dir:weights", "model.args={depth: 4}", "do not fit model.name=local-dir:weights"),
         ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
         ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
         ("local-dir:weights", "phase_b.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),

@@ -164,20 +164,20 @@ def test_every_command_takes_an_s3_url(copied_run, s3, in_process):
     ],
 )
 def test_a_store_or_a_bucket_that_is_not_there_gives_one_line(
-    finished_run, s3, in_process, command, words
+    copied_run, s3, in_process, command, words
 ):
-    code, _, err = in_process(*command.replace("RUN", str(finished_run())).split())
+    code, _, err = in_process(*command.replace("RUN", str(copied_run())).split())
     assert (code, err.count("\n")) == (2, 1) and words in err
 
 
 @pytest.mark.parametrize("name", CREDENTIALS)
 def test_a_refused_key_gives_one_line_and_writes_nothing(
-    finished_run, s3, in_process, monkeypatch, name
+    copied_run, s3, in_process, monkeypatch, name
 ):
     url = f"{s3}/refused.zarr"
     with monkeypatch.context() as wrong:
         wrong.setenv(name, "wrong")
-        code, _, err = in_process("export-maps", "--run-dir", finished_run(), "--out", url)
+        code, _, err = in_process("export-maps", "--run-dir", copied_run(), "--out", url)
     assert (code, err.count("\n")) == (2, 1) and "credentials" in err
     with pytest.raises(store.StoreError):
         store.open(url)
@@ -214,10 +214,10 @@ class Proxy(socketserver.ThreadingTCPServer):
 
 
 def test_a_connection_that_drops_leaves_no_store_that_looks_whole(
-    finished_run, server, s3, in_process, monkeypatch
+    copied_run, server, s3, in_process, monkeypatch
 ):
     url = f"{s3}/dropped.zarr"
-    export = "export-maps", "--run-dir", finished_run(), "--out", url, "--shard-mb", 0.01
+    export = "export-maps", "--run-dir", copied_run(), "--out", url, "--shard-mb", 0.01
     with Proxy(int(server.rpartition(":")[2]), 10_000) as proxy, monkeypatch.context() as through:
         through.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{proxy.server_address[1]}")
         code, _, err = in_process(*export)

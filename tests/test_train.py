@@ -25,7 +25,6 @@ TINY = [
     "data.batch_size=50",
     "phase_a.max_epochs=1",
     "phase_b.epochs=3",
-    "baseline.epochs=3",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
@@ -54,7 +53,7 @@ def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
 
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
-    settings = config.load("digits", TINY)
+    settings = config.load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
     result = compare.run(
         settings, tmp_path / "compare", students=["standard"], seeds=[0], only=["plain ViT"],

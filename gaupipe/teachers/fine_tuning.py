@@ -68,7 +68,7 @@ def with_weights(
     # with a new head timm leaves out what does not fit
     for name in stored.keys() ^ vit.state_dict().keys():
         if not name.startswith("head."):
-            raise UserError(f"model.args: {arguments} do not fit the weights of {model.name}")
+            raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
     if (phase.student, phase.attention_options) != ("standard", {}):
         vit = convert(vit, phase.student, **phase.attention_options)
     torch.manual_seed(settings.seed)
