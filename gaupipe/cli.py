@@ -662,7 +662,12 @@ def inspect(
     ] = None,
     query: Annotated[
         str | None,
-        _option("Query token, from 0 in row-major order, or their mean.", "mean", metavar="Q|mean"),
+        _option(
+            "Query: a patch, from 0 in row-major order; class or 'register 1', where the store has "
+            "these; or the mean of all patches.",
+            "mean",
+            metavar="Q|mean",
+        ),
     ] = None,
     view: Annotated[
         int | None, _option("View of the image, from 0, in a store of views.", "0")
