@@ -651,7 +651,12 @@ def inspect(
     layer: Annotated[int | None, _option("--layer L", "Encoder block, from 0.", "0")] = None,
     head: Annotated[str | None, _option("--head H|mean", "Head, from 0.", "mean")] = None,
     query: Annotated[
-        str | None, _option("--query Q|mean", "Query, from 0 in row-major order.", "mean")
+        str | None,
+        _option(
+            "--query Q|mean",
+            "A patch, from 0 in row-major order; class or 'register 1' where the store has these.",
+            "mean",
+        ),
     ] = None,
     view: Annotated[int | None, _option("--view V", "Stored view, from 0.", "0")] = None,
     png: Annotated[str | None, _option("--png FILE", "Draw the map over the image.")] = None,

@@ -36,9 +36,9 @@ class Pictures(ImageFiles):
     """Image files that are read when they are looked at, or all of them for a digest."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = [path.resolve() for path in paths]
-        self.root = Path(os.path.commonpath([path.parent for path in self.paths]))
-        self.names = [os.path.relpath(path, self.root) for path in self.paths]
+        whole = [path.resolve() for path in paths]
+        self.root = Path(os.path.commonpath([path.parent for path in whole]))
+        self.names = [os.path.relpath(path, self.root) for path in whole]
         self.place, self.total_bytes = str(self.root), 0
 
     def contents(self, _positions: np.ndarray) -> bytes:

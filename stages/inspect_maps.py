@@ -201,6 +201,9 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
         largest += f" of both maps; {by} has {weights.max():.4f}"
     elif "no_teacher" in seen:
         lines.append(Text(f"  no teacher beside it: {seen['no_teacher']}"))
+    if "extra" in seen:
+        extra = ", ".join(f"{name} {weight:.3f}" for name, weight in seen["extra"].items())
+        lines.append(Text(f"  beside the grid: {extra}"))
     token = weights.argmax()
     y, x = divmod(int(token), weights.shape[1])
     at = f"at token {token} (row {y}, column {x})"

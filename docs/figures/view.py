@@ -25,12 +25,10 @@ from sklearn.cluster import KMeans
 from sklearn.datasets import load_sample_image
 
 FIGURES = Path(__file__).parent
-DESKTOP, PHONE = (1280, 800), (390, 844)
-FLOWER = "image=1&layer=1&head=2&query=210"
+DESKTOP = (1280, 800)
 OF_PHOTOS = {
-    "view": (DESKTOP, FLOWER),
+    "view": (DESKTOP, "image=1&layer=1&head=2&query=210"),
     "view_gradient": (DESKTOP, "image=0&layer=1&head=gradient&smooth=1&theme=dark"),
-    "view_phone": (PHONE, FLOWER),
 }
 OF_DIGITS = {
     "view_student": (DESKTOP, "image=3&layer=1&head=1&query=6&student=standard&order=wrong"),
