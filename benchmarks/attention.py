@@ -14,14 +14,13 @@ is the processor's, not the wall clock's, so that what else runs on the machine 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 from collections.abc import Callable
 
 import timm
 import torch
-from timing import seconds
+from timing import record, seconds
 from timm.layers import Attention
 from torch import nn
 
@@ -82,7 +81,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--compile", action="store_true", help="torch.compile every contender")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="write the ratios to this file as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = (
@@ -92,15 +90,10 @@ def main() -> None:
     names = arguments.only.split(",") if arguments.only else []
     names = names or [name for name in STUDENTS if name not in ON_A_GRID]
     measure = layer_ratios if arguments.what == "layer" else model_ratios
-    tables = {}
     print_header(names)
     for shape in arguments.shapes.split(","):
         for row, ratios in measure(shape, names, arguments):
             print_row(row, ratios, names)
-            tables[row] = ratios
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump(tables, file, indent=1)
 
 
 def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
@@ -115,14 +108,9 @@ def layer_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         x = torch.randn(max(1, arguments.tokens // tokens), tokens, width, device=arguments.device)
         steps = {name: steps_of(layer, x, arguments) for name, layer in layers.items()}
         for i, kind in enumerate(("forward", "forward + backward")):
-            yield (
-                f"{shape} {width}/{heads}, T={tokens}, {kind}",
-                interleaved(
-                    {name: pair[i] for name, pair in steps.items()},
-                    arguments.rounds,
-                    arguments.device,
-                ),
-            )
+            row = f"{shape}, T={tokens}, {kind}"
+            of_kind = {name: pair[i] for name, pair in steps.items()}
+            yield row, interleaved(row, of_kind, arguments.rounds, arguments.device)
 
 
 def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
@@ -143,10 +131,8 @@ def model_ratios(shape: str, names: list[str], arguments: argparse.Namespace):
         max(1, arguments.tokens // tokens), 3, image_size, image_size, device=arguments.device
     )
     steps = {name: steps_of(model, x, arguments)[1] for name, model in models.items()}
-    yield (
-        f"{shape}, T={models[BASELINE].pos_embed.shape[1]}",
-        interleaved(steps, arguments.rounds, arguments.device),
-    )
+    row = f"{shape}, T={models[BASELINE].pos_embed.shape[1]}"
+    yield row, interleaved(row, steps, arguments.rounds, arguments.device)
 
 
 def steps_of(
@@ -179,7 +165,7 @@ def steps_of(
 
 
 def interleaved(
-    steps: dict[str, Callable], rounds: int, device: str
+    row: str, steps: dict[str, Callable], rounds: int, device: str
 ) -> dict[str, dict[str, float]]:
     """For each contender the ratio of its time to the baseline's: median and quartiles over the
     rounds, the ratio of their best times, and its median time in milliseconds."""
@@ -196,6 +182,7 @@ def interleaved(
     for name in steps:
         ratios = [mine / base for mine, base in zip(times[name], times[BASELINE], strict=True)]
         low, median, high = statistics.quantiles(ratios, n=4)
+        record(f"{row}, {name}", ratios)
         summary[name] = dict(
             median=median,
             low=low,

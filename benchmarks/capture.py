@@ -12,7 +12,7 @@ import argparse
 
 import timm
 import torch
-from timing import seconds, spread
+from timing import record, seconds, spread
 
 import gaupipe
 
@@ -52,6 +52,7 @@ def main() -> None:
                 if turn:  # the first warms up
                     of_way.append(taken / plain)
     for name, of_way in ratios.items():
+        record(f"capture, {name}, times plain", of_way)
         print(f"{name}: {spread(of_way)} times plain, maps {sizes[name] / 1e6:.1f} MB")
 
 

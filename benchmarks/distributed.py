@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from timing import spread
+from timing import record, spread
 from torch.multiprocessing import spawn
 
 from gaupipe.data.batches import Batch
@@ -84,6 +84,7 @@ def rank(number: int, port: int, batch: int, rounds: int, stages: Sequence[str])
                     ratios.append(one / both)
                     exchanges.append(1 - without / both)
             if distributed.is_main():
+                record(f"{name}, two processes against one", ratios)
                 exchange = spread(exchanges) if unsynchronised else "-"
                 print(f"{name:<8} x {spread(ratios)}, exchange {exchange}", flush=True)
 

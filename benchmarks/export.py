@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from timing import spread
+from timing import record, spread
 
 import store
 from gaupipe.data.splits import load_data
@@ -68,6 +68,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
                 f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   "
                 f"ratio {ratios[-1]:.3f}"
             )
+    record(f"export of {arguments.kind} over the forward pass", ratios)
     print(f"ratio: {spread(ratios, '.3f')}, min {min(ratios):.3f}, max {max(ratios):.3f}")
     print(f"in processor time: {spread(of_cpu, '.3f')}")
 

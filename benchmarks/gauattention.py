@@ -19,7 +19,7 @@ from collections.abc import Callable
 import timm
 import torch
 import torch.nn.functional as F
-from timing import seconds, spread
+from timing import record, seconds, spread
 from torch import Tensor
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
@@ -105,6 +105,7 @@ def main() -> None:
             ratios = [
                 ours / base for ours, base in zip(times[name], times["standard"], strict=True)
             ]
+            record(f"{name}, {tokens} tokens", ratios)
             print(f"T={tokens:<4} {name:<24} {spread(ratios)}", flush=True)
 
 

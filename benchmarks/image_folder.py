@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from timing import spread
+from timing import record, spread
 
 from gaupipe.data import splits as data
 from gaupipe.data.files import SETTLED_NS
@@ -51,6 +51,7 @@ def main() -> None:
             for clock, values in zip(
                 ("elapsed", "of the processor"), zip(*times, strict=True), strict=True
             ):
+                record(f"{name}, seconds {clock}", values)
                 print(f"{name}, seconds {clock}: {spread(values)}")
 
 

@@ -30,7 +30,7 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from timing import spread
+from timing import record, spread
 from timm.data import ImageDataset, create_loader
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -181,6 +181,7 @@ def compare_loaders(root: Path, size: int, workers: int, device: torch.device, r
         print(f"{what}, {workers} workers: timm {spread(rates['timm'], ',.0f')} images/s")
         for name in list(epochs)[1:]:
             ratios = [ours / timms for ours, timms in zip(rates[name], rates["timm"], strict=True)]
+            record(f"{size} pixels, {what}, {workers} workers, {name}, times timm", ratios)
             print(f"    {name}: {spread(ratios)} of timm, {spread(rates[name], ',.0f')} images/s")
 
 
@@ -216,6 +217,7 @@ def share_that_waits(
         what = "crops of full-size images" if crops else "squares"
         print(f"share of a step of {MODELS[size]} that waits, %, {what}, {workers} workers:")
         for name, values in shares.items():
+            record(f"{size} pixels, {what}, {workers} workers, {name}, % that waits", values)
             print(f"    {name}: {spread(values, '.1f')}")
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from timing import seconds, spread
+from timing import record, seconds, spread
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
@@ -46,7 +46,7 @@ IMAGES = 512
 STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}
 LARGEST = 2**29
 """Bytes of a store: where images are large there are fewer."""
-SIZES = {64: dict(img_size=32, patch_size=4), 196: dict(img_size=56, patch_size=4)}
+SIZES = {side**2: dict(img_size=4 * side, patch_size=4) for side in (8, 14, 32)}
 
 
 def main() -> None:
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both steps")
     parser.add_argument("--checkpointing", action="store_true", help="also with grad_checkpointing")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
@@ -73,8 +74,11 @@ def main() -> None:
             maps = write_store(f"{folder}/maps.zarr", tokens, kind)
             for key in arguments.students.split(","):
                 batch = arguments.tokens_per_batch // tokens
-                measured = measure(key, tokens, maps, batch, arguments.rounds, device, steps)
+                measured = measure(key, tokens, maps, batch, arguments, device, steps)
                 for step, (ratios, memory, wait) in measured.items():
+                    what = f"{step}, {key}, {kind}, {tokens} tokens"
+                    record(f"{what}: time", ratios)
+                    record(f"{what}: memory", [memory, memory])
                     times = f"{step:<15}  {spread(ratios)}  {memory:<7.2f} {wait:.1%}"
                     print(f"{key:<12} {kind:<8} {tokens:>6}  {times}", flush=True)
 
@@ -84,27 +88,30 @@ def measure(
     tokens: int,
     maps: store.Store,
     batch: int,
-    rounds: int,
+    arguments: argparse.Namespace,
     device: torch.device,
     names: list[str],
 ) -> dict[str, tuple[list[float], float, float]]:
     """Of each step: ratios of its time to the plain step's, ratio of memory, and the share of its
     time spent waiting for maps."""
     torch.manual_seed(0)
+    rounds = arguments.rounds
     model = timm.create_model("gauvit_atto_patch4_32", attention=key, **SIZES[tokens]).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     images = torch.randn(batch, 3, *model.patch_embed.img_size, device=device)
     labels = torch.randint(0, 10, (batch,), device=device)
     rng = np.random.default_rng()
     targets = maps.prefetch([rng.permutation(len(maps))[:batch] for _ in range(2 * rounds + 10)])
-    with_loss = FeatureLoss(model)
+    forward, with_loss = model, FeatureLoss(model, compiled=arguments.compile)
+    if arguments.compile:
+        forward, with_loss = torch.compile(model), torch.compile(with_loss)
     read = KINDS[maps.schema.kind].reader(maps, device)
     waited = 0.0
 
     def plain() -> None:
         nonlocal waited
         waited = 0.0
-        update(hard_loss(model(images), labels))
+        update(hard_loss(forward(images), labels))
 
     def distilled() -> None:
         nonlocal waited

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import zarr
-from timing import spread
+from timing import record, spread
 
 import store
 
@@ -142,6 +142,8 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
             ours / theirs
             for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=cache == "warm")
         ]
+        for reader, ratios in against.items():
+            record(f"{name}, {cache}, times {reader}", ratios)
         print(
             f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   "
             f"{spread(speeds['store'], ',.0f'):<24} "

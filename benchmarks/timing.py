@@ -1,8 +1,12 @@
-"""What the benchmarks share: how long a step takes, and what is printed of repeats."""
+"""What the benchmarks share: how long a step takes, and what is printed and recorded of repeats."""
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -26,6 +30,17 @@ def seconds(
     step()
     torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def record(name: str, values: Sequence[float]) -> None:
+    """Adds a line of JSON to the file that $BENCHMARKS names, if it names one: the command, the
+    date, torch, and median and quartiles of two values or more."""
+    if (path := os.environ.get("BENCHMARKS")) and len(values) > 1:
+        low, median, high = statistics.quantiles(values, n=4)
+        made = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+        made |= {"torch": torch.__version__, "name": name}
+        with open(path, "a") as file:
+            print(json.dumps(made | {"median": median, "low": low, "high": high}), file=file)
 
 
 def spread(values: Sequence[float], form: str = ".2f") -> str:

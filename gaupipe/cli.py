@@ -335,16 +335,9 @@ def phase_b(
     Example: `gaupipe phase-b --student belief2 --set phase_b.epochs=40`
     """
     run_dir = _run(run_dir)
-    from stages.runs.directory import RunDirectory
+    from stages.runs import students
 
-    run = RunDirectory(run_dir)
-    if name is None:
-        name = student or distributed.main_first(run.settings).phase_b.student
-    settings = distributed.main_first(lambda: run.student_settings(name, distill))
-    _say_start("phase B", settings, run.student(name, distill), student)
-    from stages import phase_b as stage
-
-    stage.run(
+    request = students.begin(
         run_dir,
         student,
         name=name,
@@ -353,9 +346,13 @@ def phase_b(
         resume=resume,
         distilled=distill,
     )
-    named = ["--run-dir", run_dir, "--student", name]
+    _say_start("phase B", request.settings, request.folder)
+    from stages import phase_b as stage
+
+    stage.run_request(request)
+    named = ["--run-dir", run_dir, "--student", request.name]
     _say_next(["evaluate", *named, *["--plain"] * (not distill)], ["view", *named[:2]])
-    print(run.student(name, distill) / "student")
+    print(request.folder / "student")
 
 
 @_command("Train")
@@ -438,6 +435,7 @@ def evaluate(
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
+        _say_next(["view", "--run-dir", run_dir, "--student", scores["student"]])
 
 
 @_command("Look")

@@ -82,7 +82,7 @@ class FilesJob(TeacherJob[VitTeacher]):
             "predicts": self.teacher.predicts,
             "files": [str(path.resolve()) for path in self.paths],
             "transform": source.transform,
-            "classes": list(source.class_names),
+            "class_names": list(source.class_names),
         }
 
 
@@ -91,7 +91,7 @@ def images_of(notes: dict[str, Any], num_classes: int, with_digest: bool = False
     paths = list(image_files([Path(path) for path in notes["files"]]))
     transform = notes["transform"]
     source = PreparedImages(paths, transform)
-    source.class_names = tuple(notes["classes"])
+    source.class_names = tuple(notes["class_names"])
     split = Split(source, np.arange(len(paths)))
     channels, _, size = transform["input_size"]
     return ImageData(
@@ -146,7 +146,7 @@ def open_model(
     notes = {
         "files": paths,
         "transform": json.loads(json.dumps(transform)),  # of lists in place of tuples
-        "classes": (model.pretrained_cfg or {}).get("label_names") or (),
+        "class_names": (model.pretrained_cfg or {}).get("label_names") or (),
     }
     data = images_of(notes, max(getattr(model, "num_classes", 1), 1), with_digest=not to_look)
     try:

@@ -58,7 +58,7 @@ def run(
     on training images.
 
     ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
-    to ``out``, as :func:`stages.predict.write` writes them, and a picture of the confusion matrix
+    to ``out``, as ``gaupipe predict`` writes them, and a picture of the confusion matrix
     to ``confusion``. Raises StoreError for the store of another teacher or data set, and for a
     damaged one.
     """

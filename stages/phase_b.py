@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe.attention import STUDENTS
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData
@@ -28,16 +27,15 @@ from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_used
-from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.vit import VitTeacher
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
-from stages.runs import ranks
-from stages.runs.directory import RunDirectory, check_name
+from stages.runs import ranks, students
+from stages.runs.directory import RunDirectory
+from stages.runs.students import StudentRequest, removed_if_refused
 from stages.train import LabelLosses, Training, train_into, train_plain
 from stages.train import build as build_plain
 
@@ -159,81 +157,28 @@ class StudentLosses(LabelLosses):
 
 
 def run(
-    run_dir: Path,
-    student: str | None = None,
-    *,
-    name: str | None = None,
-    overrides: Sequence[str] = (),
-    maps_url: str | None = None,
-    resume: bool = False,
-    distilled: bool = True,
-    data: ImageData | None = None,
+    run_dir: Path, student: str | None = None, *, data: ImageData | None = None, **options: Any
 ) -> list[dict[str, Any]]:
-    """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch.
-
-    student     its attention; None is the settings' ``phase_b.student``
-    name        of its folder; None is its attention
-    overrides   settings ``a.b=c`` in which it differs from the run; only some may
-                (:class:`gaupipe.settings.sections.Scope`)
-    maps_url    the attention-map store; None is the run's own
-    resume      continues from the last checkpoint, or starts where there is none; without it an
-                existing student is refused
-    distilled   False trains the baseline, the same model on the labels alone
-    data        the data set of the settings, where it has been read already
-
-    Raises UserError before anything is written.
-    """
-    run = RunDirectory(run_dir)
-    if maps_url == "":
-        raise UserError("--maps '': should be the path or URL of a store")
-    if maps_url and not distilled:
-        raise UserError(
-            "--maps: training on the labels alone (--no-distill) reads no maps: leave one out"
-        )
-
-    ranks.check_shared(run_dir)
-    settings, folder = distributed.main_first(
-        lambda: join(run, student, name, overrides, distilled, resume)
-    )
-    with run.locked(shared=True):
-        return train_student(
-            settings,
-            folder,
-            teacher=run if distilled else None,
-            maps_url=maps_url,
-            data=data,
-            resume=resume,
-        )
+    """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch. ``options`` as
+    those of :func:`stages.runs.students.begin`; ``data`` is the data set of the settings, where it
+    has been read already. Raises UserError before anything is written."""
+    return run_request(students.begin(run_dir, student, **options), data)
 
 
-def join(
-    run: RunDirectory,
-    student: str | None,
-    name: str | None,
-    overrides: Sequence[str],
-    distilled: bool,
-    resume: bool,
-) -> tuple[Settings, Path]:
-    """The settings of a student, and its folder. Arguments as in :func:`run`. Raises UserError for
-    what the run does not allow."""
-    name = name if name is not None else student or run.settings().phase_b.student
-    check_name(name)
-    new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-    settings, folder = run.with_overrides(name, distilled, new)
-    if not resume and folder.exists():
-        raise UserError(
-            f"{folder} already exists: --resume continues it, --name NAME trains another student "
-            "beside it"
-        )
-    if not distilled:
-        check_used(new, settings)
-    attention = settings.phase_b.student
-    if name in STUDENTS and name != attention:
-        raise UserError(
-            f"--name {name}: is the name of an attention, and this student's is {attention}: "
-            "choose another name"
-        )
-    return settings, folder
+def run_request(request: StudentRequest, data: ImageData | None = None) -> list[dict[str, Any]]:
+    """As :func:`run`, of a student whose settings are written."""
+    run, folder = request.run, request.folder
+    with removed_if_refused(folder, request.created):
+        ranks.check_shared(run.path)
+        with run.locked(shared=True):
+            return train_student(
+                request.settings,
+                folder,
+                teacher=run if request.distilled else None,
+                maps_url=request.maps_url,
+                data=data,
+                resume=request.resume,
+            )
 
 
 def train_student(

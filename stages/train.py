@@ -3,11 +3,9 @@ Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,6 +39,7 @@ from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
+from stages.runs.students import removed_if_refused
 
 
 @dataclass
@@ -223,19 +222,6 @@ def train_into(
     return state.metrics
 
 
-@contextlib.contextmanager
-def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
-    """Removes a ``folder`` that this command has ``created``, if it ends in an error."""
-    try:
-        yield
-    except Exception:
-        if created and distributed.is_main():
-            shutil.rmtree(folder)
-            with contextlib.suppress(OSError):  # other students are beside it
-                folder.parent.rmdir()
-        raise
-
-
 def write_request(folder: Path, settings: Settings, maps: store.Store | None = None) -> None:
     """Writes what a student's training was asked for: config.yaml and maps.json."""
     write_whole(folder / "config.yaml", dump(settings))
@@ -281,8 +267,8 @@ def run(
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too.
-    ``attention`` None is the settings' ``phase_b.student``; ``resume`` and ``data`` as in
-    :func:`stages.phase_b.run`.
+    ``attention`` None is the settings' ``phase_b.student``; ``resume`` continues from the last
+    checkpoint; ``data`` is the data set of the settings, where it has been read already.
 
     Raises UserError before anything is written.
     """

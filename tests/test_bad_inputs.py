@@ -42,7 +42,6 @@ COMMANDS = (
     "--set phase_a.compression.embedding=3",
     "export-maps --run-dir compressed --kind embedding",
     "export-maps --run-dir runs/tiny --out shards.zarr --shard-mb 0.005",
-    "export-maps --run-dir runs/tiny --out dense.zarr --kind dense",
 )
 SECONDS = 30
 """What a row may take before it counts as a hang; the slowest takes a few."""
@@ -135,11 +134,6 @@ def test_a_bad_input_on_a_terminal_of_ascii(finished, finished_contents, monkeyp
         main()
     assert contents(finished) == finished_contents
     check(row, exit_.value.code or 0, *(stream.getvalue().decode("ascii") for stream in streams))
-
-
-def test_the_table_is_without_repetition():
-    inputs = [(row.command, row.change) for row in ROWS]
-    assert len(set(inputs)) == len(inputs)
 
 
 READERS = {

@@ -13,10 +13,9 @@ from conftest import write_idx
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.settings import DataSettings, ModelSettings
+from gaupipe.settings import DataSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from gaupipe.vit.build import build_vit
 
 CPU = torch.device("cpu")
 UNCHANGED = Augment(AugmentSettings(), seed=0)
@@ -145,15 +144,6 @@ def test_one_class_is_refused(tmp_path):
     write_mnist(tmp_path, np.zeros((20, 6, 6), np.uint8), np.full(20, 3, np.uint8))
     with pytest.raises(UserError, match="torch/mnist: its training images are all of one class"):
         load_data(DataSettings(name="torch/mnist", root=tmp_path))
-
-
-@pytest.mark.parametrize(
-    "size,args,fit", [(9, {}, "8 or 10"), (8, {"patch_size": [2, 3]}, "6 or 12")]
-)
-def test_images_that_patches_do_not_cover_are_refused(size, args, fit):
-    message = f"patches of .* do not cover images of {size} x {size}; {fit} would fit"
-    with pytest.raises(UserError, match=f"data.image_size: {message}"):
-        build_vit(ModelSettings(args={"depth": 1, **args}), digits(image_size=size))
 
 
 def test_fashion_mnist_is_where_the_environment_says(machine, tmp_path, monkeypatch):

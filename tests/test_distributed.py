@@ -373,15 +373,6 @@ def test_torchrun_starts_the_ranks(tmp_path, program):
     assert done.stderr.count("phase A epoch 1/1") == 1
 
 
-def test_a_run_of_one_process_is_not_continued_by_two(tmp_path):
-    overrides = sets(*TINY, "data.buckets=null", "phase_a.max_epochs=1")
-    phase_a = ["phase-a", "digits", "--run-dir", str(tmp_path / "run"), *overrides]
-    assert in_world(1, tmp_path / "words", command, *phase_a) == [0]
-    assert in_world(2, tmp_path / "words", command, *phase_a, "--resume") == [2, 2]
-    said = (tmp_path / "words" / "rank0.txt").read_text()
-    assert "data.buckets: 1 buckets cannot be shared by 2 processes" in said
-
-
 def test_ranks_that_are_gone_are_not_taken_for_the_living():
     """A store in which an earlier rank 1 reported, was answered and confirmed."""
     store = torch.distributed.HashStore()

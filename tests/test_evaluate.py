@@ -129,6 +129,7 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     code, text, err = in_process(*arguments, "--out", "p.json", cwd=tmp_path)
     assert code == 0, err
     assert max(map(len, text.splitlines())) <= 80 and "top1_interval" in text
+    assert err.endswith(f"gaupipe view --run-dir {photos / 'run'} --student belief\n")
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
     assert code == 0, err
     scores = json.loads(out)

@@ -69,12 +69,11 @@ def test_an_attention(model, dtype, gpu):
 def student_job(run, request):
     """A student that learns from the maps of ``run``, or without a teacher from the labels."""
     stage, student = request.param
-    directory = RunDirectory(run)
-    settings = directory.with_overrides(
-        [AUGMENT, "phase_b.alpha=0.5", f"phase_b.student={student}"]
-    )
-    teacher = directory if stage == "phase-b" else None
-    return phase_b.build(settings, load_data(settings.data, False), teacher)
+    teacher = RunDirectory(run)
+    changes = [AUGMENT, "phase_b.alpha=0.5", f"phase_b.student={student}"]
+    settings = config.load(str(teacher.config), changes)
+    data = load_data(settings.data, False)
+    return phase_b.build(settings, data, teacher if stage == "phase-b" else None)
 
 
 CASES = [("train", "standard"), *(("phase-b", key) for key in STUDENTS)]

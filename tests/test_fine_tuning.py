@@ -134,7 +134,7 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     [
         ("vit_tiny_patch16_224.augreg_in21k", "", "not on this machine: --download fetches them"),
         ("vit_tiny_patch16_224.nosuch", "", "timm has no weights 'vit_tiny_patch16_224.nosuch'"),
-        ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no vision transformer"),
+        ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no VisionTransfor"),
         ("local-dir:nosuch", "", "there is no folder nosuch: model.name should be a gauvit name"),
         ("local-dir:photos", "", "Config file not found"),
         ("local-dir:weights", "phase_b.match_params=true", "keeps its FFN"),

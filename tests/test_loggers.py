@@ -16,7 +16,6 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
-from gaupipe.training.step_log import remove_later
 from gaupipe.training.update import Update
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
@@ -181,10 +180,3 @@ def test_waiting_is_counted_for_images_and_for_maps():
     assert batches.waited["data"] > 0
     list(batches.epoch(1, UNCHANGED, NumberedMaps()))
     assert batches.waited["maps"] > 0
-
-
-def test_lines_after_a_checkpoint_and_half_a_line_are_removed(tmp_path):
-    path = tmp_path / "steps.jsonl"
-    path.write_text('{"step": 2}\n{"step": 4}\n{"step": 6}\n{"st')
-    remove_later(path, 4)
-    assert path.read_text() == '{"step": 2}\n{"step": 4}\n'

@@ -17,6 +17,7 @@ from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import Choices, choose
 from stages.runs.directory import RunDirectory
+from test_cli import metrics
 
 TINY = ("model.args.embed_dim=16", "model.args.depth=1", "phase_b.epochs=2", "threads=1")
 
@@ -236,12 +237,6 @@ def test_class_folders_without_a_folder_for_training(tmp_path):
 
 def run(in_process, *arguments, cwd):
     return in_process(*arguments, *sets(*TINY), cwd=cwd)
-
-
-def metrics(path) -> list[dict]:
-    timed = ("seconds", "processor_seconds", "images_per_s", "data_share", "maps_share")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in timed} for row in rows]
 
 
 def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):

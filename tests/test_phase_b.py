@@ -14,6 +14,7 @@ import torch
 
 import store
 from arguments import sets
+from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -82,6 +83,19 @@ def test_every_student_learns(run_dir, key):
     )
     assert 0 <= scores["calibration_error"] <= 1 and scores["teacher_agreement"] > 0.3
     assert len(scores["map_kl"]) == 2 and all(0 < kl < 5 for kl in scores["map_kl"])
+
+
+def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
+    """By timm's blocks, and by those that L_feat runs one by one."""
+    rows = []
+    for on in ("false", "true"):
+        changes = [f"grad_checkpointing={on}", "phase_b.epochs=2", "phase_b.gamma=1"]
+        settings = config.load(run_dir / "config.yaml", changes)
+        for teacher in (RunDirectory(run_dir), None):
+            folder = tmp_path / on / str(teacher is None)
+            rows.append(phase_b.train_student(settings, folder, teacher=teacher))
+    losses = [[(row["train_loss"], row["val_loss"]) for row in of_run] for of_run in rows]
+    assert losses[0] == losses[2] != losses[1] == losses[3]
 
 
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir):
@@ -316,7 +330,7 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
         assert settings.baseline_optim.lr == 0.5
 
 
-@pytest.mark.parametrize("moment", ["load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, monkeypatch, in_process, moment
 ):
@@ -328,7 +342,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = phase_b if moment == "build_student" else student_training
+        module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
         code, _, err = in_process(*command, *sets("phase_b.epochs=2"), "--student", "belief2")
     asked = f"{name} --set phase_b.epochs=2 --student belief2 --resume"

@@ -20,7 +20,6 @@ from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.image_state import ImageState
 from stages import export_maps, plan
 from stages.phase_a import gaussian as phase_a
 from stages.runs import resources
@@ -89,19 +88,6 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
         arrays += [array for _, array in group["decoder"].arrays()]
     plan = make_plan(config, job.teacher, job.data)
     assert plan.store_bytes[kind] == sum(array.nbytes for array in arrays)
-
-
-def test_the_planned_bytes_are_what_the_files_take(tmp_path):
-    plan = atto(images=2)
-    state = ImageState(2, torch.zeros(7 * 12 * 64 * 4), lr=0.1, folder=tmp_path)
-    for _ in range(2):
-        state.update(torch.arange(2), torch.ones(2, 7 * 12 * 64 * 4))
-        state.commit()
-    files = list(tmp_path.glob("records.*"))
-    alone = atto(images=2, per_image="none")
-    other = 4 * (9 * 2 + 4 * 7 * 12 * 64 * 4) // 4  # of a checkpoint: counts and an image's start
-    written = sum(file.stat().st_size for file in files)
-    assert plan.disk_bytes == alone.disk_bytes + written + 2 * other
 
 
 def free(monkeypatch, disk, memory):
@@ -251,6 +237,9 @@ def test_plan_of_a_world_divides_memory_and_time(tmp_path, monkeypatch):
     activations = 4 * resources.ACTIVATIONS * 100 * 16 * 4 * 64  # tokens, blocks, width
     saved = alone["phase_a"]["memory_bytes"] - each["phase_a"]["memory_bytes"]
     assert saved == pytest.approx(activations * 3 / 4, abs=4)
+    recomputed = plan.run(digits.model_copy(update={"grad_checkpointing": True}), tmp_path)
+    saved = alone["plain"]["memory_bytes"] - recomputed["stages"]["plain"]["memory_bytes"]
+    assert saved == pytest.approx(activations * (1 - 1 / resources.ACTIVATIONS - 1 / 4))
     assert each["phase_a"]["disk_bytes"] == alone["phase_a"]["disk_bytes"]
 
 

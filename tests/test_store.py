@@ -1,6 +1,7 @@
 """The store as a user of it alone meets it: what goes in comes out, and every mistake is
 answered in one line."""
 
+import contextlib
 import os
 import pickle
 from pathlib import Path
@@ -136,30 +137,30 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     assert maps.size_on_disk() == sum(map(len, contents(tmp_path / "s").values()))
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    data=st.data(),
-    num_images=st.integers(1, 16),
-    grid=st.tuples(st.integers(1, 3), st.integers(1, 4)),
-    layers=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    num_classes=st.sampled_from([1, 4, 127, 128, 300]),
-    kind=st.sampled_from(["gaussian", "dense", "topk"]),
-    k=st.integers(1, 12),
-    shard_images=st.floats(1, 20),
+SIZES = st.fixed_dictionaries(
+    dict(
+        num_images=st.integers(1, 16),
+        grid=st.tuples(st.integers(1, 3), st.integers(1, 4)),
+        layers=st.integers(1, 3),
+        heads=st.integers(1, 3),
+        num_classes=st.sampled_from([1, 4, 127, 128, 300]),
+    )
 )
-def test_any_shape_and_shard_size(
-    tmp_path_factory, data, num_images, grid, layers, heads, num_classes, kind, k, shard_images
-):
-    sizes = dict(num_images=num_images, grid=grid, layers=layers, heads=heads)
-    k = min(k, grid[0] * grid[1]) if kind == "topk" else None
-    schema = make_schema(kind=kind, k=k, num_classes=num_classes, **sizes)
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), sizes=SIZES, shard_images=st.floats(1, 20))
+def test_any_shape_and_shard_size(tmp_path_factory, data, sizes, shard_images):
+    kind = data.draw(st.sampled_from(["gaussian", "dense", "topk"]))
+    tokens = sizes["grid"][0] * sizes["grid"][1]
+    k = data.draw(st.integers(1, tokens)) if kind == "topk" else None
+    schema = make_schema(kind=kind, k=k, **sizes)
     arrays, url = make_arrays(schema), tmp_path_factory.mktemp("any") / "s"
     shard_bytes = int(shard_images * schema.bytes_per_image)
     writer = write_store(url, schema, arrays, shard_bytes=shard_bytes)
     images = [image for shard in writer.shards for image in range(shard.start, shard.stop)]
-    assert images == list(range(num_images))
-    ids = data.draw(st.lists(st.integers(0, num_images - 1), max_size=30))
+    assert images == list(range(schema.num_images))
+    ids = data.draw(st.lists(st.integers(0, schema.num_images - 1), max_size=30))
     assert_stored(store.open(url).gather(ids), arrays, ids)
     group = zarr.open_group(url, mode="r")
     assert_stored({name: group[name][...] for name in arrays}, arrays, slice(None))
@@ -220,21 +221,18 @@ def test_what_float16_cannot_hold_is_clipped_and_nan_refused(tmp_path):
             store.open(tmp_path / "bad")
 
 
-@pytest.mark.parametrize("value, largest", [(np.inf, 65504), (np.nan, None)])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_arrays_of_float16_are_checked_and_left_alone(tmp_path, value, largest, sign):
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_arrays_of_float16_are_checked_and_left_alone(tmp_path, value):
     schema = make_schema(kind="dense")
     arrays = make_arrays(schema)
     arrays["maps"] = arrays["maps"].astype(np.float16)
-    arrays["maps"][17, 0, 0, 3, 2] = np.copysign(value, sign)
+    arrays["maps"][17, 0, 0, 3, 2] = value
     given = arrays["maps"].copy()
-    if largest is None:
-        with pytest.raises(store.StoreError, match="image 17: maps has NaN"):
-            write_store(tmp_path / "s", schema, arrays)
-    else:
+    refused = pytest.raises(store.StoreError, match="image 17: maps has NaN")
+    with refused if np.isnan(value) else contextlib.nullcontext():
         write_store(tmp_path / "s", schema, arrays)
-        read = store.open(tmp_path / "s").gather([17])["maps"][0, 0, 0, 3]
-        assert read.tolist() == [*given[17, 0, 0, 3, :2], sign * largest, *given[17, 0, 0, 3, 3:]]
+        read = store.open(tmp_path / "s").gather(np.arange(23))["maps"]
+        assert np.array_equal(read, given.clip(-65504, 65504))
     assert np.array_equal(arrays["maps"], given, equal_nan=True)
 
 
@@ -322,14 +320,6 @@ def test_mistakes_give_one_line(tmp_path):
         lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}),
     )
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
-    refused("not a place for a store", lambda: store.open("ftp://somewhere/x"))
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "thesis.tex").write_text("precious")
-    refused(
-        "not empty and not a store",
-        lambda: store.create(tmp_path / "other", schema, overwrite=True),
-    )
-    assert (tmp_path / "other" / "thesis.tex").read_text() == "precious"
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zarr
+from google_crc32c import value as crc32c
 
 import store
 from test_store import (
@@ -111,16 +112,6 @@ def test_unfinished_shards_are_not_read(tmp_path):
         message = f"image {image} cannot be read: it is not there"
         with pytest.raises(store.CorruptChunk, match=message):
             maps.gather([4, image])
-
-
-def crc32c(data: bytes) -> int:
-    """Bit by bit: polynomial 0x1EDC6F41, reflected."""
-    value = 0xFFFFFFFF
-    for byte in data:
-        value ^= byte
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-    return value ^ 0xFFFFFFFF
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,16 +61,13 @@ def test_damage_is_told_as_for_any_array(url):
     sound = path.read_bytes()
     damaged = bytearray(sound)
     damaged[700] ^= 1  # of the second of four images
-    half = sound[: len(sound) // 2]
     cut = sound[:-20] + bytes(16) + sound[-4:]
     index = sound[-68:-52] + b"\xff" * 16 + sound[-36:-4]  # of four images and its checksum
     emptied = sound[:-68] + index + crc32c(index).to_bytes(4, "little")
     for data, image, what in (
         (emptied, 5, "it is not there"),
         (bytes(damaged), 5, "the stored bytes are damaged"),
-        (half, 4, "the shard's index is damaged"),
         (cut, 4, "the shard's index is damaged"),
-        (b"", 4, "damaged"),
         (None, 4, "it is not there"),
     ):
         path.unlink() if data is None else path.write_bytes(data)

@@ -131,19 +131,3 @@ def test_repair_writes_only_what_is_damaged(gaussian):
     write_pending(writer, arrays)
     assert store.verify(url) == [] and contents(url) == before
     assert untouched.stat().st_mtime_ns == written
-
-
-def test_repair_refuses_another_export(gaussian, tmp_path):
-    url, schema, _ = gaussian
-    before = contents(url)
-    with pytest.raises(store.StoreError, match="teacher_sha256"):
-        store.repair(url, make_schema(num_images=10, teacher_sha256="c" * 64))
-    with pytest.raises(store.StoreError, match="no attention-map store there"):
-        store.repair(url / "nowhere", schema)
-    (tmp_path / "other").mkdir()
-    for name in ("thesis.tex", "zarr.json"):
-        (tmp_path / "other" / name).write_text("precious")
-        with pytest.raises(store.StoreError, match="no attention-map store there"):
-            store.repair(tmp_path / "other", schema)
-        assert (tmp_path / "other" / name).read_text() == "precious"
-    assert contents(url) == before

@@ -107,7 +107,7 @@ class FeatureLoss:
             self.compare = partial(compare_maps, prefix, temperature, direction)
 
     def __call__(self, images: Tensor, teacher: TeacherMaps) -> tuple[Tensor, Tensor]:
-        divergences = []
+        divergences: dict[int, Tensor] = {}
 
         def attend(layer: int, attention: Any, tokens: Tensor) -> Tensor:
             if teacher.layers[layer] is None:
@@ -116,11 +116,11 @@ class FeatureLoss:
             hidden = steps.hidden_keys(self.patches, tokens.device)  # [T, T]
             projected = steps.project(tokens)  # [B, H, prefix + T, d_m] each
             heads, divergence = self.compare(steps, projected, teacher, layer, hidden)
-            divergences.append(divergence)
+            divergences.setdefault(layer, divergence)  # one that is computed again is not kept
             return steps.output(heads, projected[2], tokens)  # [B, prefix + T, d]
 
         logits = run_blocks(self.student, images, attend)
-        return logits, sum(divergences, logits.new_zeros((), dtype=torch.float32))
+        return logits, sum(divergences.values(), logits.new_zeros((), dtype=torch.float32))
 
 
 def check_maps(attentions: Sequence[StudentAttention]) -> None:

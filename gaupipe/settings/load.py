@@ -135,16 +135,8 @@ def read_yaml(source: str | Path, kind: str = "") -> Any:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without what a settings file cannot mean: a key given twice, dates, which are read as
-    text, or aliases, which can refer to themselves."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            alias = self.peek_event()
-            raise yaml.MarkedYAMLError(
-                problem=f"alias *{alias.anchor}: write the value out", problem_mark=alias.start_mark
-            )
-        return super().compose_node(parent, index)
+    """YAML without what a settings file cannot mean: a key given twice, or dates, which are read as
+    text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         mapping, seen = super().construct_mapping(node, deep), set()

@@ -7,7 +7,6 @@ from typing import Any
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -109,11 +108,10 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
 
 
 def checked(name: str, model: Any) -> VisionTransformer:
-    """The ``model``, if it is a ViT that can be fine-tuned here; an Eva is one in all but its
-    class."""
-    if isinstance(model, VisionTransformer | Eva):
-        return model  # type: ignore[return-value]
-    raise UserError(f"model.name: {name} is a {type(model).__name__}, no vision transformer")
+    """The ``model``, if it can be a student."""
+    if isinstance(model, VisionTransformer):
+        return model
+    raise UserError(f"model.name: {name} is a {type(model).__name__}, no VisionTransformer of timm")
 
 
 def weights_sha256(name: str) -> dict[str, str]:

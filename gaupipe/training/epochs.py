@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -87,7 +86,7 @@ def loop(
     update = Update(state, batches.steps, Pauses(settings.checkpoint_minutes))
     progress = EpochProgress(label, len(batches.split), total, len(state.metrics))
     for module in state.modules.modules():
-        if isinstance(module, VisionTransformer | Eva):
+        if isinstance(module, VisionTransformer):
             module.set_grad_checkpointing(settings.grad_checkpointing)
     with progress, StepLog(settings, folder, update, batches) as steps:
         progress.line(f"{label}: {what_is_left(state, update, batches, total)}")

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
@@ -18,6 +18,8 @@ from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from stages.runs.directory import TOKEN
+
+R = TypeVar("R")
 
 VISIBLE_WITHIN = 60.0
 """Seconds after which a file is on no disk that this machine sees. A network file system may go on
@@ -54,25 +56,12 @@ def check_shared(folder: Path) -> None:
             )
 
 
-class Request(Protocol):
-    """A stage's request, resolved."""
-
-    @property
-    def settings(self) -> Settings: ...
-
-    @property
-    def data(self) -> ImageData: ...
-
-
-R = TypeVar("R", bound=Request)
-
-
 def resolve(folder: Path, request: Callable[[], R]) -> R:
-    """A stage's request, resolved by ``request`` on every rank: with the same settings and data,
-    and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any refuses
-    it."""
+    """A stage's request, resolved by ``request`` on every rank: with the same ``settings`` and
+    ``data``, and a ``folder`` that all ranks see. Raises ErrorOnAllRanks, on every rank, where any
+    refuses it."""
     check_shared(folder)
-    resolved = distributed.main_first(request)
+    resolved: Any = distributed.main_first(request)
     check_same(resolved.settings, resolved.data)
     return resolved
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from timm.models.vision_transformer import VisionTransformer
-
 import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.distillation.kinds import KINDS, GaussianKind, chosen
@@ -99,13 +97,13 @@ def training_memory(
     held = [source.images.nbytes for source in sources.values() if hasattr(source, "images")]
     memory += 2 * sum(held)  # it is copied while it is read
     vit = model.vit if isinstance(model, Teacher) else model
-    if (
-        isinstance(vit, VisionTransformer)
-        and select_device(settings.device, settings.threads).type == "cpu"
-    ):
+    if select_device(settings.device, settings.threads).type == "cpu" and hasattr(vit, "blocks"):
         batch = -(-settings.data.batch_size // world_size)
         tokens = vit.patch_embed.num_patches + vit.num_prefix_tokens
-        memory += 4 * ACTIVATIONS * batch * tokens * len(vit.blocks) * vit.embed_dim
+        blocks, numbers = len(vit.blocks), ACTIVATIONS * len(vit.blocks)
+        if settings.grad_checkpointing:  # the input of each block, and all of one
+            numbers = blocks + ACTIVATIONS
+        memory += 4 * numbers * batch * tokens * vit.embed_dim
     return memory
 
 

@@ -3,7 +3,7 @@
 import { $ } from "./dom.js";
 
 const SPACE = "http://www.w3.org/2000/svg";
-const WIDTH = 165; // the least that the page gives a chart, so that no text becomes smaller
+const WIDTH = 136; // the least that the page gives a chart, so that no text becomes smaller
 const HEIGHT = 130;
 const BORDER = { left: 30, right: 14, top: 10, bottom: 34 };
 
@@ -56,8 +56,8 @@ function chart({ name, unit, value, top }, maps, state, choose) {
   }
   const middle = (BORDER.left + WIDTH - BORDER.right) / 2;
   const axis = { x: middle, y: HEIGHT - 5, class: "tick", "text-anchor": "middle" };
-  svg.append(shape("text", axis, "block; a dot is a head"));
-  const spread = Math.min(3.5, (WIDTH - 60) / maps.layers / maps.heads / 1.6);
+  svg.append(shape("text", axis, "block (a dot: a head)"));
+  const spread = Math.min(3.5, (WIDTH - 50) / maps.layers / maps.heads / 1.6);
   for (const dot of dots) {
     const isChosen = dot === chosen;
     const circle = shape("circle", {

@@ -1,6 +1,6 @@
 // What is shown, in words and numbers.
 
-import { $, percent } from "./dom.js";
+import { $, ending, percent } from "./dom.js";
 import { divergence } from "./rows.js";
 
 /** The image's class, and what teacher and student take it for. */
@@ -14,7 +14,7 @@ export function renderHeading(app, className) {
   const parts = predictions.map(({ name, predicted, probability, label }) => {
     const part = document.createElement("span");
     if (label == null) {
-      part.textContent = `${name}: ${className(predicted)}, ${percent(probability)}`;
+      part.textContent = `${ending(name)}: ${className(predicted)}, ${percent(probability)}`;
       return part;
     }
     part.className = predicted === label ? "right" : "wrong";

@@ -1,6 +1,6 @@
 // The page: one state, what it needs, and the parts that show it.
 
-import { $ } from "./dom.js";
+import { $, ending } from "./dom.js";
 import { ComparedMaps, Maps, divergence } from "./rows.js";
 import { DEFAULTS, fitState, formatState, parseState } from "./state.js";
 import { openSource } from "./source.js";
@@ -196,7 +196,7 @@ function kl() {
 
 function panes() {
   const { stored, own, compared, picture, state } = app;
-  if (!own) return [{ name: stored.header.name, maps: stored, picture }];
+  if (!own) return [{ name: ending(stored.header.name), maps: stored, picture }];
   const student = { name: state.student, maps: own, picture };
   return compared ? [{ name: "teacher", maps: compared, picture }, student] : [student];
 }
@@ -397,7 +397,7 @@ async function open() {
   setColours(about.colours);
   stage.setColours();
   const kind = about.k ? `${about.kind}, k = ${about.k}` : about.kind;
-  app.named = `${about.title.split("/").filter(Boolean).slice(-2).join("/")} · ${kind}`;
+  app.named = `${ending(about.title)} · ${kind}`;
   document.querySelector("#gallery .choices").hidden ||= !about.labelled; // nothing to order by
   $("about").title = about.title;
   $("student").append(...about.students.map((name) => new Option(name, name)));

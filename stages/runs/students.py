@@ -1,0 +1,113 @@
+"""The start of a student: its settings are written before anything that takes time, torch's import
+included, so that a command that was interrupted is continued as it was asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gaupipe.attention import STUDENTS
+from gaupipe.settings import Settings
+from gaupipe.settings.load import check_used, dump
+from gaupipe.system import distributed
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+from stages.runs.directory import RunDirectory, check_name
+
+REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
+"""The files of a student before its training begins."""
+
+
+@dataclass(frozen=True)
+class StudentRequest:
+    """A student that a command asks for; ``created`` says that its folder was not there before."""
+
+    run: RunDirectory
+    name: str
+    settings: Settings
+    folder: Path
+    created: bool
+    distilled: bool
+    maps_url: str | None
+    resume: bool
+
+
+def begin(
+    run_dir: Path,
+    student: str | None = None,
+    *,
+    name: str | None = None,
+    overrides: Sequence[str] = (),
+    maps_url: str | None = None,
+    resume: bool = False,
+    distilled: bool = True,
+) -> StudentRequest:
+    """Writes the settings of a new student. Collective.
+
+    student     its attention; None is the settings' ``phase_b.student``
+    name        of its folder; None is its attention
+    overrides   settings ``a.b=c`` in which it differs from the run; only some may
+                (:class:`gaupipe.settings.sections.Scope`)
+    maps_url    the attention-map store; None is the run's own
+    resume      continues from the last checkpoint, or starts where there is none; without it an
+                existing student is refused
+    distilled   False trains the baseline, the same model on the labels alone
+
+    Raises UserError for what the run does not allow.
+    """
+
+    def resolve() -> StudentRequest:
+        run = RunDirectory(run_dir)
+        named = name if name is not None else student or run.settings().phase_b.student
+        check_name(named)
+        check_maps(maps_url, distilled)
+        new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
+        settings, folder = run.with_overrides(named, distilled, new)
+        created = not folder.exists()
+        if not (resume or created):
+            raise UserError(
+                f"{folder} already exists: --resume continues it, --name NAME trains another "
+                "student beside it"
+            )
+        if not distilled:
+            check_used(new, settings)
+        attention = settings.phase_b.student
+        if named in STUDENTS and named != attention:
+            raise UserError(
+                f"--name {named}: is the name of an attention, and this student's is {attention}: "
+                "choose another name"
+            )
+        if not resume:
+            folder.mkdir(parents=True)
+            write_whole(folder / "config.yaml", dump(settings))
+        return StudentRequest(run, named, settings, folder, created, distilled, maps_url, resume)
+
+    return distributed.broadcast(distributed.on_main(resolve))
+
+
+def check_maps(maps_url: str | None, distilled: bool) -> None:
+    """Raises UserError for an option --maps that cannot be meant."""
+    if maps_url == "":
+        raise UserError("--maps '': should be the path or URL of a store")
+    if maps_url and not distilled:
+        raise UserError(
+            "--maps: training on the labels alone (--no-distill) reads no maps: leave one out"
+        )
+
+
+@contextlib.contextmanager
+def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
+    """Removes a ``folder`` that this command has ``created``, if it ends in an error before the
+    training begins."""
+    try:
+        yield
+    except Exception:
+        names = {path.name for path in folder.glob("*")}
+        if created and distributed.is_main() and names <= REQUEST_FILES:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # other students are beside it
+                folder.parent.rmdir()
+        raise
