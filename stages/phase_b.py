@@ -160,8 +160,8 @@ def run(
     run_dir: Path, student: str | None = None, *, data: ImageData | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     """Trains a student in ``run_dir`` and returns its metrics, one dict per epoch. ``options`` as
-    those of :func:`stages.runs.students.begin`; ``data`` is the data set of the settings, where it
-    has been read already. Raises UserError before anything is written."""
+    those of ``begin`` in ``stages/runs/students.py``; ``data`` is the data set of the settings,
+    where it has been read already. Raises UserError before anything is written."""
     return run_request(students.begin(run_dir, student, **options), data)
 
 
