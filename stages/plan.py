@@ -77,7 +77,8 @@ def run(
     baseline = settings.baseline.epochs
     if plain or baseline != 0:
         check_baseline(settings, data)
-        epochs, ema = baseline or settings.phase_b.epochs, settings.baseline_optim.ema
+        epochs = (baseline or settings.phase_b.epochs) if plain else settings.baseline_epochs
+        ema = settings.baseline_optim.ema
         stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))

@@ -141,7 +141,8 @@ def test_zarr_reads_what_was_written(s3):
 
 def test_every_command_takes_an_s3_url(copied_run, s3, in_process):
     run, url = copied_run(), f"{s3}/folder/digits.zarr"
-    code, out, err = in_process("export-maps", "--run-dir", run, "--out", url)
+    export = "export-maps", "--run-dir", run, "--out", url, "--shard-mb", 0.006
+    code, out, err = in_process(*export)
     assert (code, out) == (0, url + "\n"), err
     local = str(run / "maps.zarr")
     summary = json.loads(in_process("inspect", url, "--json")[1])

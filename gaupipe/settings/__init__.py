@@ -430,10 +430,10 @@ class PhaseBSettings(Section):
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
     has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
-    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior,
-    or to the maps that the teacher predicts. ``exact`` is for ``phase_a.per_image: none`` and
-    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
-    so that the student computes what the teacher does before its first step."""
+    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior.
+    ``exact`` is for ``phase_a.per_image: none`` and students with ``attention_options: {prior:
+    true}``: the prior goes into the scores and Q is 0, so that the student computes what the
+    teacher does before its first step."""
     temperature: Annotated[Rate, Scope.TEACHER] = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -458,8 +458,9 @@ class BaselineSettings(Section):
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
-    """Epochs of the baseline. Null is as many as both phases have together, and ``phase_b.epochs``
-    where no teacher is trained. With 0 ``gaupipe run`` trains no baseline."""
+    """Epochs of the baseline. Null is as many as both phases have together in a run with both, and
+    ``phase_b.epochs`` in ``gaupipe train`` and ``gaupipe compare``. With 0 ``gaupipe run`` trains
+    no baseline."""
 
 
 class LogSettings(Section):
@@ -518,6 +519,14 @@ class Settings(Section):
         if not self.phase_a.learns_gaussians:
             return self.augment
         return self.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
+
+    @property
+    def baseline_epochs(self) -> int:
+        """Epochs of the baseline of a run with both phases."""
+        if self.baseline.epochs is not None:
+            return self.baseline.epochs
+        trained = self.phase_a.teacher in ("gaussian", "vit")
+        return self.phase_b.epochs + trained * self.phase_a.max_epochs
 
     @property
     def baseline_optim(self) -> OptimSettings:

@@ -205,12 +205,9 @@ class RunDirectory:
     def with_baseline(self, settings: Settings) -> Settings:
         """The settings with the epochs of the baseline of a run that begins with phase A: where
         they leave it open, those of both phases together."""
-        epochs = settings.baseline.epochs
-        if epochs is None and self.config.is_file():
+        epochs: int | None = settings.baseline_epochs
+        if settings.baseline.epochs is None and self.config.is_file():
             epochs = config.load(self.config).baseline.epochs
-        elif epochs is None:
-            trained = settings.phase_a.teacher in ("gaussian", "vit")
-            epochs = settings.phase_b.epochs + trained * settings.phase_a.max_epochs
         baseline = settings.baseline.model_copy(update={"epochs": epochs})
         return settings.model_copy(update={"baseline": baseline})
 
