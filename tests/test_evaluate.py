@@ -12,12 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import timm
 from PIL import Image
 from rich.console import Console
 from scipy.stats import binomtest
 from sklearn.metrics import confusion_matrix
-from timm.models import save_for_hf
 
 import store
 from conftest import run_main
@@ -168,18 +166,6 @@ def test_another_folder_is_scored_like_the_split_it_is(photos, tmp_path, in_proc
     ):
         code, out, err = in_process(*arguments, "--data", data, cwd=tmp_path)
         assert (code, out, err.count("\n")) == (2, "", 1) and message in err
-
-
-def test_an_eva_that_was_fine_tuned_is_a_student_too(photos, tmp_path, in_process):
-    sizes = dict(img_size=28, depth=1, embed_dim=32, num_heads=2)
-    eva = timm.create_model("eva02_tiny_patch14_224", **sizes, num_classes=3)
-    save_for_hf(eva, tmp_path / "eva", model_args=sizes, safe_serialization=True)
-    options = ["--data", photos / "photos", "--model", f"local-dir:{tmp_path / 'eva'}"]
-    options += ["--set", "baseline.epochs=1", "--set", "data.image_size=28"]
-    code, _, err = in_process("train", *options, "--run-dir", tmp_path / "run")
-    assert code == 0, err
-    code, out, err = in_process("evaluate", "--run-dir", tmp_path / "run", "--json")
-    assert code == 0 and json.loads(out)["images"] == 36, err
 
 
 def test_images_without_files_are_named_by_their_ids(run, in_process, tmp_path):

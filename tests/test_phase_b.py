@@ -232,8 +232,9 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
     ],
 )
 def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
-    with changed(run_dir, *overrides), pytest.raises(UserError, match=re.escape(message)):
-        phase_b.run(run_dir, "attentionx", resume=True)
+    with pytest.raises(UserError, match=re.escape(message)):
+        phase_b.run(run_dir, "attentionx", name="refused", overrides=overrides)
+    assert not (run_dir / "phase_b" / "refused").exists()
 
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
