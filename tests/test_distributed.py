@@ -27,7 +27,7 @@ from test_resume import results
 
 GAUPIPE = str(Path(sys.executable).with_name("gaupipe"))
 
-TINY = [*tiny(301, 32, 3), "data.buckets=4"]
+TINY = [*tiny(301, 32, 3), "data.buckets=4", "baseline.epochs=3"]
 CASES = {
     "memory": [
         "phase_a.mode=stochastic",

@@ -19,6 +19,7 @@ TINY = [
     "phase_a.max_epochs=4",
     "phase_a.stop_accuracy=1.0",
     "phase_b.epochs=4",
+    "baseline.epochs=4",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
