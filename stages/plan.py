@@ -29,6 +29,7 @@ from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
+from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, train
 from stages.evaluate import predictions
@@ -71,6 +72,7 @@ def run(
     plain (the baseline), ``total`` the largest memory and the sums of disk and time. ``problem``
     says what does not fit. Raises UserError for settings that cannot be run.
     """
+    settings = with_images_of_weights(settings)
     data, held_out = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
@@ -258,7 +260,9 @@ def measure(
             seconds["export"] = images * views * measure_export(job, folder / "maps.zarr")
             metrics = phase_b.run(folder, data=small)
             scoring = held_out * measure_student(folder, small)
-            with_maps = min(phase.gamma_epochs or phase.epochs, phase.epochs)
+            with_maps = phase.epochs
+            if phase.gamma_schedule != "constant":
+                with_maps = min(phase.gamma_epochs or -(-phase.epochs // 3), phase.epochs)
             seconds["phase_b"] = phase.epochs * scoring + with_maps * epoch(metrics, 1)
             seconds["phase_b"] += (phase.epochs - with_maps) * epoch(metrics)
         if "plain" in stages:

@@ -13,6 +13,7 @@ from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import total_seconds
+from gaupipe.teachers.fine_tuning import with_images_of_weights
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs import kept_epochs, ranks
@@ -28,7 +29,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
-        data = load_data(settings.data, settings.download)
+        data = load_data(with_images_of_weights(settings).data, settings.download)
         if settings.baseline.epochs != 0:
             check_baseline(settings, data)
         for distilled in (True, False):

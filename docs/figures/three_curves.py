@@ -65,7 +65,7 @@ def draw(root: Path) -> Figure:
     panel.set_ylabel("validation accuracy, %")
     panel.set_ylim(75, None)
     panel.grid(alpha=0.3)
-    panel.legend(frameon=False, loc="lower right")
+    figure.legend(frameon=False, loc="outside upper center", ncols=3, fontsize=9)
     return figure
 
 

@@ -39,7 +39,7 @@ def with_images_of_weights(settings: Settings) -> Settings:
         scaling |= {"interpolation": "bicubic"}
     changes = {
         "image_size": settings.data.image_size or config["input_size"][-1],
-        "scaling": settings.data.scaling or scaling,
+        "scaling": scaling | {k: v for k, v in settings.data.scaling.items() if v is not None},
     }
     data = settings.data.model_copy(update=changes)
     return settings.model_copy(update={"data": data})
@@ -60,6 +60,7 @@ def with_weights(
         raise UserError("phase_b.match_params: a ViT that is fine-tuned keeps its FFN")
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     arguments = {**sizes, **model.args, **phase.model_args}
+    torch.manual_seed(settings.seed)  # a conversion draws, too
     if trained and device is None:
         vit = load(model.name, arguments, settings.download)
     else:

@@ -196,7 +196,8 @@ class RunDirectory:
 
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave
-        it open. It belongs to the run from its start on."""
+        it open, and the epochs of the baseline. They belong to the run from its start on."""
+        settings = self.with_epochs(settings)
         if settings.data.buckets is None and self.config.is_file():
             before = config.load(self.config).data.buckets
             return with_buckets(settings, before)
@@ -205,8 +206,15 @@ class RunDirectory:
     def with_baseline(self, settings: Settings) -> Settings:
         """The settings with the epochs of the baseline of a run that begins with phase A: where
         they leave it open, those of both phases together."""
-        epochs: int | None = settings.baseline_epochs
-        if settings.baseline.epochs is None and self.config.is_file():
+        epochs = None if self.config.is_file() else settings.baseline_epochs
+        return self.with_epochs(settings, epochs)
+
+    def with_epochs(self, settings: Settings, epochs: int | None = None) -> Settings:
+        """The settings with the epochs of the baseline: where they leave it open, those that the
+        run has, or ``epochs``."""
+        if settings.baseline.epochs is not None:
+            return settings
+        if self.config.is_file():
             epochs = config.load(self.config).baseline.epochs
         baseline = settings.baseline.model_copy(update={"epochs": epochs})
         return settings.model_copy(update={"baseline": baseline})

@@ -4,6 +4,7 @@ included, so that a command that was interrupted is continued as it was asked fo
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,15 @@ def check_maps(maps_url: str | None, distilled: bool) -> None:
         )
 
 
+def is_used_elsewhere(folder: Path) -> bool:
+    """True if another process that is alive has locked the folder."""
+    try:
+        process = int((folder / "lock").read_text())
+    except (OSError, ValueError):
+        return False
+    return process != os.getpid() and Path(f"/proc/{process}").exists()
+
+
 @contextlib.contextmanager
 def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
     """Removes a ``folder`` that this command has ``created``, if it ends in an error before the
@@ -106,7 +116,8 @@ def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
         yield
     except Exception:
         names = {path.name for path in folder.glob("*")}
-        if created and distributed.is_main() and names <= REQUEST_FILES:
+        mine = created and not is_used_elsewhere(folder)
+        if mine and distributed.is_main() and names <= REQUEST_FILES:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # other students are beside it
                 folder.parent.rmdir()
