@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import venv
 from pathlib import Path
@@ -59,8 +58,7 @@ def installed(tmp_path_factory) -> Path:
         left_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
         shutil.copytree(ROOT / name, clone / name, ignore=left_out)
     run(sys.executable, "-c", BUILD, "build_sdist", cwd=clone)
-    with tarfile.open(clone / f"gaupipe-{__version__}.tar.gz") as sdist:
-        sdist.extractall(folder, filter="data")
+    run(sys.executable, "-m", "tarfile", "-e", clone / f"gaupipe-{__version__}.tar.gz", folder)
     unpacked = folder / f"gaupipe-{__version__}"
     assert (unpacked / "docs" / "figures" / "view.png").is_file()
     assert (unpacked / "examples" / "tour.ipynb").is_file()
