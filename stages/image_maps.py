@@ -162,7 +162,10 @@ class LiveMaps:
 
         ``views`` says how views are drawn, as a store of views does in its schema's extra["views"].
         """
-        batch = self.batch(image, views, view, split)
+        return self.seen(self.batch(image, views, view, split))
+
+    def seen(self, batch: Batch) -> ImageMaps:
+        """The attention to the image of a batch."""
         with torch.inference_mode():
             logits, maps = self.forward(batch.images)
         return ImageMaps(
@@ -226,7 +229,8 @@ class StudentMaps(LiveMaps):
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
-        seen = super().see(image, views, view, split)
+        batch = self.batch(image, views, view, split)
+        seen = self.seen(batch)
         seen.no_teacher = self.no_teacher(views, split)
         if seen.no_teacher is None:
             whole, prefix = seen.map, seen.prefix
@@ -234,7 +238,7 @@ class StudentMaps(LiveMaps):
                 lambda layer: without_prefix(whole(layer)[None], prefix)[0][0],
                 0,
             )
-            seen.teacher = self._teacher(self.batch(image, views, view), image, view, seen.map)
+            seen.teacher = self._teacher(batch, image, view, seen.map)
         return seen
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
@@ -67,7 +66,7 @@ class Run:
         attention = KINDS[schema.kind].reader(self.store, torch.device("cpu"))(stored)
         return [attention.map(layer) for layer in range(schema.layers)]
 
-    def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer | Eva:
+    def student(self, name: str | None = None, plain: bool = False) -> VisionTransformer:
         """A student in eval mode; None is the one trained last, ``plain`` the one of this name that
         was trained without a teacher. Raises UserError where it is not there or damaged."""
         return load_student(self.directory.path, name, False if plain else None).model

@@ -75,8 +75,7 @@ class PhaseB(Training):
 
     def gamma(self, epoch: int) -> float:
         phase = self.settings.phase_b
-        epochs = phase.gamma_epochs or -(-phase.epochs // 3)
-        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, epochs)
+        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends)
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
         settings, maps = self.settings, self.teacher_store

@@ -130,7 +130,7 @@ def plan_phases(
     stages = {
         "phase_a": {
             "model": "teacher (phase A)",
-            "epochs": teacher_epochs(settings),
+            "epochs": settings.phase_a.most_epochs,
             "parameters": needs.parameters,
             **memory,
             "disk_bytes": needs.disk_bytes,
@@ -255,14 +255,14 @@ def measure(
             job = phase_a.load(RunDirectory(folder), small)
             scored = held_out if settings.phase_a.teacher == "vit" else images + held_out
             teacher = epoch(metrics) + scored * measure_teacher(job)
-            seconds["phase_a"] = teacher * max(1, teacher_epochs(settings))
+            seconds["phase_a"] = teacher * max(1, settings.phase_a.most_epochs)
             views = (settings.export.views or 1) / (short.export.views or 1)
             seconds["export"] = images * views * measure_export(job, folder / "maps.zarr")
             metrics = phase_b.run(folder, data=small)
             scoring = held_out * measure_student(folder, small)
             with_maps = phase.epochs
             if phase.gamma_schedule != "constant":
-                with_maps = min(phase.gamma_epochs or -(-phase.epochs // 3), phase.epochs)
+                with_maps = min(phase.gamma_ends, phase.epochs)
             seconds["phase_b"] = phase.epochs * scoring + with_maps * epoch(metrics, 1)
             seconds["phase_b"] += (phase.epochs - with_maps) * epoch(metrics)
         if "plain" in stages:
@@ -294,22 +294,15 @@ def shortened(settings: Settings) -> Settings:
     """The settings of a run with few epochs, whatever accuracy they reach, which no logger sees. A
     student learns from maps in two epochs, and in two others without. At most two views of an image
     are stored."""
-    with_maps = settings.phase_b.gamma_epochs and 2
     changes: dict[str, dict[str, Any]] = {
         "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
         "export": {"views": settings.export.views and 2},
-        "phase_b": {"epochs": 4, "gamma_epochs": with_maps, "patience": None},
+        "phase_b": {"epochs": 4, "gamma_epochs": 2, "patience": None},
         "baseline": {"epochs": 2},
         "data": {"buckets": None},
     }
     few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}
     return settings.model_copy(update=few | {"log": LogSettings(every=0)})
-
-
-def teacher_epochs(settings: Settings) -> int:
-    """Epochs of phase A at most; 0 for a teacher that was trained before."""
-    phase = settings.phase_a
-    return phase.max_epochs if phase.teacher in ("gaussian", "vit") else 0
 
 
 def measure_teacher(job: TeacherJob) -> float:

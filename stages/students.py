@@ -6,9 +6,7 @@ import contextlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 
 import store
@@ -30,8 +28,7 @@ class TrainedStudent:
     name: str
     distilled: bool
     settings: Settings
-    model: Any
-    """A VisionTransformer, or an Eva that was fine-tuned."""
+    model: VisionTransformer
 
     @property
     def folder(self) -> Path:
@@ -71,7 +68,7 @@ def load_student(
     remedy = f"{command} --name {name} --resume' writes it again from its checkpoint"
     settings = run.student_settings(name, distilled)
     model = load_folder(folder, remedy)
-    if not isinstance(model, VisionTransformer | Eva):
+    if not isinstance(model, VisionTransformer):
         raise UserError(f"{folder} holds a {type(model).__name__}, no student: {remedy}")
     kept_epochs.entry(folder.parent)
     return TrainedStudent(run, name, distilled, settings, model)
@@ -93,8 +90,7 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
     """The store that the student learned from; where that is gone, or the student learned from
     none, the run's own. None where neither is there, finished, and of as many blocks and heads as
     the student."""
-    urls = [] if isinstance(student.model, Eva) else stores_of(student)  # which shows no maps
-    for url, teacher_sha256 in urls:
+    for url, teacher_sha256 in stores_of(student):
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
             check_fit(student.model, maps.schema, student.settings.phase_b, url)

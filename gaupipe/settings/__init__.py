@@ -346,6 +346,11 @@ class PhaseASettings(Section):
         return self.teacher == "gaussian"
 
     @property
+    def most_epochs(self) -> int:
+        """Epochs of phase A at most; 0 for a teacher that was trained before."""
+        return self.max_epochs if self.teacher in ("gaussian", "vit") else 0
+
+    @property
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image != "none"
@@ -445,6 +450,11 @@ class PhaseBSettings(Section):
     eq. 9*."""
     optim: OptimSettings = OptimSettings()
 
+    @property
+    def gamma_ends(self) -> int:
+        """``gamma_epochs``, or what null means."""
+        return self.gamma_epochs or -(-self.epochs // 3)
+
     @model_validator(mode="after")
     def _consistent(self) -> PhaseBSettings:
         if self.alpha + self.beta + self.gamma == 0:
@@ -525,8 +535,7 @@ class Settings(Section):
         """Epochs of the baseline of a run with both phases."""
         if self.baseline.epochs is not None:
             return self.baseline.epochs
-        trained = self.phase_a.teacher in ("gaussian", "vit")
-        return self.phase_b.epochs + trained * self.phase_a.max_epochs
+        return self.phase_b.epochs + self.phase_a.most_epochs
 
     @property
     def baseline_optim(self) -> OptimSettings:

@@ -74,7 +74,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = with_images_of_weights(run.with_baseline(run.settled(settings)))
+        request = with_images_of_weights(run.with_baseline(settings))
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)

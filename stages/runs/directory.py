@@ -197,33 +197,31 @@ class RunDirectory:
     def settled(self, settings: Settings) -> Settings:
         """The settings with what the world decides: the number of buckets, where the settings leave
         it open, and the epochs of the baseline. They belong to the run from its start on."""
-        settings = self.with_epochs(settings)
-        if settings.data.buckets is None and self.config.is_file():
-            before = config.load(self.config).data.buckets
-            return with_buckets(settings, before)
-        return with_buckets(settings, distributed.world_size())
+        if not self.config.is_file():
+            return with_buckets(settings, distributed.world_size())
+        before = config.load(self.config)
+        return with_buckets(with_epochs(settings, before.baseline.epochs), before.data.buckets)
 
     def with_baseline(self, settings: Settings) -> Settings:
-        """The settings with the epochs of the baseline of a run that begins with phase A: where
-        they leave it open, those of both phases together."""
-        epochs = None if self.config.is_file() else settings.baseline_epochs
-        return self.with_epochs(settings, epochs)
-
-    def with_epochs(self, settings: Settings, epochs: int | None = None) -> Settings:
-        """The settings with the epochs of the baseline: where they leave it open, those that the
-        run has, or ``epochs``."""
-        if settings.baseline.epochs is not None:
-            return settings
-        if self.config.is_file():
-            epochs = config.load(self.config).baseline.epochs
-        baseline = settings.baseline.model_copy(update={"epochs": epochs})
-        return settings.model_copy(update={"baseline": baseline})
+        """The :meth:`settled` settings of a run that begins with phase A, with the epochs of the
+        baseline: where they leave it open, those of both phases together."""
+        settled = self.settled(settings)
+        begins = not self.config.is_file()
+        return with_epochs(settled, settled.baseline_epochs) if begins else settled
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
         one teacher may be trained at once, each with a ``shared`` lock on the run and a lock on
         its own folder."""
         return locked(self.path, "run", shared)
+
+
+def with_epochs(settings: Settings, epochs: int | None) -> Settings:
+    """The settings with these epochs of the baseline, where they leave it open."""
+    if settings.baseline.epochs is not None:
+        return settings
+    baseline = settings.baseline.model_copy(update={"epochs": epochs})
+    return settings.model_copy(update={"baseline": baseline})
 
 
 def with_buckets(settings: Settings, count: int | None) -> Settings:

@@ -61,8 +61,7 @@ def make_plan(
     phase = settings.phase_a
     images = len(data.train) if images is None else images
     parameters = count_parameters(model)
-    trained = phase.teacher in ("gaussian", "vit")
-    checkpoint = 4 * copies(phase.optim.ema) * parameters if trained else 0
+    checkpoint = 4 * copies(phase.optim.ema) * parameters if phase.most_epochs else 0
     size = math.prod(model.per_image_shape) if phase.learns_of_images else 0
     if size:
         checkpoint += 9 * images + 4 * size  # and the start of an image
