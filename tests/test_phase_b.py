@@ -267,7 +267,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
         run_dir / "config.yaml",
         [
             f"phase_b.model_args={{{tokens}}}",
-            "phase_b.warm_start=prior",
+            "phase_b.warm_start=teacher",
             "key_snapshots=5",
             "phase_b.epochs=2",
             "phase_b.gamma=1",
@@ -281,7 +281,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     check_student(settings, data, MapShape.of(teacher), teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
-    assert all(0 < row["loss_feat"] < 0.2 for row in rows)  # it starts at the prior
+    assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]
     student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()
     assert student.num_prefix_tokens == (1 if key == "standard" else 3)
     assert key_attention.read(tmp_path / key).shape == (2, 5, 2, 16)
