@@ -498,9 +498,6 @@ class Settings(Section):
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    key_snapshots: Annotated[Count, Scope.WATCH] = 0
-    """Number of training images for which gaupipe saves the average attention of each key after
-    every epoch of both phases."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
