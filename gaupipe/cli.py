@@ -576,9 +576,9 @@ def compare(
         str | None,
         _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
-    cells: Annotated[
+    rows: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -588,10 +588,6 @@ def compare(
             "95, 98 and 100 % of the plain ViT's",
         ),
     ] = None,
-    tune: Annotated[
-        bool,
-        _option("--tune/--no-tune", "Search for learning rates and initialisations first."),
-    ] = True,
     jobs: Annotated[int, _option("--jobs N", "Trainings at the same time.", min=1)] = 1,
     test: Annotated[bool, _option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
@@ -628,8 +624,7 @@ def compare(
         seeds=numbers,
         targets=goals,
         sweep=sweep,
-        only=cells or [],
-        tune=tune,
+        only=rows or [],
         jobs=jobs,
         test=test,
     )

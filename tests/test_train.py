@@ -55,15 +55,12 @@ def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
     settings = config.load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
-    result = compare.run(
-        settings, tmp_path / "compare", students=["standard"], seeds=[0], only=["plain ViT"],
-        tune=False,
-    )  # fmt: skip
-    (cell,) = result["rows"]
+    options = {"students": ["standard"], "seeds": [0], "only": ["plain ViT"]}
+    (row,) = compare.run(settings, tmp_path / "compare", **options)["rows"]
     folders = [
         trained / "plain" / "standard",
         tmp_path / "run" / "plain" / "standard",
-        tmp_path / "compare" / cell["runs"][0]["folder"],
+        tmp_path / "compare" / row["runs"][0]["folder"],
     ]
     first, *others = [metrics(folder / "metrics.jsonl") for folder in folders]
     assert len(first) == 3 and others == [first, first]
