@@ -81,13 +81,13 @@ def run(
 def check_all(comparison: Comparison) -> None:
     """Raises UserError for a cell, with any of its trials, that cannot be run."""
     loggers.check(comparison.settings.log.to)
-    data = comparison.load(comparison.settings.data)
-    if comparison.test and data.test is None:
-        raise UserError(f"--test: data set {data.name} has no test split")
     for cell in comparison.cells:
         for changes in ({}, *cell.trials):
             settings = comparison.resolve(cell, changes)
-            check(cell, settings, comparison.load(settings.data))
+            data = comparison.load(settings.data)
+            if comparison.test and data.test is None:
+                raise UserError(f"--test: data set {data.name} has no test split")
+            check(cell, settings, data)
 
 
 def check(cell: Cell, settings: Settings, data: ImageData) -> None:

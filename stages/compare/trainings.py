@@ -25,7 +25,7 @@ from stages import export_maps
 from stages.compare.cells import Cell, apply, of_baseline, resolve
 from stages.compare.passages import Run
 from stages.runs import kept_epochs
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, settled
 
 COSTS_FILE, TEST_FILE = "costs.json", "test.json"
 """Files beside a student: the costs of its training, and its score on the test split."""
@@ -176,7 +176,7 @@ class Comparison:
     def resolve(self, cell: Cell, changes: dict[str, Any]) -> Settings:
         """The settings of a cell with the ``changes`` of one of its trials."""
         settings = resolve(cell, self.by_name, self.best_trials, self.settings)
-        return apply(settings, changes, cell.name)
+        return settled(apply(settings, changes, cell.name))
 
     def training(
         self, cell: Cell, changes: dict[str, Any], seed: int, label: str, test: bool = False
