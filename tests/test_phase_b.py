@@ -2,6 +2,7 @@
 and exports to ONNX."""
 
 import contextlib
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import timm
 import torch
 
 import store
-from arguments import sets
 from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
@@ -330,9 +330,10 @@ def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
 
 @pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
-    run_dir, monkeypatch, in_process, moment
+    run_dir, tmp_path, monkeypatch, in_process, moment
 ):
     """Its folder has the request, and the command that goes on is said."""
+    export_maps.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
@@ -342,12 +343,15 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     with monkeypatch.context() as patch:
         module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
-        code, _, err = in_process(*command, *sets("phase_b.epochs=2"), "--student", "belief2")
-    asked = f"{name} --set phase_b.epochs=2 --student belief2 --resume"
+        asked = "--set", "phase_b.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
+        code, _, err = in_process(*command, *asked, cwd=tmp_path)
+    asked = f"{name} --set phase_b.epochs=2 --student belief2 --maps dense.zarr --resume"
     assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
     code, _, said = in_process(*command, "--resume")
     assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said
     assert code == 0 and f"{name} epoch 2/2: " in said and "next: gaupipe evaluate" in said
+    learned = json.loads((run_dir / "phase_b" / name / "maps.json").read_text())
+    assert learned["url"] == str(tmp_path / "dense.zarr")
 
 
 def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):

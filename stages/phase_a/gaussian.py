@@ -25,7 +25,6 @@ from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
@@ -72,7 +71,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = with_images_of_weights(run.with_baseline(settings))
+        request = run.settled(settings)
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
