@@ -219,7 +219,7 @@ def phase_a(
     """
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    _say_start("phase A", settings, folder, settings.phase_a.teacher)
+    _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
     from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
@@ -942,10 +942,12 @@ def _say(line: str) -> None:
         print(f"gaupipe: {line}", file=sys.stderr)
 
 
-def _say_start(what: str, settings: Any, folder: Path, student: str | None = None) -> None:
+def _say_start(
+    what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
+) -> None:
     """Says what a command is about to do, before it imports torch, which takes seconds."""
-    data, attention = settings.data, student or settings.phase_b.student
-    model = f"{settings.model.name}, attention {attention}"
+    attention, data = attention or settings.phase_b.student, settings.data
+    model = model or f"{settings.model.name}, attention {attention}"
     _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
 
 

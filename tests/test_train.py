@@ -123,6 +123,20 @@ def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_proce
     assert RunDirectory(run_dir).teacher_digest() is not None
 
 
+def test_a_baseline_has_the_epochs_of_both_phases_in_a_run_with_both(trained, tmp_path, in_process):
+    """Whichever command begins the run. One that was trained before has fewer, which is said."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    epochs = {}
+    for name in ("run", "train"):
+        code, _, err = in_process(name, "--run-dir", run_dir, *SETS, "--student", "xsa")
+        epochs[name] = metrics(run_dir / "plain/xsa/metrics.jsonl")
+        shutil.rmtree(run_dir / "plain" / "xsa")
+        assert (code, "remove it" in err) == (0, False), err
+    assert epochs["run"] == epochs["train"] and len(epochs["run"]) == 4
+    code, _, err = in_process("run", "--run-dir", run_dir, *SETS, "--student", "belief2")
+    assert code == 0 and "plain/belief2 has 3 epochs, both phases together 4: remove it" in err
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [

@@ -25,7 +25,7 @@ from stages.compare.trainings import Training
 from stages.compare.workers import train
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
-from stages.runs.directory import RunDirectory, locked
+from stages.runs.directory import RunDirectory, locked, settled
 
 
 def run(
@@ -81,7 +81,7 @@ def plan(
     loaded: dict[str, ImageData] = {}
 
     def of_row(row: Row) -> list[Training]:
-        settings = resolve(row, base)
+        settings = settled(resolve(row, base))
         name = settings.data.model_dump_json()
         data = loaded[name] = loaded.get(name) or load_data(settings.data, base.download)
         if test and data.test is None:
