@@ -103,7 +103,6 @@ def run(
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
 
-    ranks.check_shared(run_dir)
     settings = distributed.main_first(read_settings)
     with run.locked():
         options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
@@ -189,9 +188,7 @@ class Place:
 
 def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
-    url, folder = place.url, store.local_folder(place.url)
-    if folder is not None:
-        ranks.check_shared(folder)
+    url = place.url
     ranks.check_same(job.settings, job.data)
     height, width = job.shape.grid
 
@@ -202,8 +199,11 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
 
     sha256, asked = job.common_sha256(), distributed.main_first(request)
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
-    created = distributed.on_main(lambda: place.create(job, schema))
-    write(job, created if distributed.is_main() else store.join(url))
+
+    def opened() -> store.Writer:
+        return place.create(job, schema) if distributed.is_main() else store.join(url)
+
+    write(job, distributed.main_first(opened))
     return url
 
 
