@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.settings import ModelSettings
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.initialisation import start_weights
 
 
@@ -55,7 +55,7 @@ def build_vit(
         settings = f"model.args and {setting}" if changed else "model.args"
         raise UserError(
             f"{settings}: {model.name} cannot be built for {data.image_size}-pixel images with "
-            f"{args}: {_reason(error)}"
+            f"{args}: {one_line(error)}"
         ) from None
     return vit
 
@@ -70,11 +70,3 @@ def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> Non
             f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
             f"{image_size} x {image_size}; {near} would fit, or another {setting}.patch_size"
         )
-
-
-def _reason(error: Exception) -> str:
-    """The first line of an error, with its type where that says more."""
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, ValueError | RuntimeError) and text:
-        return text
-    return f"{type(error).__name__} {text}".strip()

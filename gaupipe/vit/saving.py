@@ -20,7 +20,7 @@ from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.system import digests
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
 
 STUDENT_FILES = ("config.json", "model.safetensors")
@@ -128,19 +128,15 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     except OSError:
         raise
     except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
-        reason = f"is damaged, or no model that timm reads ({_reason(error)})"
+        reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
     if not arguments:
         return model
     try:
         return timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments).eval()
     except Exception as error:
-        reason = f"cannot be built with {arguments}: {_reason(error)}"
+        reason = f"cannot be built with {arguments}: {one_line(error)}"
         raise UserError(f"{folder}: {reason}") from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def check_sizes(folder: Path, weights: Path) -> None:
