@@ -31,7 +31,8 @@ from gaupipe.attention import comparing
 from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import created, pretrained
+from gaupipe.teachers.pretrained import pretrained
+from gaupipe.vit.build import created
 from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights

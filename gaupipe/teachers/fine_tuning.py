@@ -14,7 +14,8 @@ from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import LOCAL, created, folder_of, pretrained, published
+from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
+from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS, load_folder
 

@@ -13,8 +13,9 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
+from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 LOCAL = "local-dir:"
@@ -79,15 +80,6 @@ def pretrained(
         )
     cached = None if file is None else {"file": file, "custom_load": False}
     return created(name, arguments, pretrained=True, pretrained_cfg_overlay=cached)
-
-
-def created(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Module:
-    """``timm.create_model`` with the keywords ``arguments`` and ``weights``. Raises UserError for
-    whatever timm or the hub makes of them."""
-    try:
-        return timm.create_model(name, **arguments, **weights)
-    except Exception as error:
-        raise UserError(f"timm cannot build {name} with {arguments}: {one_line(error)}") from None
 
 
 def published(name: str, right: str = RIGHT) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import timm
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.settings import ModelSettings
@@ -70,3 +71,12 @@ def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> Non
             f"data.image_size: patches of {patch[0]} x {patch[1]} pixels do not cover images of "
             f"{image_size} x {image_size}; {near} would fit, or another {setting}.patch_size"
         )
+
+
+def created(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Module:
+    """``timm.create_model`` with the keywords ``arguments`` and ``weights``. Raises UserError for
+    whatever timm or the hub makes of them."""
+    try:
+        return timm.create_model(name, **arguments, **weights)
+    except Exception as error:
+        raise UserError(f"timm cannot build {name} with {arguments}: {one_line(error)}") from None
