@@ -64,6 +64,14 @@ def folder_of(name: str, remedy: str) -> Path:
     return folder
 
 
+def absolute(name: str) -> str:
+    """The name of a model as it is true in any folder: a folder's with its whole path."""
+    folder = os.path.expanduser(name.removeprefix(LOCAL))
+    if not name.startswith(LOCAL) and not os.path.isdir(folder):
+        return name
+    return LOCAL + os.path.abspath(folder)
+
+
 def check_fit(name: str, arguments: dict[str, Any], data: ImageData) -> None:
     """Raises UserError for a model of timm's that is no teacher for the data whatever its weights
     are, before they are fetched."""

@@ -228,9 +228,9 @@ class VitTeacher(nn.Module):
 
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
-        """(grid, blocks, heads, prefix) as two blank images show them."""
+        """(grid, blocks, heads, prefix) as a blank image shows them."""
         start = f"{SETTING}: {self.name} ({type(self.model).__name__})"
-        images = torch.zeros(2, data.channels, data.image_size, data.image_size)
+        images = torch.zeros(1, data.channels, data.image_size, data.image_size)
         try:
             _, maps = self._features(images.to(next(self.model.parameters()).device))
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
@@ -251,12 +251,12 @@ class VitTeacher(nn.Module):
         else:
             prefix, heads = getattr(self.model, "num_prefix_tokens", 0), maps[0].shape[1]
             tokens = prefix + grid[0] * grid[1]
-            right = (2, heads, tokens, tokens)
+            right = (1, heads, tokens, tokens)
             wrong = [block for block, map in enumerate(maps) if map.shape != right]
             if not wrong:
                 return tuple(grid), len(maps), heads, prefix
             problem = (
-                f"does not attend over all patches in every block: two images of {grid[0]} x "
+                f"does not attend over all patches in every block: an image of {grid[0]} x "
                 f"{grid[1]} patches should give maps {[*right]}, block {wrong[0]} gives "
                 f"{[*maps[wrong[0]].shape]} (windows, pooled keys, or another number of heads)"
             )
