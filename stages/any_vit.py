@@ -29,7 +29,7 @@ from stages.predict import image_files, load_model, reader
 MOST_PATCHES = 20
 """Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
 heads at once."""
-BATCH = 2
+BATCH = 1
 """``data.batch_size``: large images have large maps."""
 
 
