@@ -53,8 +53,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
