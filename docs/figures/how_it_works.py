@@ -90,9 +90,9 @@ def stages(axes: Axes) -> None:
     ]
     student = [
         "A ViT that timm loads.",
-        "Attention: standard,",
-        "belief, belief_star, xsa,",
-        "belief2 or attentionx.",
+        "Attention: standard, belief,",
+        "belief_star, belief2, xsa,",
+        "attentionx or gaussian.",
     ]
     box(axes, 0.5, GREY, "Training images", images)
     box(axes, 27.5, BLUE, "Teacher: phase A", teacher, "gaupipe phase-a")
