@@ -263,7 +263,8 @@ def other_teacher(
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
-    config.parse({"phase_a": changes}, f"--teacher {teacher}")
+    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    changes["teacher"] = parsed.teacher
     phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
     settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data, settings.download))

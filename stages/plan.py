@@ -29,14 +29,13 @@ from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, train
 from stages.evaluate import predictions
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
     check_disk,
     check_memory,
@@ -72,7 +71,7 @@ def run(
     plain (the baseline), ``total`` the largest memory and the sums of disk and time. ``problem``
     says what does not fit. Raises UserError for settings that cannot be run.
     """
-    settings = with_images_of_weights(settings)
+    settings = settled(settings)
     data, held_out = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)

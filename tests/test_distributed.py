@@ -317,7 +317,7 @@ def machines(tmp_path_factory) -> Path:
 PHASE_A = ["phase-a", "digits", *sets(*TINY), "--run-dir", "NEW"]
 EXPORT = ["export-maps", "--run-dir", "RUN", "--out"]
 FASHION = sets("data.name=fashion_mnist", "data.train_images=80")
-TEACHER = ["--teacher", "local-dir:teacher"]
+TEACHER = ["--teacher", "local-dir:/proc/self/cwd/teacher"]
 
 
 @pytest.mark.parametrize(
@@ -325,8 +325,8 @@ TEACHER = ["--teacher", "local-dir:teacher"]
     [
         ([*PHASE_A, "--set", "seed=RANK"], "seed: 1 in rank 1 (on "),
         ([*PHASE_A, *FASHION], "data set fashion_mnist, sha256 of the training images: "),
-        ([*PHASE_A, *TEACHER], "teacher local-dir:teacher, sha256: "),
-        ([*EXPORT, "NEW", *TEACHER], "teacher local-dir:teacher, sha256: "),
+        ([*PHASE_A, *TEACHER], "cwd/teacher, sha256: "),
+        ([*EXPORT, "NEW", *TEACHER], "cwd/teacher, sha256: "),
         (["run", "digits", "--run-dir", "mine"], "mine: rank 1 (on "),
         ([*EXPORT, "maps.zarr"], "maps.zarr: rank 1 (on "),
     ],

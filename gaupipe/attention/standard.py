@@ -68,17 +68,13 @@ class StandardAttention(StudentAttention):
         return log_factors(from_raw(self.prior, "loc_scale"), self.grid)
 
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rope: Tensor | None = None,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """As the base; log P is then a mask of fused attention, which is faster than the channels
         of :meth:`project`. An export has the channels: torch's to ONNX does not take the mask."""
-        special = attn_mask is not None or is_causal or rope is not None
+        special = attn_mask is not None or is_causal
         if not self.has_prior or special or torch.compiler.is_exporting():
-            return super().forward(x, attn_mask, is_causal, rope)
+            return super().forward(x, attn_mask, is_causal)
         assert self.grid is not None
         q, k, v = super().project(x)
         along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import check_maps
-from gaupipe.distillation.warm_start import hand_over, warm_start
+from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
@@ -108,7 +108,7 @@ def check_student(settings: Settings, data: ImageData, shape: MapShape, weights:
     phase, student = settings.phase_b, build_student(settings, data, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":
-        (hand_over if phase.warm_start == "exact" else warm_start)(student, weights)
+        WARM_STARTS[phase.warm_start](student, weights)
     build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
-LOCAL = "local-dir:"
 RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
 
 
@@ -58,7 +57,7 @@ def load_vit(
 def folder_of(name: str, remedy: str) -> Path:
     """The folder that ``local-dir:FOLDER`` names. Raises UserError, ending in ``remedy``, where
     there is none."""
-    folder = Path(os.path.expanduser(name.removeprefix(LOCAL)))
+    folder = Path(name.removeprefix(LOCAL))
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: {remedy}")
     return folder

@@ -15,7 +15,6 @@ import timm
 import torch
 from safetensors import safe_open
 from timm.models import save_for_hf
-from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -36,7 +35,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def save_student(
-    model: VisionTransformer | Eva,
+    model: VisionTransformer,
     folder: str | Path,
     label_names: list[str] | None = None,
     **data_config,
@@ -50,11 +49,8 @@ def save_student(
     (``mean``, ``std``, ``crop_pct``, ...). Raises UserError for a model that ``timm.create_model``
     did not build and for a folder that holds something else than a student.
     """
-    if not hasattr(model, "pretrained_cfg"):
-        raise UserError(
-            "save_student: the model was built by its class, which timm cannot name; build it with "
-            "timm.create_model"
-        )
+    if not (isinstance(model, VisionTransformer) and hasattr(model, "pretrained_cfg")):
+        raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     if folder.exists() and not _is_replaceable(folder):
         raise UserError(
@@ -90,15 +86,14 @@ def _is_replaceable(folder: Path) -> bool:
     return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
-def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
+def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
-    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),
         num_classes=model.num_classes,
         global_pool=model.global_pool,
-        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
+        fc_norm=not isinstance(model.fc_norm, nn.Identity),
     )  # what timm lets one change after construction
     notes = vars(model)  # what timm and gaupipe note of how it was built
     if "gaupipe_args" not in notes:
