@@ -26,7 +26,7 @@ from gaupipe.maps.gaussians import (
     outer,
     sample,
 )
-from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
 from gaupipe.vit.forward import run_blocks
 
 AT_ONCE = 2**18
@@ -134,7 +134,7 @@ class Teacher(nn.Module):
             f"blocks.{layer}.attn.prior": prior[layer] for layer in range(self.layers)
         }
 
-    def sha256(self, per_image: BucketedState | None = None) -> str:
+    def sha256(self, per_image: ImageState | None = None) -> str:
         """A digest of the weights and of the per-image parameters. Collective."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.state_dict().items()):

@@ -213,9 +213,9 @@ class VitTeacher(nn.Module):
         shapes = [tuple(map.shape) for map in maps]
         if not maps or shapes != [(2, heads, tokens, tokens)] * len(blocks):
             raise UserError(
-                f"{start} does not attend over all patches once in every block: {len(blocks)} "
-                f"blocks on {grid[0]} x {grid[1]} patches have the maps "
-                f"{sorted({*shapes}) or 'of none'}: {READABLE}"
+                f"{start} does not attend over all patches once in every block: {len(maps)} "
+                f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
+                f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
         return tuple(grid), len(maps), heads, prefix
 

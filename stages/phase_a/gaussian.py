@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -28,7 +27,6 @@ from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
@@ -253,7 +251,16 @@ def build(
     teacher = build_teacher(settings, data)
     per_image = None
     if with_images and settings.phase_a.learns_of_images:
-        per_image = build_per_image(settings, data, teacher.per_image_shape, folder, to_read)
+        rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
+        per_image = ImageState(
+            buckets,
+            torch.zeros(teacher.per_image_shape),
+            lr=rows.lr,
+            folder=folder / "rows",
+            initial_std=rows.initial_std,
+            seed=settings.seed,
+            numbers=range(buckets.count) if to_read else None,
+        )
     return TeacherJob(settings, data, device, teacher.to(device), per_image)
 
 
@@ -269,26 +276,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
         LABEL_PASSES if phase.mode == "stochastic" else None,
     )
-
-
-def build_per_image(
-    settings: Settings, data: ImageData, shape: tuple[int, ...], folder: Path, to_read: bool
-) -> BucketedState:
-    """The start of the per-image parameters, of this ``shape``."""
-    rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
-
-    def make(bucket: int, image_ids: np.ndarray) -> ImageState:
-        return ImageState(
-            len(image_ids),
-            torch.zeros(shape),
-            lr=rows.lr,
-            folder=folder / "rows" / f"bucket-{bucket:04d}",
-            initial_std=rows.initial_std,
-            seed=settings.seed,
-            drawn_as=torch.from_numpy(image_ids),
-        )
-
-    return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
 
 
 def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
