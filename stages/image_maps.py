@@ -68,10 +68,10 @@ class ImageMaps:
         return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
 
     def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The predicted class, its probability, and the ``most`` likely classes; all are None of a
+        """The predicted class, its probability, and the ``most`` likely classes; None and none of a
         model without classes."""
         if self.logits is None:
-            return {"predicted": None, "probability": None, "likely": None}
+            return {"predicted": None, "probability": None, "likely": []}
         probabilities = self.logits.float().softmax(-1)
         likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
         probability = round(probabilities[likely[0]].item(), 6)

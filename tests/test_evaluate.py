@@ -112,7 +112,8 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     code, text, err = in_process(*arguments, "--out", "p.json", cwd=tmp_path)
     assert code == 0, err
     assert max(map(len, text.splitlines())) <= 80 and "top1_interval" in text
-    assert err.endswith(f"gaupipe view --run-dir {photos / 'run'} --student belief\n")
+    look, _, image = err.rpartition(" --image ")
+    assert look.endswith(f"view --run-dir {photos / 'run'} --student belief --split val")
     code, out, err = in_process(*arguments, "--out", "p.csv", "--json", cwd=tmp_path)
     assert code == 0, err
     scores = json.loads(out)
@@ -129,6 +130,8 @@ def test_classes_mistakes_and_files_are_those_of_the_predictions(photos, tmp_pat
     wrong = [row for row in rows if row["class"] != row["label"]]
     wrong.sort(key=lambda row: -float(row["probability"]))
     assert [row["path"] for row in scores["mistakes"]] == [row["path"] for row in wrong[:10]]
+    assert [row["image"] for row in scores["mistakes"]] == [rows.index(row) for row in wrong[:10]]
+    assert scores["mistakes"][0]["image"] == int(image)
     as_json = json.loads((tmp_path / "p.json").read_text())
     assert [row["classes"][0]["class"] for row in as_json] == classes
     assert Image.open(tmp_path / "c.png").width > 400

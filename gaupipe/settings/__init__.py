@@ -24,6 +24,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
     Fraction,
+    ModelName,
     Positive,
     Rate,
     Scope,
@@ -205,7 +206,7 @@ class ModelSettings(Section):
     changed with ``phase_b.model_args``. With ``phase_a.teacher: gaussian`` the teacher has
     GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
-    name: str = "gauvit_pico_patch2_8"
+    name: ModelName = "gauvit_pico_patch2_8"
     """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
     ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
     ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
@@ -286,7 +287,7 @@ class PhaseASettings(Section):
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
     that is a trained ViT."""
 
-    teacher: str = "gaussian"
+    teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
     ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
@@ -498,9 +499,6 @@ class Settings(Section):
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    key_snapshots: Annotated[Count, Scope.WATCH] = 0
-    """Number of training images for which gaupipe saves the average attention of each key after
-    every epoch of both phases."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
+from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
-LOCAL = "local-dir:"
 RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
 
 
@@ -53,10 +52,15 @@ def load_vit(
 def folder_of(name: str, remedy: str) -> Path:
     """The folder that ``local-dir:FOLDER`` names. Raises UserError, ending in ``remedy``, where
     there is none."""
-    folder = Path(os.path.expanduser(name.removeprefix(LOCAL)))
+    folder = Path(name.removeprefix(LOCAL))
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: {remedy}")
     return folder
+
+
+def absolute(name: str) -> str:
+    """The name of a model as it is true in any folder: a folder's with its whole path."""
+    return with_whole_path(LOCAL + name if Path(name).expanduser().is_dir() else name)
 
 
 def pretrained(

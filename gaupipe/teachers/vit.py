@@ -195,10 +195,10 @@ class VitTeacher(nn.Module):
 
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
-        """(grid, blocks, heads, prefix) as two blank images show them."""
+        """(grid, blocks, heads, prefix) as a blank image shows them."""
         model, size = self.model, data.image_size
         start = f"{SETTING}: {self.name} ({type(model).__name__})"
-        images = torch.zeros(2, data.channels, size, size)
+        images = torch.zeros(1, data.channels, size, size)
         try:
             _, maps = self._features(images.to(next(model.parameters()).device))
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
@@ -211,7 +211,7 @@ class VitTeacher(nn.Module):
         prefix, heads = getattr(model, "num_prefix_tokens", 0), maps[0].shape[1] if maps else 0
         tokens, blocks = prefix + grid[0] * grid[1], getattr(model, "blocks", maps)
         shapes = [tuple(map.shape) for map in maps]
-        if not maps or shapes != [(2, heads, tokens, tokens)] * len(blocks):
+        if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
             raise UserError(
                 f"{start} does not attend over all patches once in every block: {len(maps)} "
                 f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "

@@ -6,7 +6,6 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import check_export, chosen
 from gaupipe.distillation.student import MapShape, check_student
-from gaupipe.maps.gaussians import expected_map, move
+from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training import loggers
@@ -34,7 +32,6 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
-from stages.figures.key_attention import save_snapshot
 from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
@@ -72,7 +69,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = with_images_of_weights(run.with_baseline(settings))
+        request = run.settled(settings)
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
@@ -81,7 +78,7 @@ def run(
             return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
-    job = ranks.resolve(run_dir, resolve)
+    job = ranks.resolve(resolve)
     if isinstance(job, trained_vit.TeacherTraining):
         return trained_vit.run(job, run, resume)
     if not job.settings.phase_a.learns_gaussians:
@@ -164,14 +161,12 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)
-            maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
             val_acc = None  # an image that is not trained has the shared prior alone
             if phase.prior:
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
-            save_snapshot(folder, epoch.number + 1, settings, data, maps)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
@@ -199,16 +194,6 @@ class Draws:
         return torch.cat(
             [self.teacher.noise(part, self.generators[bucket]) for part, (bucket, _) in parts]
         )
-
-
-def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """The maps of each block, [B, H, T, T], of training images and their ids."""
-
-    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        gaussians = gaussians_of(job, image_ids, len(image_ids))
-        return list(expected_map(gaussians, job.teacher.grid).unbind(1))
-
-    return maps
 
 
 @torch.no_grad()

@@ -94,8 +94,9 @@ def without_paths(settings: Settings) -> Settings:
     data, phase = settings.data, settings.phase_a
     if data.root is not None:
         data = data.model_copy(update={"root": Path(data.root.name)})
-    teacher = model_card.without_folders(phase.teacher)
+    teacher, model = map(model_card.without_folders, (phase.teacher, settings.model.name))
     changes = {
+        "model": settings.model.model_copy(update={"name": model}),
         "data": data,
         "phase_a": phase.model_copy(update={"teacher": teacher}),
         "device": Settings().device,
