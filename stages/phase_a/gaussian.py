@@ -18,8 +18,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import check_export, chosen
-from gaupipe.distillation.student import MapShape, check_student
+from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
@@ -98,10 +97,7 @@ def check(
     with torch.device("meta"):  # what does not fit is said before it is allocated
         teacher = build_teacher(settings, data)
     if students:
-        check_student(settings, data, MapShape.of(teacher), teacher.weights())
-        per_image = settings.phase_a.learns_of_images
-        export = chosen(settings)
-        check_export(export, settings.augment, teacher, teacher.grid, per_image, prefix="export.")
+        check_student(settings, data, teacher, teacher.weights())
     if not force:  # before any per-image parameter is made
         plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
         check_resources(plan, run.path)
@@ -197,13 +193,6 @@ class Draws:
 
 
 @torch.no_grad()
-def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
-    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
-    gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
-    return gaussians.expand(count, *gaussians.shape[1:])
-
-
-@torch.no_grad()
 def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
     shared prior alone. One sampled pass in ``stochastic`` mode."""
@@ -214,7 +203,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            gaussians = teacher.gaussians(job.parameters(batch.ids) if seen else None)
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
