@@ -33,6 +33,7 @@ from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
+    SMALLER,
     check_disk,
     check_memory,
     gigabytes,
@@ -87,7 +88,6 @@ def run(
     for name, stage in stages.items():
         stage["seconds"] = seconds[name] / world_size if seconds else None
     whole = sum(seconds.values()) / world_size if seconds else None
-    elsewhere = "choose another --run-dir"
     return {
         "images": images,
         "stages": stages,
@@ -98,7 +98,7 @@ def run(
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(select_device(settings.device, settings.threads)),
-        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
+        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
     }
 
 
