@@ -134,7 +134,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
