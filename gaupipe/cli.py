@@ -53,8 +53,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
@@ -152,6 +152,10 @@ Download = Annotated[
 ImagePaths = Annotated[
     list[Path] | None,
     _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+]
+ImageSize = Annotated[
+    int | None,
+    _option("--image-size N", "Pixels for --model.", "the model's; view: fewer", min=1),
 ]
 Store = Annotated[
     str | None,
@@ -265,6 +269,7 @@ def export_maps(
         ),
     ] = None,
     files: ImagePaths = None,
+    image_size: ImageSize = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -292,14 +297,14 @@ def export_maps(
         "k": k,
         "download": download,
     }
-    if _names_model(model, files) and model:
+    if _names_model(model, files, image_size) and model:
         of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
         for name, value in of_run.items():
             if value:
                 raise UserError(f"--{name}: belongs to a run: leave it out with --model")
         if out is None:
             raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-        print(stage.run_model(model, files or (), out, kind, **options))
+        print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
         return
     url = stage.run(
         _run(run_dir),
@@ -435,7 +440,10 @@ def evaluate(
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
-        _say_next(["view", "--run-dir", run_dir, "--student", scores["student"]])
+        look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
+        if scores["mistakes"] and data is None:  # the page opens with the first of them
+            look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
+        _say_next(look)
 
 
 @_command("Look")
@@ -723,10 +731,7 @@ def view(
         Literal["train", "val", "test"] | None,
         _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
     ] = None,
-    image_size: Annotated[
-        int | None,
-        _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
-    ] = None,
+    image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
 ) -> None:
@@ -736,7 +741,7 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if not _names_model(model, files):
+    if not _names_model(model, files, image_size):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
@@ -930,10 +935,12 @@ def _run(run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _names_model(model: str | None, files: list[Path] | None) -> bool:
+def _names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
     """True with --model and --images, which belong together."""
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
+    if model is None and image_size is not None:
+        raise UserError(f"--image-size {image_size}: belongs to --model NAME")
     return model is not None
 
 

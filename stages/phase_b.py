@@ -30,7 +30,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
-from stages.runs import ranks, students
+from stages.runs import students
 from stages.runs.directory import RunDirectory
 from stages.runs.students import StudentRequest, removed_if_refused
 from stages.train import LabelLosses, Training, train_into, train_plain
@@ -161,17 +161,15 @@ def run(
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[dict[str, Any]]:
     """As :func:`run`, of a student whose settings are written."""
     run, folder = request.run, request.folder
-    with removed_if_refused(folder, request.created):
-        ranks.check_shared(run.path)
-        with run.locked(shared=True):
-            return train_student(
-                request.settings,
-                folder,
-                teacher=run if request.distilled else None,
-                maps_url=request.maps_url,
-                data=data,
-                resume=request.resume,
-            )
+    with removed_if_refused(folder, request.created), run.locked(shared=True):
+        return train_student(
+            request.settings,
+            folder,
+            teacher=run if request.distilled else None,
+            maps_url=request.maps_url,
+            data=data,
+            resume=request.resume,
+        )
 
 
 def train_student(

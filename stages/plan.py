@@ -37,6 +37,7 @@ from stages.phase_a import trained_vit as trained_teacher
 from stages.phase_a.job import TeacherJob
 from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
+    SMALLER,
     check_disk,
     check_memory,
     gigabytes,
@@ -91,7 +92,6 @@ def run(
         stage["seconds"] = seconds[name] / world_size if seconds else None
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     whole = sum(seconds.values()) / world_size if seconds else None
-    elsewhere = "choose another --run-dir"
     return {
         "images": images,
         "stages": stages,
@@ -102,7 +102,7 @@ def run(
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(select_device(settings.device, settings.threads)),
-        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
+        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
     }
 
 

@@ -255,7 +255,7 @@ def run(
     """
     attention = attention or settings.phase_b.student
     run = RunDirectory(run_dir)
-    request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
+    request = ranks.resolve(lambda: resolve(settings, run, attention, resume, data))
     created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, resume)))
     with removed_if_refused(request.folder, created), run.locked(shared=True):
         return train_plain(request.settings, request.folder, data=request.data, resume=resume)

@@ -422,7 +422,7 @@ def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     assert code == 0, err
     rows = rows_of(folder, "views")
     assert {name: len(row["runs"]) for name, row in rows.items()} == dict.fromkeys(
-        [BASELINE, "distilled", "xsa", "flips", "the images themselves"], 2
+        [BASELINE, "xsa", "flips", "the images themselves"], 2
     )
     teachers = [path for path in (folder / "teachers").iterdir() if path.is_dir()]
     for teacher in teachers:

@@ -93,8 +93,8 @@ class StudentAttention(Attention):
         if not self.compares:
             return None, None, self.values(x)
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))  # [B, T, 3, H, d_m]
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q), self.k_norm(k), v
+        q, k, v = qkv.unbind(2)  # before it is transposed: the gradient is put together in place
+        return self.q_norm(q.transpose(1, 2)), self.k_norm(k.transpose(1, 2)), v.transpose(1, 2)
 
     def values(self, x: Tensor) -> Tensor:
         """V [B, H, T, d_m] of tokens x [B, T, d], for an attention with ``v`` alone."""
@@ -197,6 +197,10 @@ def fused_attention(
         # not every kernel defines a query without keys: it reads all of them, and then nothing
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
         attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
+    plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
+    if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:
+        # a map no larger than q, k, v and heads of that width is faster than padding v
+        return (q * (scale or q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
     heads = F.scaled_dot_product_attention(
         q,
         k,

@@ -17,6 +17,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
+from stages import export_maps
 from stages.compare.figures import draw
 from stages.compare.report import report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
@@ -107,8 +108,9 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
         if row.plain:
             check_baseline(settings, data)
         elif settings.phase_a.learns_gaussians:
-            nowhere = RunDirectory(Path())
-            phase_a.training_state(phase_a.check(settings, data, nowhere, True, force=True))
+            job = phase_a.check(settings, data, RunDirectory(Path()), True, force=True)
+            phase_a.training_state(job)
+            export_maps.make_schema(job, settings.export, sha256="0" * 64)
         else:
             trained_teacher.check(settings, data)
     except (UserError, store.StoreError) as error:

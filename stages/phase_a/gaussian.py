@@ -80,7 +80,7 @@ def run(
             return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
-    job = ranks.resolve(run_dir, resolve)
+    job = ranks.resolve(resolve)
     if isinstance(job, trained_vit.TeacherTraining):
         return trained_vit.run(job, run, resume)
     if not job.settings.phase_a.learns_gaussians:
