@@ -32,7 +32,8 @@ WITH_RESUME = ("phase-a", "phase-b", "train")
 
 
 def _untyped(kind: Any) -> Any:
-    """A kind of typer's commands whose help shows no type for a flag, not for --help either."""
+    """A kind of typer's commands whose help shows no type for a flag, not for --help either, and
+    none for an argument."""
 
     class Untyped(kind):
         def get_params(self, context: Any) -> list[Any]:
@@ -40,6 +41,8 @@ def _untyped(kind: Any) -> Any:
             for param in params:
                 if getattr(param, "is_flag", False):
                     param.metavar = ""
+                if param.param_type_name == "argument":
+                    param.display_type_rich = lambda ctx: None
             return params
 
     return Untyped
@@ -286,8 +289,6 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    from stages import export_maps as stage
-
     options: dict[str, Any] = {
         "overwrite": overwrite,
         "repair": repair,
@@ -304,10 +305,17 @@ def export_maps(
                 raise UserError(f"--{name}: belongs to a run: leave it out with --model")
         if out is None:
             raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+        _say(f"export: {model}, into {out} ...")
+        from stages import export_maps as stage
+
         print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
         return
+    run_dir = _run(run_dir)
+    _say(f"export: the teacher of {run_dir} ...")
+    from stages import export_maps as stage
+
     url = stage.run(
-        _run(run_dir),
+        run_dir,
         kind,
         out=out,
         views=views,
@@ -573,7 +581,9 @@ def compare(
     data: DataFolder = None,
     run_dir: Annotated[
         Path | None,
-        _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
+        _option(
+            "--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG or FOLDER"
+        ),
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
@@ -623,6 +633,7 @@ def compare(
         goals = _listed(
             "--targets", targets, float, lambda goal: 0 < goal <= 1, "shares from 0 to 1"
         )
+    _say_start("comparison", settings, folder, ", ".join(attentions))
     from stages import compare as stage
 
     results = stage.run(
@@ -730,7 +741,11 @@ def view(
     download: Download = False,
     split: Annotated[
         Literal["train", "val", "test"] | None,
-        _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
+        _option(
+            "--split SPLIT",
+            "train, val or test: the images to open with.",
+            "those of the store, else val",
+        ),
     ] = None,
     image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
@@ -846,6 +861,8 @@ def plan(
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
     ended by Ctrl-C and SIGTERM, 1 anything else."""
+    # a thread of torch that waits lets other processes work: between them it would wait for long
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # a terminal that cannot show a character shows a question mark
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
