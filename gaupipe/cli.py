@@ -53,8 +53,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
@@ -223,7 +223,7 @@ def phase_a(
     """
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    _say_start("phase A", settings, folder, settings.phase_a.teacher)
+    _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
     from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
@@ -584,9 +584,9 @@ def compare(
         str | None,
         _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
-    cells: Annotated[
+    rows: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -596,10 +596,6 @@ def compare(
             "95, 98 and 100 % of the plain ViT's",
         ),
     ] = None,
-    tune: Annotated[
-        bool,
-        _option("--tune/--no-tune", "Search for learning rates and initialisations first."),
-    ] = True,
     jobs: Annotated[int, _option("--jobs N", "Trainings at the same time.", min=1)] = 1,
     test: Annotated[bool, _option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
@@ -636,8 +632,7 @@ def compare(
         seeds=numbers,
         targets=goals,
         sweep=sweep,
-        only=cells or [],
-        tune=tune,
+        only=rows or [],
         jobs=jobs,
         test=test,
     )
@@ -955,10 +950,12 @@ def _say(line: str) -> None:
         print(f"gaupipe: {line}", file=sys.stderr)
 
 
-def _say_start(what: str, settings: Any, folder: Path, student: str | None = None) -> None:
+def _say_start(
+    what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
+) -> None:
     """Says what a command is about to do, before it imports torch, which takes seconds."""
-    data, attention = settings.data, student or settings.phase_b.student
-    model = f"{settings.model.name}, attention {attention}"
+    attention, data = attention or settings.phase_b.student, settings.data
+    model = model or f"{settings.model.name}, attention {attention}"
     _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
 
 

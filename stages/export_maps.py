@@ -108,7 +108,6 @@ def run(
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
 
-    ranks.check_shared(run_dir)
     settings = distributed.main_first(read_settings)
     with run.locked():
         options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
@@ -210,8 +209,6 @@ class Place:
 def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
     url, folder = place.url, store.local_folder(place.url)
-    if folder is not None:
-        ranks.check_shared(folder)
     ranks.check_same(job.settings, job.data)
     height, width = job.shape.grid
 
@@ -222,14 +219,19 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
 
     sha256, asked = job.common_sha256(), distributed.main_first(request)
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
-    distributed.on_main(lambda: place.check_resources(job, schema))
-    with contextlib.ExitStack() as held:
-        if folder is not None and distributed.is_main():
-            folder.mkdir(parents=True, exist_ok=True)
+
+    def opened() -> store.Writer:
+        return place.create(job, schema) if distributed.is_main() else store.join(url)
+
+    def hold() -> None:
+        place.check_resources(job, schema)
         if folder is not None:
-            distributed.on_main(lambda: held.enter_context(alone_in(folder, BUSY)))
-        created = distributed.on_main(lambda: place.create(job, schema))
-        write(job, created if distributed.is_main() else store.join(url))
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder, BUSY))
+
+    with contextlib.ExitStack() as held:
+        distributed.on_main(hold)
+        write(job, distributed.main_first(opened))
     return url
 
 
@@ -289,7 +291,8 @@ def other_teacher(
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
-    config.parse({"phase_a": changes}, f"--teacher {teacher}")
+    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    changes["teacher"] = parsed.teacher
     phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
     settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
@@ -321,8 +324,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    augment = job.settings.augment
-    check_export(export, augment, job.teacher, shape.grid, job.settings.phase_a.learns_of_images)
+    check_export(export, job.settings, job.teacher, shape.grid)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:

@@ -91,12 +91,11 @@ class StoredMaps:
         schema, entry = self.maps.schema, image * self.maps.schema.views + view
         stored = self.maps.read(entry, entry + 1)
         attention = self._decode(stored)
-        rows = attention.map if isinstance(attention, StoredGaussians) else attention.rows
         gaussians = attention.gaussians[0] if isinstance(attention, StoredGaussians) else None
         logits = torch.from_numpy(stored["logits"][0]).float()
         seen = ImageMaps(
             schema.grid,
-            lambda layer: rows(layer, None)[0],
+            lambda layer: attention.rows(layer)[0],
             int(stored["labels"][0]) if self.labelled else None,
             logits if schema.extra.get("predicts", True) else None,
             schema.prefix_tokens,

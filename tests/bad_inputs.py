@@ -158,7 +158,7 @@ RESUME_B = "phase-b --run-dir runs/tiny --resume"
 NEW_STUDENT = "phase-b --run-dir runs/tiny --name new"
 INSPECT = f"inspect {MAPS}"
 PLAN = "plan tiny.yaml --steps 0"
-COMPARE = "compare tiny.yaml --run-dir new --no-tune"
+COMPARE = "compare tiny.yaml --run-dir new"
 
 COMMAND_LINE = [
     Row("nonsense", "nonsense"),
@@ -558,10 +558,11 @@ SWEEPS = [
         ("- {name: a, plain: maybe}", "plain"),
         ("- {name: a, kind: x}", "kind"),
         ("- {name: a, seed: 1}", "seed"),
-        ("- {name: a, trials: {phase_b.epochs: 3}}", "trials"),
         ("- {name: 5}", "name"),
-        ("- {export.kind: prior, export.encoding: uint8}", "--kind prior"),
-        ("- {name: a, trials: [{seed: 1}]}", "seed"),
+        ("- {export.kind: prior, export.encoding: uint8}", "export.kind prior"),
+        ("- {phase_a.per_image: none, export: {kind: prior, encoding: uint8}}", "float16"),
+        ("- {like: [a]}", "no such row"),
+        ("- {name: [a], phase_b.gamma: 1}", "name"),
         ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "layer_map"),
         ("- {name: a, model.name: resnet18}", "model.name"),
         ("- {name: a, name: b}", "twice"),

@@ -24,6 +24,7 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
     Fraction,
+    ModelName,
     Positive,
     Rate,
     Scope,
@@ -205,7 +206,7 @@ class ModelSettings(Section):
     changed with ``phase_b.model_args``. With ``phase_a.teacher: gaussian`` the teacher has
     GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
-    name: str = "gauvit_pico_patch2_8"
+    name: ModelName = "gauvit_pico_patch2_8"
     """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
     ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
     ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
@@ -286,7 +287,7 @@ class PhaseASettings(Section):
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
     that is a trained ViT."""
 
-    teacher: str = "gaussian"
+    teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
     ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
@@ -354,11 +355,6 @@ class PhaseASettings(Section):
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image != "none"
-
-    @property
-    def shares_prior(self) -> bool:
-        """True if the teacher has Gaussians that all images share."""
-        return self.learns_gaussians and self.prior
 
 
 class ExportSettings(Section):
@@ -431,14 +427,12 @@ class PhaseBSettings(Section):
     that the maps belong to the image."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Annotated[Literal["none", "teacher", "prior", "exact"], Scope.TEACHER] = "none"
+    warm_start: Annotated[Literal["none", "teacher", "exact"], Scope.TEACHER] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
-    has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
-    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior.
-    ``exact`` is for ``phase_a.per_image: none`` and students with ``attention_options: {prior:
-    true}``: the prior goes into the scores and Q is 0, so that the student computes what the
-    teacher does before its first step."""
+    has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step."""
     temperature: Annotated[Rate, Scope.TEACHER] = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -553,15 +547,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.phase_b.warm_start == "prior" and not self.phase_a.shares_prior:
-            raise ValueError(
-                "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
-            )
-        if self.phase_b.warm_start == "prior" and self.phase_b.student == "gaussian":
-            raise ValueError(
-                "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
-                "take phase_b.warm_start=teacher, which copies the Gaussians"
-            )
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         return self

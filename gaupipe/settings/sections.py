@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Sequence
 from enum import Flag, auto
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
@@ -15,6 +24,19 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
+
+LOCAL = "local-dir:"
+
+
+def with_whole_path(name: str) -> str:
+    """The ``name`` of a model, ``local-dir:FOLDER`` with the folder's absolute path: later commands
+    find it from any working directory."""
+    if not name.startswith(LOCAL):
+        return name
+    return LOCAL + os.path.abspath(os.path.expanduser(name.removeprefix(LOCAL)))
+
+
+ModelName = Annotated[str, AfterValidator(with_whole_path)]
 
 
 class Scope(Flag):

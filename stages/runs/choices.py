@@ -66,7 +66,7 @@ class Choices:
         ``plain``, reads."""
         keys = [key for key in self.reasons if not (plain and key.startswith(WITH_A_TEACHER))]
         shown = {key: f"{key}={json.dumps(self.given(key))}".replace('"', "") for key in keys}
-        width = max(map(len, shown.values()))
+        width = min(40, max(map(len, shown.values())))  # a model's folder may be longer
         return [f"{shown[key]:<{width}}  {self.reasons[key]}" for key in keys]
 
 
@@ -142,7 +142,7 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     choices.choose("phase_b.optim.args.layer_decay", 0.75, reason)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
-    choices.choose("augment.resized_crop.scale", [0.5, 1.0], reason)
+    choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
 
 
 def _choose_batch(choices: Choices, images: int) -> None:
