@@ -58,11 +58,6 @@ def folder_of(name: str, remedy: str) -> Path:
     return folder
 
 
-def absolute(name: str) -> str:
-    """The name of a model as it is true in any folder: a folder's with its whole path."""
-    return with_whole_path(LOCAL + name if Path(name).expanduser().is_dir() else name)
-
-
 def pretrained(
     name: str,
     arguments: dict[str, Any],
