@@ -207,7 +207,7 @@ def test_validation_images_of_their_own(tmp_path):
     data = load(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
     assert "of 2 classes, 4 validation images, no test images," in str(facts_of(tmp_path))
-    assert data.val.source.files.root == tmp_path / "val"
+    assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
     assert len(load(tmp_path, train_images=10).val) == 4
     shutil.copy(tmp_path / "val" / "cat" / "1.png", tmp_path / "val" / "cat" / "0.png")
