@@ -327,9 +327,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
 
 FOLDERS = {
     "no folder 'mine/train'": lambda root: root.mkdir(),
-    "if the folders in mine/download are the classes, name it": lambda root: photos(
-        root / "download"
-    ),
+    "all of the class 'download'; two or more are needed": lambda root: photos(root / "download"),
     "mine/cat/200.png: not readable": lambda root: os.truncate(
         photos(root, count=300) / "cat" / "200.png", 20
     ),

@@ -160,7 +160,7 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
         name = train.class_names[0] if train.class_names else labels[0]
         raise UserError(
             f"data set {settings.name}: the training images are all of the class {name!r}; "
-            "two or more are needed"
+            "two or more are needed (in a folder each, if they are files)"
         )
     if val is not None:
         positions, held_out = np.arange(len(labels)), np.arange(len(val))
