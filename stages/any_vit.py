@@ -16,7 +16,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from gaupipe.data.files import FileImages, ImageFiles
+from gaupipe.data.files import FileImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
@@ -33,31 +33,16 @@ BATCH = 1
 """``data.batch_size``: large images have large maps."""
 
 
-class Pictures(ImageFiles):
-    """Image files that are read when they are looked at, or all of them for a digest."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        whole = [path.resolve() for path in paths]
-        self.root = Path(os.path.commonpath([path.parent for path in whole]))
-        self.names = [os.path.relpath(path, self.root) for path in whole]
-        self.place, self.total_bytes = str(self.root), 0
-
-    def contents(self, _positions: np.ndarray) -> bytes:
-        """Nothing: decoded pictures are not kept."""
-        return b""
-
-    def fingerprint(self) -> bytes:
-        ImageFiles.__init__(self, self.root, self.names)
-        return super().fingerprint()
-
-
 class PreparedImages(FileImages):
     """Image files without labels, resized and cropped by the ``transform`` that timm gives a
     model: keywords of ``timm.data.create_transform``."""
 
     def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
         settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
-        super().__init__(Pictures(paths), np.zeros(len(paths), np.int64), settings)
+        whole = [path.resolve() for path in paths]
+        root = Path(os.path.commonpath([path.parent for path in whole]))
+        names = [os.path.relpath(path, root) for path in whole]
+        super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
         self.transform = transform
         self._read = reader(transform, normalize=False)
 
@@ -66,7 +51,7 @@ class PreparedImages(FileImages):
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
 
     def _square(self, position: int) -> Tensor:
-        return self._read(Path(self.files.name(position)))
+        return self._read(Path(self.path(position)))
 
 
 @dataclass
