@@ -105,7 +105,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
@@ -597,21 +597,20 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
-    from rich.console import Console
-
     from stages import inspect_maps as stage
 
     shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
     options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
     if image is None:
-        for name, value in options.items():
-            raise UserError(
-                f"--{name} {value}: shows one image's map: name the image with --image ID"
-            )
-        _report(stage.summary(maps, run_dir, student), as_json)
+        for name, value in ({"student": student} | options).items():
+            if value is not None:
+                raise UserError(
+                    f"--{name} {value}: shows one image's map: name the image with --image ID"
+                )
+        _report(stage.summary(maps, run_dir), as_json)
         return
     seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
-    _show(seen, as_json, lambda seen: [stage.heat_map(seen, not Console().options.ascii_only)])
+    _show(seen, as_json, lambda seen: [stage.heat_map(seen)])
 
 
 @_command("Look")
