@@ -134,7 +134,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
@@ -676,12 +676,13 @@ def inspect(
 
     if image is None:
         options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+        options["student"] = student
         for option, value in options.items():
             if value is not None:
                 raise UserError(
                     f"--{option} {value}: shows one image's map: name the image with --image ID"
                 )
-        _report(stage.summary(maps, run_dir, student), as_json)
+        _report(stage.summary(maps, run_dir), as_json)
         return
     seen = stage.attention(
         image,
@@ -697,7 +698,7 @@ def inspect(
     if as_json:
         print(json.dumps(seen))
     else:
-        _print_rich(stage.heat_map(seen, _draws_blocks()))
+        _print_rich(stage.heat_map(seen))
 
 
 @_command("Look")
@@ -961,15 +962,6 @@ def _say_start(
 def _say_next(*commands: list[Any]) -> None:
     """Says what may follow."""
     _say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
-
-
-def _draws_blocks() -> bool:
-    """True if the terminal can show the characters that maps are drawn with."""
-    try:
-        "░█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _with_model(

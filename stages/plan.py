@@ -22,7 +22,7 @@ from gaupipe.data.buckets import check_buckets
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.kinds import check_export, chosen
+from gaupipe.distillation.kinds import planned_export
 from gaupipe.distillation.student import MapShape, build_student, check_baseline
 from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
@@ -114,9 +114,7 @@ def plan_phases(
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
-    export = chosen(settings, tokens=math.prod(grid))
-    per_image = settings.phase_a.learns_of_images
-    check_export(export, settings.augment, teacher, grid, per_image, prefix="export.")
+    export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = needs.store_bytes[str(export.kind)]
     memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
