@@ -12,7 +12,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.settings.sections import LOCAL, with_whole_path
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
