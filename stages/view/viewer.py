@@ -199,8 +199,8 @@ class Viewer:
         return pack({**header, **self.described(seen, image, "train")}, arrays)
 
     def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
-        """Whose maps they are, grid, extra tokens, label and prediction for an image, and its file's
-        name if it has no label."""
+        """Whose the maps are, grid, extra tokens, label and prediction for an image; of a file
+        without a label its name."""
         title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
         shape = {"name": seen.by, "grid": list(seen.grid), "extra": seen.extra}
         return {**shape, "label": seen.label, **title, **seen.prediction(MOST_LIKELY)}
