@@ -30,7 +30,6 @@ IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
 
-
 CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
 
 app = typer.Typer(
