@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -33,6 +32,7 @@ from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import pretrained
+from gaupipe.vit.build import created
 from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights
@@ -208,21 +208,15 @@ def load_encoder(args):
     folder = Path(args.model.removeprefix("local-dir:")).expanduser()
     if folder.is_dir():
         model = load_folder(folder, f"{' and '.join(STUDENT_FILES)} make a student", given)
-    elif args.pretrained or args.download:
+    else:
+        right = "a timm name with weights or the folder of a student"
         try:
-            right = "a timm name with weights or the folder of a student"
-            model = pretrained(args.model, given, args.download, right, "--download")
+            if args.pretrained or args.download:
+                model = pretrained(args.model, given, args.download, right, "--download")
+            else:
+                model = created(args.model, given)
         except UserError as error:
             raise UserError(f"--model: {error}") from None
-    else:
-        if not timm.is_model(args.model):
-            raise UserError(f"--model: {args.model} is neither a folder nor a model of timm")
-        try:
-            model = timm.create_model(args.model, **given)
-        except Exception as error:  # whatever timm makes of a keyword that a model does not have
-            raise UserError(
-                f"--model: timm cannot build {args.model} with {given}: {error}"
-            ) from None
     convert(model, "standard")  # which refuses what is not a ViT
     check_sizes(model, args)
     model.set_input_size(tuple(args.crop))

@@ -56,8 +56,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
@@ -155,6 +155,10 @@ Download = Annotated[
 ImagePaths = Annotated[
     list[Path] | None,
     _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+]
+ImageSize = Annotated[
+    int | None,
+    _option("--image-size N", "Pixels for --model.", "the model's; view: fewer", min=1),
 ]
 Store = Annotated[
     str | None,
@@ -268,6 +272,7 @@ def export_maps(
         ),
     ] = None,
     files: ImagePaths = None,
+    image_size: ImageSize = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -293,7 +298,7 @@ def export_maps(
         "k": k,
         "download": download,
     }
-    if _names_model(model, files) and model:
+    if _names_model(model, files, image_size) and model:
         of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
         for name, value in of_run.items():
             if value:
@@ -303,7 +308,7 @@ def export_maps(
         _say(f"export: {model}, into {out} ...")
         from stages import export_maps as stage
 
-        print(stage.run_model(model, files or (), out, kind, **options))
+        print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
         return
     run_dir = _run(run_dir)
     _say(f"export: the teacher of {run_dir} ...")
@@ -443,7 +448,10 @@ def evaluate(
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
-        _say_next(["view", "--run-dir", run_dir, "--student", scores["student"]])
+        look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
+        if scores["mistakes"] and data is None:  # the page opens with the first of them
+            look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
+        _say_next(look)
 
 
 @_command("Look")
@@ -586,9 +594,9 @@ def compare(
         str | None,
         _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
-    cells: Annotated[
+    rows: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -598,10 +606,6 @@ def compare(
             "95, 98 and 100 % of the plain ViT's",
         ),
     ] = None,
-    tune: Annotated[
-        bool,
-        _option("--tune/--no-tune", "Search for learning rates and initialisations first."),
-    ] = True,
     jobs: Annotated[int, _option("--jobs N", "Trainings at the same time.", min=1)] = 1,
     test: Annotated[bool, _option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
@@ -639,8 +643,7 @@ def compare(
         seeds=numbers,
         targets=goals,
         sweep=sweep,
-        only=cells or [],
-        tune=tune,
+        only=rows or [],
         jobs=jobs,
         test=test,
     )
@@ -684,12 +687,13 @@ def inspect(
 
     if image is None:
         options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+        options["student"] = student
         for option, value in options.items():
             if value is not None:
                 raise UserError(
                     f"--{option} {value}: shows one image's map: name the image with --image ID"
                 )
-        _report(stage.summary(maps, run_dir, student), as_json)
+        _report(stage.summary(maps, run_dir), as_json)
         return
     seen = stage.attention(
         image,
@@ -705,7 +709,7 @@ def inspect(
     if as_json:
         print(json.dumps(seen))
     else:
-        _print_rich(stage.heat_map(seen, _draws_blocks()))
+        _print_rich(stage.heat_map(seen))
 
 
 @_command("Look")
@@ -743,10 +747,7 @@ def view(
             "those of the store, else val",
         ),
     ] = None,
-    image_size: Annotated[
-        int | None,
-        _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
-    ] = None,
+    image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
 ) -> None:
@@ -756,7 +757,7 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if not _names_model(model, files):
+    if not _names_model(model, files, image_size):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
@@ -952,10 +953,12 @@ def _run(run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _names_model(model: str | None, files: list[Path] | None) -> bool:
+def _names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
     """True with --model and --images, which belong together."""
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
+    if model is None and image_size is not None:
+        raise UserError(f"--image-size {image_size}: belongs to --model NAME")
     return model is not None
 
 
@@ -976,15 +979,6 @@ def _say_start(
 def _say_next(*commands: list[Any]) -> None:
     """Says what may follow."""
     _say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
-
-
-def _draws_blocks() -> bool:
-    """True if the terminal can show the characters that maps are drawn with."""
-    try:
-        "░█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _with_model(

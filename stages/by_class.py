@@ -37,15 +37,15 @@ def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> dict[str, Any]
     predicted = [row.classes[0][0] for row in rows]
     matrix = confusion_matrix([row.label for row in rows], predicted, labels=names)
     counts = zip(names, matrix.sum(1).tolist(), matrix.diagonal().tolist(), strict=True)
-    wrong = [row for row in rows if row.classes[0][0] != row.label]
-    wrong.sort(key=lambda row: row.classes[0][1], reverse=True)
+    wrong = [(image, row) for image, row in enumerate(rows) if row.classes[0][0] != row.label]
+    wrong.sort(key=lambda pair: pair[1].classes[0][1], reverse=True)
     return {
         "classes": [
             {"class": name, "images": images, "top1": right / images if images else None}
             for name, images, right in counts
         ],
         "confusion": matrix.tolist(),
-        "mistakes": [as_row(row) for row in wrong[:MISTAKES]],
+        "mistakes": [{"image": image, **as_row(row)} for image, row in wrong[:MISTAKES]],
     }
 
 

@@ -68,10 +68,10 @@ class ImageMaps:
         return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
 
     def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The predicted class, its probability, and the ``most`` likely classes; all are None of a
+        """The predicted class, its probability, and the ``most`` likely classes; None and none of a
         model without classes."""
         if self.logits is None:
-            return {"predicted": None, "probability": None, "likely": None}
+            return {"predicted": None, "probability": None, "likely": []}
         probabilities = self.logits.float().softmax(-1)
         likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
         probability = round(probabilities[likely[0]].item(), 6)
@@ -91,12 +91,11 @@ class StoredMaps:
         schema, entry = self.maps.schema, image * self.maps.schema.views + view
         stored = self.maps.read(entry, entry + 1)
         attention = self._decode(stored)
-        rows = attention.map if isinstance(attention, StoredGaussians) else attention.rows
         gaussians = attention.gaussians[0] if isinstance(attention, StoredGaussians) else None
         logits = torch.from_numpy(stored["logits"][0]).float()
         seen = ImageMaps(
             schema.grid,
-            lambda layer: rows(layer, None)[0],
+            lambda layer: attention.rows(layer)[0],
             int(stored["labels"][0]) if self.labelled else None,
             logits if schema.extra.get("predicts", True) else None,
             schema.prefix_tokens,

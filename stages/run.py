@@ -41,7 +41,6 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
                     say_if_shorter(folder, student, settings)
         return data
 
-    ranks.check_shared(run_dir)
     data = distributed.main_first(prepare)
     ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()

@@ -33,7 +33,6 @@ from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import accuracy, label_targets, score_model
 from gaupipe.training.state import TrainingState, has_checkpoint
-from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
 from stages.runs.students import removed_if_refused, write_request
@@ -134,7 +133,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
     settings, label, losses = job.settings, job.label(folder), job.losses()
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(job.augment, settings.seed)
-    attention = student_attention(state.kept, job.device)
     done = len(state.metrics)
 
     with loop(settings, state, training, folder, label, job.epochs) as running:
@@ -164,7 +162,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 gamma=gamma,
             )
             state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
-            save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
             running.line(
                 epoch,
                 f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
@@ -258,7 +255,7 @@ def run(
     """
     attention = attention or settings.phase_b.student
     run = RunDirectory(run_dir)
-    request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
+    request = ranks.resolve(lambda: resolve(settings, run, attention, resume, data))
     created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, resume)))
     with removed_if_refused(request.folder, created), run.locked(shared=True):
         return train_plain(request.settings, request.folder, data=request.data, resume=resume)

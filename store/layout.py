@@ -269,7 +269,7 @@ def metadata_files(layout: Layout, decoder: Mapping[str, np.ndarray]) -> dict[st
             chunks=(rows, *spec.shape[1:]),
             shards=(per_shard, *spec.shape[1:]),
             filters=None,
-            compressors=checked if spec.numbers.compressed else [Crc32cCodec()],
+            compressors=checked,
             fill_value=schema.fill_value(name),
             dimension_names=spec.dimension_names,
             attributes=dict(spec.numbers.codes) if schema.has_codes(name) else {},

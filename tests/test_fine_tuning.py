@@ -77,7 +77,7 @@ def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
     "command, config_of",
     [
         (["run"], "run/config.yaml"),
-        (["compare", "--no-tune", "--row", "distilled", "--seeds", "0"], "run/students/*/*.yaml"),
+        (["compare", "--row", "distilled", "--seeds", "0"], "run/students/*/*.yaml"),
     ],
 )
 def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(

@@ -348,7 +348,7 @@ def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, mess
 
 def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     folder = photos(tmp_path / "photos")
-    rows = ("--no-tune", "--seeds", "0", "--row", "plain ViT", "--json")
+    rows = ("--seeds", "0", "--row", "plain ViT", "--json")
     changes = sets(*TINY, "baseline.epochs=1")
     code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
     assert code == 0, err

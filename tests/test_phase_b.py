@@ -19,7 +19,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS
-from gaupipe.distillation.student import MapShape, check_student
+from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
@@ -28,7 +28,6 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
 from stages import evaluate, export_maps, phase_b
 from stages import train as student_training
-from stages.figures import key_attention
 from stages.phase_a import gaussian as phase_a
 from stages.publish import export_student
 from stages.runs.directory import RunDirectory
@@ -267,8 +266,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
         run_dir / "config.yaml",
         [
             f"phase_b.model_args={{{tokens}}}",
-            "phase_b.warm_start=prior",
-            "key_snapshots=5",
+            "phase_b.warm_start=teacher",
             "phase_b.epochs=2",
             "phase_b.gamma=1",
         ],
@@ -278,13 +276,12 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     )
     data = load_data(settings.data)
     teacher = phase_a.build_teacher(settings, data)
-    check_student(settings, data, MapShape.of(teacher), teacher.weights())
+    check_student(settings, data, teacher, teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
-    assert all(0 < row["loss_feat"] < 0.2 for row in rows)  # it starts at the prior
+    assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]
     student = timm.create_model(f"local-dir:{tmp_path / key / 'student'}", pretrained=True).eval()
     assert student.num_prefix_tokens == (1 if key == "standard" else 3)
-    assert key_attention.read(tmp_path / key).shape == (2, 5, 2, 16)
 
     maps = store.open(str(run_dir / "maps.zarr"))
     found = evaluate.teacher_agreement(student, maps, data, settings)["map_kl"]

@@ -171,7 +171,7 @@ def test_a_whole_store_of_images_that_are_not_there(tmp_path):
 @pytest.mark.parametrize(
     "array, message",
     [
-        (dict(prior=np.ones((1, 2, 4, 3))), "prior has the shape"),
+        (dict(prior=np.ones((1, 2, 4, 3))), "expanded size"),
         (dict(other=np.ones(3)), "'prior'"),
     ],
 )

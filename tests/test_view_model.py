@@ -15,9 +15,11 @@ import store
 from arguments import unpacked
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import alone_in
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
 from stages.any_vit import fitted, open_model
+from stages.runs import resources
 from stages.view.page import write_page
 from stages.view.serve import live_teacher, open_viewer
 from stages.view.viewer import Viewer
@@ -189,6 +191,34 @@ def test_an_unfinished_store_is_continued_by_its_own_model_alone(
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_store_says_whose_it_is_in_any_folder(tmp_path, pictures, in_process):
+    saved(tmp_path / "model")
+    command = ("export-maps", "--model", "local-dir:model", "--images", pictures, "--out", "s")
+    assert in_process(*command, "--image-size", 16, cwd=tmp_path)[0] == 0
+    schema = store.open(tmp_path / "s").schema
+    assert schema.grid == (2, 2) and schema.extra["teacher"] == f"local-dir:{tmp_path / 'model'}"
+    assert in_process("verify", tmp_path / "s", "--teacher", cwd=pictures)[0] == 0
+
+
+def test_two_exports_do_not_write_one_store(model, pictures, tmp_path, in_process):
+    command = ("export-maps", "--model", model, "--images", pictures, "--out", tmp_path)
+    with alone_in(tmp_path):
+        code, _, err = in_process(*command)
+    assert (code, err.count("\n")) == (2, 1) and "another process writes this store" in err
+    assert not any(tmp_path.iterdir()) and in_process(*command)[0] == 0
+
+
+@pytest.mark.parametrize("measure", ["free_disk", "available_memory"])
+def test_an_export_that_does_not_fit_is_refused(
+    model, pictures, tmp_path, in_process, monkeypatch, measure
+):
+    monkeypatch.setattr(resources, measure, lambda *_: 1)
+    command = ("export-maps", "--model", model, "--images", pictures, "--out", tmp_path / "s")
+    code, _, err = in_process(*command)
+    assert (code, err.count("\n")) == (2, 1) and "--force" in err and not any(tmp_path.iterdir())
+    assert in_process(*command, "--force")[0] == 0
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
@@ -196,6 +226,7 @@ def test_an_unfinished_store_is_continued_by_its_own_model_alone(
         (["--model", "MODEL", "--images", "PICTURES"], "name the store with --out"),
         (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--views", 2], "--views"),
         (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--kind", "prior"], "or dense"),
+        (["--image-size", 32], "belongs to --model"),
         (["--model", "MODEL", "--images", "none", "--out", "o"], "no such file or folder"),
         (["--model", "resnet18.a1_in1k", "--images", "PICTURES", "--out", "o"], "not on this"),
     ],
@@ -225,7 +256,7 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     "source,arguments,message",
     [
         ("swin_tiny_patch4_window7_224", {}, "does not attend over all patches"),
-        ("resnet18", {}, "no attention"),
+        ("resnet18", {}, "0 attention maps"),
         ("no_such_model", {}, "timm has no weights"),
         ("vit_tiny_patch16_224", dict(image_size=33), "--image-size 33"),
     ],

@@ -356,11 +356,6 @@ class PhaseASettings(Section):
         """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image != "none"
 
-    @property
-    def shares_prior(self) -> bool:
-        """True if the teacher has Gaussians that all images share."""
-        return self.learns_gaussians and self.prior
-
 
 class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
@@ -432,14 +427,12 @@ class PhaseBSettings(Section):
     that the maps belong to the image."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Annotated[Literal["none", "teacher", "prior", "exact"], Scope.TEACHER] = "none"
+    warm_start: Annotated[Literal["none", "teacher", "exact"], Scope.TEACHER] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
-    has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
-    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior.
-    ``exact`` is for ``phase_a.per_image: none`` and students with ``attention_options: {prior:
-    true}``: the prior goes into the scores and Q is 0, so that the student computes what the
-    teacher does before its first step."""
+    has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step."""
     temperature: Annotated[Rate, Scope.TEACHER] = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -506,9 +499,6 @@ class Settings(Section):
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    key_snapshots: Annotated[Count, Scope.WATCH] = 0
-    """Number of training images for which gaupipe saves the average attention of each key after
-    every epoch of both phases."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
@@ -557,15 +547,6 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.phase_b.warm_start == "prior" and not self.phase_a.shares_prior:
-            raise ValueError(
-                "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
-            )
-        if self.phase_b.warm_start == "prior" and self.phase_b.student == "gaussian":
-            raise ValueError(
-                "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
-                "take phase_b.warm_start=teacher, which copies the Gaussians"
-            )
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         return self

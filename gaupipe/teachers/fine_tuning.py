@@ -15,6 +15,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
+from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
@@ -96,16 +97,8 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
         source = f"{LOCAL}{folder_of(name, REMEDY)}"
     else:
         published(name, RIGHT)
-    try:
-        with torch.device(device or "cpu"):
-            return checked(name, timm.create_model(source, **arguments))
-    except UserError:
-        raise
-    except Exception as error:  # whatever timm makes of keywords or of a foreign folder
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"model.name: timm cannot build {name} with {arguments}: {reason}"
-        ) from None
+    with torch.device(device or "cpu"):
+        return checked(name, created(source, arguments))
 
 
 def checked(name: str, model: Any) -> VisionTransformer:

@@ -69,7 +69,6 @@ def attend(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     hide_own: bool = False,
-    width: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """(MH, V), both [B, T, H, d_m]: the heads' weighted sums of values, and each token's own value.
@@ -77,8 +76,7 @@ def attend(
     ``query`` [B, H, T, .], ``key`` and ``value`` [B, H_kv, S, .] come from a model's cache.
     ``attention_mask`` is one of :func:`visible_and_own`, or a user's [B, 1 or H, T, S], boolean or
     additive, with the queries' own keys last. ``hide_own`` hides each token from itself. A query
-    without a key gets MH = 0. With ``width`` the rest of key and value is Z, which the query takes
-    from its own token. Raises UserError for cross-attention.
+    without a key gets MH = 0. Raises UserError for cross-attention.
     """
     for name in UNKNOWN:
         if kwargs.get(name) is not None:
@@ -94,10 +92,6 @@ def attend(
     if attention_mask is not None and attention_mask.dtype == torch.uint8:
         visible, itself = (attention_mask & VISIBLE).bool(), (attention_mask & OWN).bool()
     v = own_entries(value, itself, T)
-    if width is not None:
-        query = torch.cat([query, repeat_heads(v[..., width:], query.shape[1])], -1)
-        key = torch.cat([key, value[..., width:]], -1)
-        v = v[..., :width]
     if hide_own:
         if itself is None:
             ones = torch.ones(T, S, dtype=torch.bool, device=query.device)
@@ -106,7 +100,7 @@ def attend(
     key, value, v = (repeat_heads(x, query.shape[1]) for x in (key, value, v))
     future_hidden = causal and visible is None and T > 1
     mh = fused_attention(query, key, value, visible, future_hidden, scaling, dropout)
-    return mh[..., :width].transpose(1, 2), v.transpose(1, 2)
+    return mh.transpose(1, 2), v.transpose(1, 2)
 
 
 def is_cross_attention(module: nn.Module, causal: bool) -> bool:

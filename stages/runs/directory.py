@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
 
-TOKEN = ".gaupipe-shared-"
-"""How the names begin of files that show whether processes see the same folder
-(:mod:`stages.runs.ranks`). A killed process may leave one."""
-
 STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
@@ -155,7 +151,7 @@ class RunDirectory:
         elif self.path.is_file() or (
             self.path.is_dir()
             and not all(
-                path.name == "lock" or path.name.startswith((TOKEN, partial_prefix(self.config)))
+                path.name == "lock" or path.name.startswith(partial_prefix(self.config))
                 for path in self.path.iterdir()
             )
         ):
@@ -260,6 +256,7 @@ def last_used() -> RunDirectory:
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     """:func:`lock_of_process` of rank 0, for all ranks."""
+    distributed.check_same({what: folder}, "every process should get the same folder")
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
         yield

@@ -19,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 
 from gaupipe.system.errors import UserError
 from stages.view.page import STATIC, colours
-from stages.view.viewer import TEACHER, Viewer
+from stages.view.viewer import Viewer
 from store import StoreError
 
 HOSTS = ["127.0.0.1", "localhost"]
@@ -89,7 +89,6 @@ def make_app(viewer: Viewer) -> Starlette:
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
         ),
-        "/api/epochs/{image}": lambda a: viewer.epochs(a.student or TEACHER, a.image),
     }
     routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
     return Starlette(
