@@ -12,7 +12,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.settings.sections import LOCAL, with_whole_path
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
@@ -55,11 +55,6 @@ def folder_of(name: str, remedy: str) -> Path:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: {remedy}")
     return folder
-
-
-def absolute(name: str) -> str:
-    """The name of a model as it is true in any folder: a folder's with its whole path."""
-    return with_whole_path(LOCAL + name if Path(name).expanduser().is_dir() else name)
 
 
 def pretrained(
