@@ -5,25 +5,31 @@ training step waits for images.
     python benchmarks/input.py --images 4000 --rounds 5 --workers 1
     python benchmarks/input.py --workers 0 --parts loaders
     python benchmarks/input.py --parts step
+    python benchmarks/input.py --workers 0 --parts loaders --sizes 500 --photos FOLDER
 
 JPEG files go to a temporary folder below --folder and are deleted. Those of 500 pixels are --files
 different images, each under several names (hard links). All have just been written: what is timed
-is the work, not the disk. Both loaders make normalised float32 batches on the device, of the same
-pixels: squares of 32 pixels of the small images, and of 224 pixels of the large ones, bilinear; or
-random resized crops of the full-size images, flipped. Each loader has read all images once before
-it is timed. Things compared take turns in one process. With --workers 0 on a CPU, processor time is
-counted, which leaves out what else runs on the machine; else the time that passes.
+is the work, not the disk. With --photos they are the JPEG files below a folder. spdl takes part in
+squares where it is installed, with one thread. All loaders make normalised float32 batches on the
+device, of the same pixels: squares of 32 pixels of the small images, and of 224 pixels of the large
+ones, bilinear; or random resized crops of the full-size images, flipped. Each loader has read all
+images once before it is timed. Things compared take turns in one process. With --workers 0 on a
+CPU, processor time is counted, which leaves out what else runs on the machine; else the time that
+passes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +37,12 @@ import timm
 import torch
 from PIL import Image
 from timing import record, spread
-from timm.data import ImageDataset, create_loader
+from timm.data import (
+    IMAGENET_DEFAULT_MEAN,
+    IMAGENET_DEFAULT_STD,
+    ImageDataset,
+    create_loader,
+)
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -57,6 +68,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=numbers, default=[32, 500], help="pixels of the files")
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--files", type=int, default=2_000, help="different images of 500 pixels")
+    parser.add_argument("--photos", type=Path, help="folder of JPEG files to read instead")
     parser.add_argument("--workers", type=numbers, help="default: all processor cores but one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="training steps in a round")
@@ -73,7 +85,7 @@ def main() -> None:
         os.environ["GAUPIPE_CACHE"] = f"{folder}/cache"
         for size in arguments.sizes:
             root = Path(folder) / str(size)
-            written = write(root, size, arguments.images, arguments.files)
+            written = write(root, size, arguments.images, arguments.files, arguments.photos)
             print(f"\n{arguments.images:,} files of {size} pixels, {written / 1e3:.1f} kB each")
             for count in workers if "loaders" in parts else []:
                 compare_loaders(root, size, count, device, arguments.rounds)
@@ -85,12 +97,17 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def write(root: Path, size: int, images: int, files: int) -> float:
+def write(root: Path, size: int, images: int, files: int, photos: Path | None) -> float:
     """Images of two classes; the mean bytes of a file."""
-    different = images if size < 100 else min(images, files)
     for name in ("a", "b"):
         (root / "train" / name).mkdir(parents=True)
     paths = [root / "train" / "ab"[n % 2] / f"{n:06}.jpg" for n in range(images)]
+    if photos is not None:
+        sources = sorted(photos.rglob("*.jpg"))
+        for path, photo in zip(paths, cycle(sources), strict=False):
+            path.symlink_to(photo.resolve())
+        return sum(photo.stat().st_size for photo in sources) / len(sources)
+    different = images if size < 100 else min(images, files)
     with ProcessPoolExecutor(machine.cores()) as pool:
         work = partial(write_jpeg, size)
         total = sum(pool.map(work, range(different), paths[:different], chunksize=64))
@@ -140,6 +157,33 @@ def of_timm(root: Path, size: int, workers: int, device: torch.device, crops: bo
     return lambda: (images.to(device) for images, _ in loader)
 
 
+def of_spdl(root: Path, size: int) -> Epoch:
+    """By spdl, which decodes and resizes with FFmpeg, in one thread."""
+    import spdl.io
+    from spdl.pipeline import PipelineBuilder
+
+    paths, side = [*map(str, (root / "train").glob("*/*"))], SEEN[size]
+    filters = f"scale={side}:{side}:force_original_aspect_ratio=increase:flags=bilinear"
+    filters += f",crop={side}:{side},format=pix_fmts=rgb24"
+    mean, std = (torch.tensor(value) for value in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+
+    def batch(names: list[str]) -> Tensor:
+        buffer = spdl.io.load_image_batch(
+            names, width=None, height=None, pix_fmt=None, filter_desc=filters
+        )
+        images = (spdl.io.to_torch(buffer) / 255 - mean) / std
+        return images.permute(0, 3, 1, 2).contiguous()
+
+    def epoch() -> Iterator[Tensor]:
+        random.shuffle(paths)
+        batches = [paths[start : start + BATCH] for start in range(0, len(paths), BATCH)]
+        line = PipelineBuilder().add_source(batches).pipe(batch).add_sink(2).build(num_threads=1)
+        with line.auto_stop():
+            yield from line
+
+    return epoch
+
+
 def load(root: Path, size: int, cache: str) -> ImageData:
     """With all but two of the images for training, as timm's loader has all."""
     count = len(list((root / "train" / "a").iterdir()))
@@ -153,14 +197,14 @@ def contestants(
     """For squares and for crops of full-size images (True): an epoch's images by loader."""
     decoding, cached = load(root, size, "none"), load(root, size, "auto")
     for crops in (False, True):
-        yield (
-            crops,
-            {
-                "timm": of_timm(root, size, workers, device, crops),
-                "gaupipe": of_gaupipe(decoding, workers, device, crops),
-                "gaupipe, kept": of_gaupipe(cached, workers if crops else "auto", device, crops),
-            },
-        )
+        epochs = {
+            "timm": of_timm(root, size, workers, device, crops),
+            "gaupipe": of_gaupipe(decoding, workers, device, crops),
+            "gaupipe, kept": of_gaupipe(cached, workers if crops else "auto", device, crops),
+        }
+        if find_spec("spdl") and not crops:
+            epochs["spdl"] = of_spdl(root, size)
+        yield crops, epochs
 
 
 def compare_loaders(root: Path, size: int, workers: int, device: torch.device, rounds: int) -> None:

@@ -5,6 +5,8 @@ for maps.
     python benchmarks/phase_b.py --students standard,belief2 --tokens 64 --rounds 30
     python benchmarks/phase_b.py --students standard --kinds topk,dense    other kinds of stores
     python benchmarks/phase_b.py --checkpointing    and both steps with gradient checkpointing
+    python benchmarks/phase_b.py --students standard --tokens 64 --kinds topk,dense --teachers 1,4
+                                                    and a teacher in every step, and its export
 
 One process; a round runs one plain and one distilled training step (forward, backward, AdamW) of
 the same model on the same images in random order, and the ratio to the plain step is taken within
@@ -14,6 +16,10 @@ shuffled order; "wait" is the share of the distilled step in which it is waited 
 time is the processor's, reading included, so that what else runs on the machine counts less. Memory
 is what the step needs beyond the model and the optimizer's state: on a GPU its peak allocation, on
 a CPU the peak of resident memory.
+
+An online step has the teacher's forward pass in place of the store: a ViT like the student, of as
+many times its cost as ``--teachers`` says, without gradients. Its export is that forward pass and
+the writing of the store, as a multiple of a plain step for as many images.
 """
 
 from __future__ import annotations
@@ -32,12 +38,14 @@ import numpy as np
 import timm
 import torch
 from timing import record, seconds, spread
+from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
+from gaupipe import capture
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
-from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.kinds import KINDS, StoredAttention, StoredRows
 from gaupipe.distillation.losses import hard_loss, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import top_k
@@ -61,12 +69,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both steps")
     parser.add_argument("--checkpointing", action="store_true", help="also with grad_checkpointing")
+    parser.add_argument("--teachers", default="", help="costs of online teachers, 1 a student's")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     kinds = arguments.kinds.split(",")
     device = torch.device(arguments.device)
     steps = ["distilled", *["plain, ckpt", "distilled, ckpt"] * arguments.checkpointing]
+    for cost in filter(None, arguments.teachers.split(",")):
+        steps += [f"online, {cost}", f"export, {cost}"]
     print(f"{'attention':<12} {'store':<8} tokens  {'step':<15}  {'time':<18} {'memory':<7} wait")
     sizes = [(int(tokens), kind) for tokens in arguments.tokens.split(",") for kind in kinds]
     for tokens, kind in sizes:
@@ -118,29 +129,44 @@ def measure(
         started = time.perf_counter()
         stored = next(targets)
         waited = time.perf_counter() - started
-        teacher = TeacherMaps(
-            read(stored),
-            list(range(maps.schema.layers)),
-            maps.schema.grid,
-        )
+        distil(read(stored), torch.from_numpy(stored["logits"]).to(device))
+
+    def distil(attention: StoredAttention, teacher_logits: torch.Tensor) -> None:
+        teacher = TeacherMaps(attention, list(range(maps.schema.layers)), maps.schema.grid)
         logits, feature = with_loss(images, teacher)
-        soft = soft_loss(logits, torch.from_numpy(stored["logits"]).to(device).float().softmax(-1))
+        soft = soft_loss(logits, teacher_logits.float().softmax(-1))
         update(0.2 * soft + 0.1 * hard_loss(logits, labels) + 0.7 * feature)
+
+    def online(teacher: nn.Module) -> None:
+        nonlocal waited
+        waited = 0.0
+        shown, logits = look(teacher, images)
+        distil(StoredRows(lambda layer, _heads: shown[layer], maps.schema.grid), logits)
 
     def update(loss: torch.Tensor) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
+    costs = {name.partition(", ")[2] for name in names if name.startswith("online")}
+    teachers = {cost: teacher_of(float(cost), tokens).to(device) for cost in costs}
+
     def step_of(name: str) -> Callable[[], None]:
-        kind, _, checkpointing = name.partition(", ")
-        model.set_grad_checkpointing(bool(checkpointing))
+        kind, _, more = name.partition(", ")
+        model.set_grad_checkpointing(more == "ckpt")
+        if kind == "online":
+            return lambda: online(teachers[more])
+        if kind == "export":
+            return lambda: export(teachers[more], images, maps.schema)
         return plain if kind == "plain" else distilled
 
     memory = {}
     for name in ("plain", *names):
         step_of(name)()
         memory[name] = peak_memory(step_of(name), device)
+        if name.startswith("online"):
+            weights = teachers[name.partition(", ")[2]].parameters()
+            memory[name] += sum(weight.nbytes for weight in weights)
     took: dict[str, list[float]] = {name: [] for name in memory}
     waits: dict[str, list[float]] = {name: [] for name in memory}
     for _ in range(rounds):
@@ -156,6 +182,33 @@ def measure(
         )
         for name in names
     }
+
+
+def teacher_of(cost: float, tokens: int) -> nn.Module:
+    """A ViT like the student, of ``cost`` times its multiply-adds."""
+    width = round(384 * cost**0.5 / 12) * 12
+    teacher = timm.create_model("gauvit_atto_patch4_32", embed_dim=width, **SIZES[tokens])
+    return teacher.eval().requires_grad_(False)
+
+
+def look(teacher: nn.Module, images: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The maps of a teacher's blocks [B, H, T, T], and its logits."""
+    with torch.no_grad(), capture(teacher) as shown:
+        logits = teacher(images)
+    return list(shown.values()), logits
+
+
+def export(teacher: nn.Module, images: torch.Tensor, like: store.Schema) -> None:
+    """Writes a store of these images' maps."""
+    shown, logits = look(teacher, images)
+    schema = dataclasses.replace(like, num_images=len(images))
+    arrays = arrays_of(schema, torch.stack(shown, dim=1).cpu())
+    with tempfile.TemporaryDirectory() as folder:
+        writer = store.create(f"{folder}/maps.zarr", schema)
+        (shard,) = writer.pending()
+        labels = np.zeros(len(images), int)
+        writer.write(shard, {**arrays, "logits": logits.cpu().numpy(), "labels": labels})
+        writer.finish()
 
 
 def peak_memory(step, device: torch.device) -> float:
@@ -208,10 +261,13 @@ def write_store(url: str, tokens: int, kind: str) -> store.Store:
         n = shard.stop - shard.start
         gaussians = random_numbers.normal(size=(n, 7, 12, tokens, 4)).astype(np.float32)
         gaussians[..., 2:] = np.abs(gaussians[..., 2:]) + 0.1
+        arrays = {"gaussians": gaussians}
+        if kind != "gaussian":
+            arrays = arrays_of(schema, expected_map(torch.from_numpy(gaussians), schema.grid))
         writer.write(
             shard,
             {
-                **arrays_of(schema, torch.from_numpy(gaussians)),
+                **arrays,
                 "logits": random_numbers.normal(size=(n, 10)).astype(np.float32),
                 "labels": random_numbers.integers(0, 10, n),
             },
@@ -220,11 +276,8 @@ def write_store(url: str, tokens: int, kind: str) -> store.Store:
     return store.open(url)
 
 
-def arrays_of(schema: store.Schema, gaussians: torch.Tensor) -> dict[str, np.ndarray]:
-    """What a store of this kind holds of Gaussians [n, L, H, T, 4]."""
-    if schema.kind == "gaussian":
-        return {"gaussians": gaussians.numpy()}
-    maps = expected_map(gaussians, schema.grid)
+def arrays_of(schema: store.Schema, maps: torch.Tensor) -> dict[str, np.ndarray]:
+    """The arrays of a store of kind dense or topk, of maps [n, L, H, T, T]."""
     if schema.kind == "dense":
         return {"maps": maps.numpy()}
     keys, weights = top_k(maps, schema.k)

@@ -11,9 +11,10 @@ they are.
 
 A round draws new image ids, and every reader gathers batches of 256 of them, one reader after the
 other: our store, our store preloaded into memory, np.memmap of the same numbers uncompressed in one
-file, zarr-python on the store's own files (one batch only, it is slow). Ratios are taken within a
-round; the tables show medians with quartiles in brackets. Cold: before each reader's turn its files
-are dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it opens them anew.
+file, and zarr-python on the store's own files, one batch only, also with its fused pipeline and
+that of zarrs where these are installed. ``taskset -c 0`` leaves them one core. Ratios are taken
+within a round and shown as medians with quartiles. Cold: before each reader's turn its files are
+dropped from the page cache (fsync, then posix_fadvise DONTNEED) and it opens them anew.
 Gaussians are made like a teacher's: smooth over the tokens, plus noise of every image's own. Maps
 of trained ViTs are the softmax of noise and of a preference of each head for keys near the query.
 """
@@ -25,10 +26,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import zarr
+import zarr.core.codec_pipeline
 from timing import record, spread
 
 import store
@@ -82,10 +87,6 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 print_checksums(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
         return
-    print(
-        f"{'kind':<10} {'bytes/image':>11} {'raw':>7}  cache  {'store, images/s':<24} "
-        f"{'/ zarr-python':<18} {'in CPU time':<18} {'/ memmap':<20} preloaded / memmap"
-    )
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
             bench(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
@@ -103,55 +104,57 @@ def bench(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
         "store": (lambda: store.open(url).gather, BATCHES),
         "preloaded": (lambda: store.open(url, preload_bytes=2**40).gather, BATCHES),
         "memmap": (lambda: np.memmap(raw, spec.dtype, "r", shape=spec.shape).__getitem__, BATCHES),
-        "zarr": (lambda: zarr.open_array(url / main_array, mode="r").oindex.__getitem__, 1),
     }
+    for reader, pipeline in pipelines().items():
+        readers[reader] = (partial(open_array, url / main_array, pipeline), 1)
+    print(f"{name}: {bytes_per_image:,.0f} bytes an image, {schema.bytes_per_image:,} raw")
     rng = np.random.default_rng(0)
     for cache in ("warm", "cold"):
         speeds: dict[str, list[float]] = {reader: [] for reader in readers}
         of_cpu: dict[str, list[float]] = {reader: [] for reader in readers}
-        warm = (
-            {reader: opening() for reader, (opening, _) in readers.items()}
-            if cache == "warm"
-            else {}
-        )
-        for round_ in range(rounds + (cache == "warm")):
-            for reader, (opening, batches) in readers.items():
-                if cache == "cold" and reader == "preloaded":
-                    continue  # its files are not read again
+        if cache == "cold":
+            del speeds["preloaded"]  # its files are not read again
+        gathers = {reader: readers[reader][0]() for reader in speeds}
+        for round_ in range(rounds + 1):
+            for reader in speeds:
+                opening, batches = readers[reader]
                 if cache == "cold":
                     drop_from_cache(folder)
-                gather = warm.get(reader) or opening()
+                    gathers[reader] = opening()
                 ids = rng.permutation(schema.num_images)[: batches * BATCH]
                 started, cpu_started = time.perf_counter(), time.process_time()
                 for start in range(0, len(ids), BATCH):
-                    gather(ids[start : start + BATCH])
-                if round_ or cache == "cold":
+                    gathers[reader](ids[start : start + BATCH])
+                if round_:  # the first round warms the cache
                     of_cpu[reader].append(len(ids) / (time.process_time() - cpu_started))
-                if round_ or cache == "cold":  # the first round warms the cache
                     speeds[reader].append(len(ids) / (time.perf_counter() - started))
-        against = {
-            reader: [
-                ours / theirs for ours, theirs in zip(speeds["store"], speeds[reader], strict=True)
-            ]
-            for reader in ("zarr", "memmap")
-        }
-        in_cpu_time = [
-            ours / theirs for ours, theirs in zip(of_cpu["store"], of_cpu["zarr"], strict=True)
-        ]
-        preloaded = [
-            ours / theirs
-            for ours, theirs in zip(speeds["preloaded"], speeds["memmap"], strict=cache == "warm")
-        ]
-        for reader, ratios in against.items():
+        for reader in speeds:
+            ratios = ratio(speeds["store"], speeds[reader])
             record(f"{name}, {cache}, times {reader}", ratios)
-        print(
-            f"{name:<10} {bytes_per_image:>11,.0f} {schema.bytes_per_image:>7,}  {cache}   "
-            f"{spread(speeds['store'], ',.0f'):<24} "
-            f"{spread(against['zarr'], '.0f'):<18} {spread(in_cpu_time, '.0f'):<18} "
-            f"{spread(against['memmap'], '.2f'):<20} "
-            f"{spread(preloaded, '.2f')}",
-            flush=True,
-        )
+            of_processor = ratio(of_cpu["store"], of_cpu[reader])
+            record(f"{name}, {cache}, times {reader}, in processor time", of_processor)
+            line = f"store / this {spread(ratios):<24} in CPU time {spread(of_processor)}"
+            print(f"  {cache} {reader:<22} {spread(speeds[reader], ',.0f'):<28} {line}", flush=True)
+
+
+def ratio(ours: list[float], theirs: list[float]) -> list[float]:
+    return [mine / other for mine, other in zip(ours, theirs, strict=True)]
+
+
+def pipelines() -> dict[str, str]:
+    """The ways to decode that the installed zarr-python has, by name."""
+    module = "zarr.core.codec_pipeline."
+    paths = {f"zarr {zarr.__version__}": module + "BatchedCodecPipeline"}
+    if hasattr(zarr.core.codec_pipeline, "FusedCodecPipeline"):
+        paths[f"zarr {zarr.__version__}, fused"] = module + "FusedCodecPipeline"
+    if find_spec("zarrs"):
+        paths[f"zarrs {metadata.version('zarrs')}"] = "zarrs.ZarrsCodecPipeline"
+    return paths
+
+
+def open_array(path: Path, pipeline: str) -> Callable:
+    with zarr.config.set({"codec_pipeline.path": pipeline}):
+        return zarr.open_array(path, mode="r").oindex.__getitem__
 
 
 def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 from gaupipe.data.files import FileImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
+from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import absolute
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from stages.phase_a.job import TeacherJob
 from stages.predict import image_files, load_model, reader
@@ -65,9 +65,8 @@ class FilesJob(TeacherJob[VitTeacher]):
     images: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> dict[str, Any]:
-        """The model and its images, as JSON that is true in any folder."""
-        model = {"teacher": absolute(self.teacher.name), "predicts": self.teacher.predicts}
-        return model | self.images
+        """The model and its images, as JSON."""
+        return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}
 
 
 def images_of(
@@ -115,14 +114,13 @@ def open_model(
 
     Raises UserError for a model whose attention cannot be seen, and where there are no images.
     """
+    source = with_whole_path(f"{LOCAL}{source}" if Path(source).is_dir() else source)
     files = list(image_files(paths))  # refuses what is not there before a model is loaded
     note, fewer = "", ""
     try:
         model: Any = load_model(source, download)
     except UserError as error:
         if not to_look or download or not timm.is_model(source.split(".")[0]):
-            raise
-        if Path(source).is_dir():
             raise
         note = f"Random weights: {error}."
         torch.manual_seed(0)

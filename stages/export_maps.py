@@ -324,8 +324,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    augment = job.settings.augment
-    check_export(export, augment, job.teacher, shape.grid, job.settings.phase_a.learns_of_images)
+    check_export(export, job.settings, job.teacher, shape.grid)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -169,16 +168,9 @@ class Store:
         return read_decoder(self._files, self._layout)
 
     def size_on_disk(self) -> int:
-        """Bytes of the finished shards' files and records, and of the metadata and decoder
-        files."""
-        layout, finished = self._layout, self._layout.finished(self._files)
-        sizes = [len(self._files.read(key) or b"") for key in (ROOT, *layout.files_sha256)]
-        for spec in layout.records.values() if finished else ():
-            numbers = spec.rows * math.prod(spec.shape[1:])
-            checksum = 4
-            sizes.append(len(finished) * (numbers * np.dtype(spec.dtype).itemsize + checksum))
-        data = self._files.load(self._files.open_array("shard_nbytes")[finished])
-        return sum(sizes) + int(data.sum())
+        """Bytes of the finished shards' files in all arrays."""
+        finished = self._layout.finished(self._files)
+        return int(self._files.load(self._files.open_array("shard_nbytes")[finished]).sum())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         """The ids as int64 [n]; those of finished shards."""

@@ -175,7 +175,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
         state = phase_a.training_state(job)
         phase_a.train(job, state, run_dir)
         weights = torch.cat([one.flatten() for one in state.modules.state_dict().values()])
-        print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.states)}")
+        print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.records)}")
 
 
 def test_ranks_end_with_the_same_bits_and_hold_their_own_images_only(tmp_path):

@@ -19,7 +19,7 @@ from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS
-from gaupipe.distillation.student import MapShape, check_student
+from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
@@ -276,7 +276,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     )
     data = load_data(settings.data)
     teacher = phase_a.build_teacher(settings, data)
-    check_student(settings, data, MapShape.of(teacher), teacher.weights())
+    check_student(settings, data, teacher, teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
     assert 0 < rows[-1]["loss_feat"] < rows[0]["loss_feat"]

@@ -28,7 +28,7 @@ from gaupipe.system.errors import UserError
 from stages import evaluate, export_maps, phase_b
 from stages.image_maps import StudentMaps, image_pixels, images_of
 from stages.phase_a import gaussian as phase_a
-from stages.publish import model_card
+from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
@@ -388,9 +388,8 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
     assert "another teacher" in scores["no_teacher"] and "teacher_top1" not in scores
     assert len(scores["map_kl"]) == 2
-    commands = model_card.commands(evaluate.load_student(run, "seven"), tested=False)
-    (line,) = (line for line in commands if "export-maps" in line)
-    assert "--set 'phase_a.teacher_args={\"num_classes\": 0}'" in line
+    published = publish.published_settings(evaluate.load_student(run, "seven")).phase_a
+    assert (published.teacher, published.teacher_args) == ("local-dir:seven", {"num_classes": 0})
     export_maps.run(run)
     shutil.rmtree(out)
     assert "map_kl" not in evaluate.run(run, "seven")

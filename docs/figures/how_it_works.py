@@ -75,24 +75,24 @@ def stages(axes: Axes) -> None:
     axes.set_axis_off()
     images = ["image, label, image id", "", "a folder of your own,", "digits, Fashion-MNIST, ..."]
     teacher = [
-        "A ViT with GauAttention,",
-        "as below: it learns weights,",
-        "a shared prior and, if asked,",
+        "ViT with GauAttention.",
+        "Phase A learns weights,",
+        "a shared prior and, with",
+        "per_image: table,",
         "per-image parameters.",
-        "Or any trained ViT.",
     ]
     store = [
-        "For each image, block, head",
-        "and query: a Gaussian, or",
-        "some weights of the map.",
+        "4 numbers for each image,",
+        "block, head and query;",
+        "or the shared prior, once.",
         "For each image: label and",
-        "the teacher's prediction.",
+        "teacher's prediction.",
     ]
     student = [
         "A ViT that timm loads.",
-        "Its attention: belief,",
-        "or any other attention",
-        "of gaupipe.",
+        "Attention: standard,",
+        "belief, belief_star, xsa,",
+        "belief2 or attentionx.",
     ]
     box(axes, 0.5, GREY, "Training images", images)
     box(axes, 27.5, BLUE, "Teacher: phase A", teacher, "gaupipe phase-a")

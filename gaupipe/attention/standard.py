@@ -16,8 +16,10 @@ from gaupipe.system.errors import UserError
 
 
 class StandardAttention(StudentAttention):
-    """Multi-head attention; update MH W (*BeliefFormer, eqs. 6-9*). Without ``prior``, models of
-    ``gauvit`` have timm's own ``Attention`` in its place, see :func:`in_steps`.
+    """Multi-head attention; update MH W (*BeliefFormer, eqs. 6-9*).
+
+    Without ``prior``, models of ``gauvit`` have timm's own ``Attention`` in its place, see
+    :func:`in_steps`.
 
     With ``prior`` the scores are Q K' / sqrt(d_m) + log P, with P the expected map of a learned
     Gaussian for each head and query: raw numbers (``loc_scale``) ``prior`` [H, T, 4], at the start

@@ -20,7 +20,6 @@ import store
 from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
 from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.settings import ExportSettings, Settings
-from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import problem
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
@@ -278,25 +277,27 @@ def chosen(
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
 
 
+def planned_export(settings: Settings, teacher: nn.Module, grid: Grid) -> ExportSettings:
+    """The store that the settings ask for of a teacher with maps on a ``grid`` (h, w). Raises
+    UserError as :func:`check_export`."""
+    export = chosen(settings, tokens=grid[0] * grid[1])
+    check_export(export, settings, teacher, grid, prefix="export.")
+    return export
+
+
 def check_export(
-    export: ExportSettings,
-    augment: AugmentSettings,
-    teacher: nn.Module,
-    grid: Grid,
-    per_image: bool = False,
-    prefix: str = "--",
+    export: ExportSettings, settings: Settings, teacher: nn.Module, grid: Grid, prefix: str = "--"
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     from :func:`chosen`
-    augment    the settings that draw the views
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
-    per_image  true for a teacher with parameters of single images
     prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
-    if (refusal := KINDS[name].refusal(teacher, per_image)) is not None:
+    refusal = KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
+    if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
@@ -307,7 +308,7 @@ def check_export(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
             "themselves; views are for a teacher that sees them: a trained ViT"
         )
-    if export.views is not None and not augment.draws_views:
+    if export.views is not None and not settings.augment.draws_views:
         raise UserError(
             f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
             "be the image itself: set augment, or leave out the views"

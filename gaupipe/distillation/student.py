@@ -11,6 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import check_maps
+from gaupipe.distillation.kinds import planned_export
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
@@ -101,15 +102,17 @@ def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where
         )
 
 
-def check_student(settings: Settings, data: ImageData, shape: MapShape, weights: Any) -> None:
-    """Raises UserError before phase A for a student that phase B could not train with a teacher's
-    maps of a ``shape`` and the ``weights`` (state_dict) of its ViT. Nothing is computed: the
-    student is built on the meta device."""
-    phase, student = settings.phase_b, build_student(settings, data, "meta")
+def check_student(settings: Settings, data: ImageData, teacher: Any, weights: Any) -> None:
+    """Raises UserError before phase A for a student that phase B could not train with the maps of a
+    ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
+    maps. Nothing is computed: the student is built on the meta device."""
+    phase, shape = settings.phase_b, MapShape.of(teacher)
+    student = build_student(settings, data, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":
         WARM_STARTS[phase.warm_start](student, weights)
     build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
+    planned_export(settings, teacher, shape.grid)
 
 
 def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:

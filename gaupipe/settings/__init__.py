@@ -30,6 +30,7 @@ from gaupipe.settings.sections import (
     Scope,
     Section,
     Weight,
+    attention_of,
     problem,
     section_of,
 )
@@ -524,9 +525,10 @@ class Settings(Section):
         model, phase = (values.get(name) or {} for name in ("model", "phase_b"))
         if not (isinstance(model, dict) and isinstance(phase, dict)):
             return values
-        if str(model.get("name", "gauvit_")).startswith("gauvit_"):
+        name = str(model.get("name", "gauvit_"))
+        if name.startswith("gauvit_") or "student" in phase:
             return values
-        return {**values, "phase_b": {"student": "standard", **phase}}
+        return {**values, "phase_b": attention_of(name) | phase}
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:

@@ -169,7 +169,7 @@ def _is_text(key: str) -> bool:
     """True if the setting "a.b" is a text or a path, or none."""
     *parents, leaf = key.split(".")
     try:
-        annotation = fields_of(Settings, parents)[leaf].annotation
+        annotation: Any = fields_of(Settings, parents)[leaf].annotation
     except KeyError:
         return False
     kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)

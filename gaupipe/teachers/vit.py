@@ -165,11 +165,8 @@ class VitTeacher(nn.Module):
             "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
             "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
         }
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
+        text = json.dumps(described, sort_keys=True, default=str)
+        return sha256_of(self.model.state_dict(), text)
 
     def _adapt_normalisation(self, data: ImageData) -> None:
         """From the data set's normalisation to the one that the model was trained with."""
@@ -213,9 +210,9 @@ class VitTeacher(nn.Module):
         shapes = [tuple(map.shape) for map in maps]
         if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
             raise UserError(
-                f"{start} does not attend over all patches once in every block: {len(blocks)} "
-                f"blocks on {grid[0]} x {grid[1]} patches have the maps "
-                f"{sorted({*shapes}) or 'of none'}: {READABLE}"
+                f"{start} does not attend over all patches once in every block: {len(maps)} "
+                f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
+                f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
         return tuple(grid), len(maps), heads, prefix
 
@@ -226,3 +223,12 @@ def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
     if "pos_embed" in weights:
         weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
     return weights
+
+
+def sha256_of(weights: dict[str, Tensor], described: str) -> str:
+    """A digest of a state_dict and of a text that says what it is used in."""
+    digest = hashlib.sha256(described.encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
