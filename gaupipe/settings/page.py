@@ -61,14 +61,14 @@ def page() -> str:
     texts = []
     before: dict[str, str] = {}
     for place, defaults, settings in sections():
-        text = f"## {place or 'The run'}\n\n{_wrapped(_markdown(type(defaults).__doc__ or ''))}\n"
+        text = f"## {place or 'The run'}\n\n{_markdown(type(defaults).__doc__ or '')}\n"
         if same := before.get(repr(defaults)):
             text += f"\nThe settings are those of [{same}](#{same.replace('.', '')}).\n"
         elif settings:
             text += "\n| setting | type | default | effect |\n|---|---|---|---|\n"
             text += "".join(
-                f"| `{name}` | {words} | `{default}` | {_cell(effect)} |\n"
-                for name, words, default, effect in settings
+                "| `{}` | {} | `{}` | {} |\n".format(*(one.replace("|", "\\|") for one in setting))
+                for setting in settings
             )
         before[repr(defaults)] = place
         texts.append(text)
@@ -125,14 +125,6 @@ def type_words(schema: dict[str, Any]) -> str:
 def _markdown(docstring: str) -> str:
     """A docstring on one line, its code in Markdown's quotes."""
     return re.sub(r"``([^`]*)``", r"`\1`", " ".join(docstring.split()))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _listed(values: list[str]) -> str:
