@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from gaupipe import __version__
 from gaupipe.attention import STUDENTS
@@ -32,7 +33,23 @@ WITH_RESUME = ("phase-a", "phase-b", "train")
 
 CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
 
+
+def _untyped(kind: Any) -> Any:
+    """A kind of typer's commands whose help shows no type for a flag or an argument."""
+
+    class Untyped(kind):
+        def get_params(self, context: Any) -> list[Any]:
+            params = super().get_params(context)
+            for param in params:
+                if getattr(param, "is_flag", param.param_type_name == "argument"):
+                    param.display_type_rich = lambda ctx: None
+            return params
+
+    return Untyped
+
+
 app = typer.Typer(
+    cls=_untyped(TyperGroup),
     name="gaupipe",
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
@@ -49,7 +66,7 @@ else:
 
 def _command(panel: str, name: str | None = None) -> Callable[[Any], Any]:
     """A command of the group ``panel`` of the program's help."""
-    return app.command(name, rich_help_panel=panel)
+    return app.command(name, cls=_untyped(TyperCommand), rich_help_panel=panel)
 
 
 def _option(usage: str, help: str, default: str | bool = True, **more: Any) -> Any:
@@ -259,19 +276,24 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    from stages import export_maps as stage
-
     options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
     options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
     if not _names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
-        print(stage.run(_run(run_dir), kind, out=out, **options))
+        run_dir = _run(run_dir)
+        _say(f"export: the teacher of {run_dir} ...")
+        from stages import export_maps as stage
+
+        print(stage.run(run_dir, kind, out=out, **options))
         return
     of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
     for name in (name for name, value in of_run.items() if value):
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    _say(f"export: {model}, into {out} ...")
+    from stages import export_maps as stage
+
     print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
 
@@ -513,7 +535,9 @@ def compare(
     data: DataFolder = None,
     run_dir: Annotated[
         Path | None,
-        _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
+        _option(
+            "--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG or FOLDER"
+        ),
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
@@ -558,6 +582,7 @@ def compare(
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
     goals = [] if targets is None else _listed("--targets", targets, share)
+    _say_start("comparison", settings, folder, ", ".join(attentions))
     from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
@@ -632,7 +657,11 @@ def view(
     download: Download = False,
     split: Annotated[
         Literal["train", "val", "test"] | None,
-        _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
+        _option(
+            "--split SPLIT",
+            "train, val or test: the images to open with.",
+            "those of the store, else val",
+        ),
     ] = None,
     image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
@@ -728,6 +757,8 @@ def plan(
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
     ended by Ctrl-C and SIGTERM, 1 anything else."""
+    # a thread of torch that waits lets other processes work: between them it would wait for long
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # a terminal that cannot show a character shows a question mark
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -208,7 +208,7 @@ class Viewer:
 
     def _names(self, split: str) -> list[str]:
         source: Any = getattr(self.data, split).source
-        return [Path(name).name for name in source.files.names]
+        return [Path(name).name for name in source.names]
 
     def pixels(self, image: int, view: int = 0, split: str = "train") -> bytes:
         """The image as PNG, in the size the model sees it in."""
