@@ -3,7 +3,6 @@ of images.
 
     python benchmarks/image_state.py            1e4, 1e5 and 1e6 images of 1024 parameters, in files
     python benchmarks/image_state.py --images 50000 --row 21504   CIFAR-10 Atto (26 GB of disk)
-    python benchmarks/image_state.py overlap    does it pay to update while the next step runs?
 
 Every N is filled by one whole epoch. Then rounds follow: each times, in random order, a gather, an
 update, a copy in memory, and a sequential read and a synchronous write on the disk of as many bytes
@@ -23,17 +22,15 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from timing import spread
+from timing import record, spread
 
 from gaupipe.data.buckets import Buckets
 from gaupipe.teachers.image_state import ImageState, record_words
@@ -45,17 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", choices=["table", "overlap", "one"], default="table")
+    parser.add_argument("what", nargs="?", choices=["table", "one"], default="table")
     parser.add_argument("--images", default="10000,100000,1000000")
     parser.add_argument("--row", type=int, default=1024, help="parameters of an image")
-
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.what == "overlap":
-        overlap(arguments)
-    elif arguments.what == "one":
+    if arguments.what == "one":
         print(json.dumps(measure(arguments, int(arguments.images))))
     else:
         table(arguments)
@@ -77,19 +71,9 @@ def table(arguments: argparse.Namespace) -> None:
     )
     print("|---" * 17 + "|")
     for images in map(int, arguments.images.split(",")):
-        command = [
-            sys.executable,
-            __file__,
-            "one",
-            "--images",
-            str(images),
-            "--row",
-            str(arguments.row),
-            "--rounds",
-            str(arguments.rounds),
-            "--folder",
-            str(arguments.folder),
-        ]
+        command = [sys.executable, __file__, "one", "--images", str(images)]
+        for name in ("row", "rounds", "folder"):
+            command += [f"--{name}", str(getattr(arguments, name))]
         result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if result.returncode:
             sys.exit(result.returncode)
@@ -221,77 +205,11 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
         ("mapped update", "update"),
     ):
         per_byte = words / arguments.row if name == "gather" else 1
-        pairs = zip(times[name], times[base], strict=True) if name in times else []
-        result[f"{name}/{base}"] = spread(
-            [per_byte * mine / theirs for mine, theirs in pairs], ".2f"
-        )
+        pairs = zip(times[name], times[base], strict=True)
+        ratios = [per_byte * mine / theirs for mine, theirs in pairs]
+        record(f"{images:,} images, {name} / {base}", ratios)
+        result[f"{name}/{base}"] = spread(ratios, ".2f")
     return result
-
-
-def overlap(arguments: argparse.Namespace) -> None:
-    """Steps of a small ViT with per-image parameters, updates in line or in a worker thread,
-    interleaved in random order."""
-    import timm
-
-    import gaupipe.vit.models  # noqa: F401
-    from gaupipe.teachers.gaussian import Teacher
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    vit = timm.create_model("gauvit_atto_patch4_32", attention="gaussian", depth=2)
-    teacher = Teacher(vit).to(device)
-    optimizer = torch.optim.AdamW(teacher.parameters())
-    images = torch.randn(32, 3, 32, 32, device=device)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, ThreadPoolExecutor(1) as pool:
-        state = ImageState(
-            Buckets(1024), torch.zeros(teacher.per_image_shape), lr=0.1, folder=Path(folder)
-        )
-        order = torch.randperm(1024).view(-1, 32)
-        pending = []
-
-        def steps(threads: int, worker: bool) -> float:
-            torch.set_num_threads(threads)
-            started = time.perf_counter()
-            for image_ids in order[torch.randperm(len(order))[:2]]:
-                parameters = state.gather(image_ids, device)
-                teacher(images, teacher.gaussians(parameters)).logsumexp(-1).mean().backward()
-                if worker:
-                    while pending:
-                        pending.pop().result()
-                    pending.append(pool.submit(state.update, image_ids, parameters.grad))
-                else:
-                    state.update(image_ids, parameters.grad)
-                optimizer.step()
-                optimizer.zero_grad()
-            while pending:
-                pending.pop().result()
-            return (time.perf_counter() - started) / 2
-
-        ways = [(threads, worker) for threads in (1, 2) for worker in (False, True)]
-        times = {way: [] for way in ways}
-        for number in range(arguments.rounds + 1):
-            for way in random.sample(ways, len(ways)):
-                seconds = steps(*way)
-                if number:
-                    times[way].append(seconds)
-        update = []
-        for image_ids in order[:8]:
-            gradient = torch.ones(32, *teacher.per_image_shape)
-            started = time.perf_counter()
-            state.update(image_ids, gradient)
-            update.append(time.perf_counter() - started)
-    print(
-        f"{device}, step of 32 images, 2 blocks of Atto; an update alone takes "
-        f"{1e3 * statistics.median(update):.1f} ms\n"
-    )
-    print("| threads | update in | ms a step | ratio to 2 threads, in line |\n|---|---|---|---|")
-    for threads, worker in ways:
-        ratios = [
-            mine / base for mine, base in zip(times[threads, worker], times[2, False], strict=True)
-        ]
-        print(
-            f"| {threads} | {'a worker' if worker else 'line'} | "
-            f"{1e3 * statistics.median(times[threads, worker]):.0f} | {spread(ratios, '.2f')} |"
-        )
 
 
 def status() -> list[tuple[str, int]]:

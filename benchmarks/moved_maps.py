@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from timing import record
 from torch import Tensor
 
 from gaupipe.data.augment import Augment
@@ -67,13 +68,17 @@ def main() -> None:
         of_view = maps(views.images)
         empty = torch.zeros(len(ids), data.channels, *[data.image_size] * 2, dtype=torch.uint8)
         geometry = augment(empty, torch.from_numpy(ids), 0)[1]
-        stand_ins = (
-            move_map(own, geometry, grid),
-            of_view.mean(0, keepdim=True),
-            of_view.roll(1, 0),
-        )
-        far = [(of_view - one).abs().sum(-1).mean().item() / 2 for one in stand_ins]
-        print(f"| {name} | " + " | ".join(f"{value:.2f}" for value in far) + " |", flush=True)
+        stand_ins = {
+            "moved": move_map(own, geometry, grid),
+            "mean map": of_view.mean(0, keepdim=True),
+            "map of another image": of_view.roll(1, 0),
+        }
+        cells = [name]
+        for stand_in, instead in stand_ins.items():
+            far = (of_view - instead).abs().sum(-1).flatten(1).mean(1) / 2
+            record(f"{name}, {stand_in}, total variation", far.tolist())
+            cells.append(f"{far.mean():.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -37,7 +38,9 @@ def record(name: str, values: Sequence[float]) -> None:
     date, torch, and median and quartiles of two values or more."""
     if (path := os.environ.get("BENCHMARKS")) and len(values) > 1:
         low, median, high = statistics.quantiles(values, n=4)
-        made = {"command": shlex.join(["python", *sys.argv]), "date": time.strftime("%Y-%m-%d")}
+        script = f"benchmarks/{Path(sys.argv[0]).name}"
+        command = shlex.join(["python", script, *sys.argv[1:]])
+        made = {"command": command, "date": time.strftime("%Y-%m-%d")}
         made |= {"torch": torch.__version__, "name": name}
         with open(path, "a") as file:
             print(json.dumps(made | {"median": median, "low": low, "high": high}), file=file)

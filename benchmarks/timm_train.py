@@ -26,6 +26,7 @@ from typing import Any
 
 import timm
 import torch
+from timing import record
 
 from gaupipe.vit.saving import save_student
 
@@ -48,14 +49,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "weights"
         save_weights(weights, arguments.size)
+        rates: dict[Any, list[float]] = {gaupipe: [], timm_script: []}
         for seed in range(arguments.rounds):
-            for program in (gaupipe, timm_script):
+            for program in rates:
                 short, long = (
                     measure(program, arguments, weights, Path(folder) / f"{seed}", seed, epochs)
                     for epochs in (2, arguments.epochs)
                 )
                 rate = images * (arguments.epochs - 2) / (long[0] - short[0])
+                rates[program].append(rate)
                 print(f"{program.__name__:<12} {rate:,.0f} images/s, validation {long[1]:.1%}")
+        ratios = [mine / timms for mine, timms in zip(*rates.values(), strict=True)]
+        record("gaupipe train, images a second, times timm's script", ratios)
 
 
 def measure(
@@ -92,19 +97,8 @@ def gaupipe(
         "threads": 1,
     }
     sets = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    run(
-        [
-            sys.executable,
-            "-m",
-            "gaupipe",
-            "train",
-            "--model",
-            f"local-dir:{weights}",
-            *sets,
-            "--run-dir",
-            out,
-        ]
-    )
+    model = f"local-dir:{weights}"
+    run([sys.executable, "-m", "gaupipe", "train", "--model", model, *sets, "--run-dir", out])
     lines = (out / "plain" / "standard" / "metrics.jsonl").read_text().splitlines()
     return json.loads(lines[-1])["val_acc"]
 

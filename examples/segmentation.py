@@ -28,7 +28,7 @@ from torchvision.transforms import v2
 
 from cells import in_one_line, kept, mean_and_spread, write_json
 from gaupipe.attention import comparing
-from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
+from gaupipe.data.decoding import is_image, read_rgb, refusing
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import pretrained
@@ -117,7 +117,7 @@ def files_of(folder):
     """{name without suffix: path} of the images in a folder, sorted."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: images lie in train, masks in trainannot")
-    paths = [path for path in sorted(folder.iterdir()) if suffix_of(path.name) in suffixes()]
+    paths = [path for path in sorted(folder.iterdir()) if is_image(path.name)]
     if not paths:
         raise UserError(f"{folder} holds no image that Pillow reads")
     files = {path.stem: path for path in paths}
@@ -129,7 +129,6 @@ def files_of(folder):
 
 def read_mask(path, classes, void):
     """Class numbers [height, width], uint8, with :data:`VOID` for those in ``void``."""
-    quiet()
     with refusing(str(path)), Image.open(path) as image:
         numbers = np.array(image)
     if numbers.ndim != 2:
@@ -155,7 +154,7 @@ def read_split(folder, size, classes, void):
         if name not in masks:
             raise UserError(f"{path} has no mask: there is no {masks_folder / name}.png")
         with refusing(str(path)), path.open("rb") as file:
-            image = v2.functional.pil_to_tensor(read_rgb(file, path.name))
+            image = v2.functional.pil_to_tensor(read_rgb(file))
         mask = read_mask(masks[name], classes, void)
         if mask.shape != image.shape[1:]:
             height, width = mask.shape

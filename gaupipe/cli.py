@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -89,19 +90,6 @@ def complete_config() -> list[str]:
     return shipped()
 
 
-def complete_student(context: typer.Context) -> list[str]:
-    """For the shell's completion: the students of the run that the line names, or of the run that
-    was used last."""
-    from stages.runs.directory import RunDirectory, last_used
-
-    folder = context.params.get("run_dir")
-    try:
-        run = last_used() if folder is None else RunDirectory(Path(folder))
-    except UserError:
-        return []
-    return run.students(run.is_distilled() and not context.params.get("plain"))
-
-
 ConfigArgument = Annotated[
     str | None,
     _argument(
@@ -129,7 +117,6 @@ NewRunDir = Annotated[
 STUDENT = {
     "help": "The student: its attention, or the --name it was trained under.",
     "default": "the one trained last",
-    "autocompletion": complete_student,
 }
 StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
@@ -152,6 +139,13 @@ Teacher = Annotated[
 Download = Annotated[
     bool, _option("--download", "Fetch published weights that are not on this machine.")
 ]
+AnyModel = Annotated[
+    str | None,
+    _option(
+        "--model NAME",
+        "In place of a run: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
+    ),
+]
 ImagePaths = Annotated[
     list[Path] | None,
     _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
@@ -163,6 +157,9 @@ ImageSize = Annotated[
 Store = Annotated[
     str | None,
     _argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
+]
+Predictions = Annotated[
+    Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
 ]
 AsJson = Annotated[bool, _option("--json", "Print JSON.")]
 
@@ -263,14 +260,7 @@ def export_maps(
             "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        _option(
-            "--model NAME",
-            "In place of a run's teacher: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's "
-            "folder.",
-        ),
-    ] = None,
+    model: AnyModel = None,
     files: ImagePaths = None,
     image_size: ImageSize = None,
     download: Download = False,
@@ -289,41 +279,25 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
-    options: dict[str, Any] = {
-        "overwrite": overwrite,
-        "repair": repair,
-        "shard_mb": shard_mb,
-        "force": force,
-        "encoding": encoding,
-        "k": k,
-        "download": download,
-    }
-    if _names_model(model, files, image_size) and model:
-        of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-        for name, value in of_run.items():
-            if value:
-                raise UserError(f"--{name}: belongs to a run: leave it out with --model")
-        if out is None:
-            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-        _say(f"export: {model}, into {out} ...")
+    options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
+    options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
+    if not _names_model(model, files, image_size) or model is None:
+        options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
+        run_dir = _run(run_dir)
+        _say(f"export: the teacher of {run_dir} ...")
         from stages import export_maps as stage
 
-        print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
+        print(stage.run(run_dir, kind, out=out, **options))
         return
-    run_dir = _run(run_dir)
-    _say(f"export: the teacher of {run_dir} ...")
+    of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in of_run.items() if value):
+        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+    if out is None:
+        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    _say(f"export: {model}, into {out} ...")
     from stages import export_maps as stage
 
-    url = stage.run(
-        run_dir,
-        kind,
-        out=out,
-        views=views,
-        teacher=teacher,
-        overrides=overrides or [],
-        **options,
-    )
-    print(url)
+    print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
 
 @_command("Train", "phase-b")
@@ -350,15 +324,8 @@ def phase_b(
     run_dir = _run(run_dir)
     from stages.runs import students
 
-    request = students.begin(
-        run_dir,
-        student,
-        name=name,
-        overrides=overrides or [],
-        maps_url=maps,
-        resume=resume,
-        distilled=distill,
-    )
+    options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
+    request = students.begin(run_dir, student, name=name, overrides=overrides or [], **options)
     _say_start("phase B", request.settings, request.folder)
     from stages import phase_b as stage
 
@@ -418,9 +385,7 @@ def evaluate(
         Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
     ] = None,
     plain: Plain = False,
-    out: Annotated[
-        Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
-    ] = None,
+    out: Predictions = None,
     confusion: Annotated[
         Path | None, _option("--confusion FILE.png", "Draw the confusion matrix.")
     ] = None,
@@ -436,15 +401,9 @@ def evaluate(
     from stages import by_class
     from stages import evaluate as stage
 
-    scores = stage.run(
-        run_dir,
-        student,
-        split="test" if test else "val",
-        folder=data,
-        distilled=False if plain else None,
-        out=out,
-        confusion=confusion,
-    )
+    split, distilled = "test" if test else "val", False if plain else None
+    options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
+    scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
@@ -462,9 +421,7 @@ def predict(
     ],
     paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
-    out: Annotated[
-        Path | None, _option("--out FILE", "Write CSV, or JSON to a name.json.", "printed")
-    ] = None,
+    out: Predictions = None,
     download: Download = False,
 ) -> None:
     """The classes of images, by the folder of a student alone.
@@ -621,37 +578,21 @@ def compare(
     name = Path(config or "digits").stem if data is None else data.absolute().name
     folder = run_dir or Path("runs") / f"compare-{name}"
     settings, _ = _settings(config, overrides, folder, data)
-    named = settings.phase_b.student if students is None else students
-    attentions = _listed(
-        "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
-    )
-    numbers = _listed(
-        "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
-    )
-    goals = []
-    if targets is not None:
-        goals = _listed(
-            "--targets", targets, float, lambda goal: 0 < goal <= 1, "shares from 0 to 1"
-        )
+    from pydantic import Field
+
+    students = settings.phase_b.student if students is None else students
+    attentions = _listed("--students", students, Student)
+    seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
+    numbers = _listed("--seeds", seeds, seed)
+    goals = [] if targets is None else _listed("--targets", targets, share)
     _say_start("comparison", settings, folder, ", ".join(attentions))
     from stages import compare as stage
 
-    results = stage.run(
-        settings,
-        folder,
-        students=attentions,
-        seeds=numbers,
-        targets=goals,
-        sweep=sweep,
-        only=rows or [],
-        jobs=jobs,
-        test=test,
-    )
-    if as_json:
-        print(json.dumps(results))
-        return
-    _print_rich(*stage.tables(results))
-    print(folder)
+    options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
+    options |= {"students": attentions, "seeds": numbers, "targets": goals}
+    _show(stage.run(settings, folder, **options), as_json, stage.tables)
+    if not as_json:
+        print(folder)
 
 
 @_command("Look")
@@ -685,40 +626,24 @@ def inspect(
     run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
 
+    shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+    options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
     if image is None:
-        options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
-        options["student"] = student
-        for option, value in options.items():
+        for name, value in ({"student": student} | options).items():
             if value is not None:
                 raise UserError(
-                    f"--{option} {value}: shows one image's map: name the image with --image ID"
+                    f"--{name} {value}: shows one image's map: name the image with --image ID"
                 )
         _report(stage.summary(maps, run_dir), as_json)
         return
-    seen = stage.attention(
-        image,
-        url=maps,
-        run_dir=run_dir,
-        student=student,
-        layer=layer or 0,
-        head="mean" if head is None else head,
-        query="mean" if query is None else query,
-        view=view or 0,
-        png=png,
-    )
-    if as_json:
-        print(json.dumps(seen))
-    else:
-        _print_rich(stage.heat_map(seen))
+    seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
+    _show(seen, as_json, lambda seen: [stage.heat_map(seen)])
 
 
 @_command("Look")
 def view(
     maps: Store = None,
-    run_dir: Annotated[
-        Path | None,
-        _option("--run-dir FOLDER", "The run's folder.", "that of the store, or the run used last"),
-    ] = None,
+    run_dir: RunDir = None,
     students: Annotated[
         list[str] | None,
         _option("--student NAME", "Students beside the store; repeatable.", "all that finished"),
@@ -730,13 +655,7 @@ def view(
     html: Annotated[
         Path | None, _option("--html FILE", "Write a page that needs no server, and stop.")
     ] = None,
-    model: Annotated[
-        str | None,
-        _option(
-            "--model NAME",
-            "In place of a store: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
-        ),
-    ] = None,
+    model: AnyModel = None,
     files: ImagePaths = None,
     download: Download = False,
     split: Annotated[
@@ -761,20 +680,10 @@ def view(
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
-    stage.run(
-        maps,
-        run_dir,
-        students=students,
-        port=port,
-        open_browser=open_browser,
-        html=html,
-        images=images,
-        model=model,
-        files=files or (),
-        download=download,
-        image_size=image_size,
-        split=split,
-    )
+    options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
+    options |= {"model": model, "files": files or (), "image_size": image_size}
+    options |= {"download": download, "port": port, "open_browser": open_browser}
+    stage.run(maps, run_dir, **options)
 
 
 @_command("Measure")
@@ -841,20 +750,10 @@ def plan(
         raise UserError("--train plans for one process: leave --world-size out")
     from stages import plan as stage
 
-    planned = stage.run(
-        settings,
-        folder,
-        plain=plain,
-        steps=steps,
-        images=images,
-        classes=classes,
-        world_size=world_size,
-    )
-    if as_json:
-        print(json.dumps(planned))
-        return
-    _print_rich(*stage.tables(planned))
-    if planned["problem"]:
+    described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
+    planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
+    _show(planned, as_json, stage.tables)
+    if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
 
 
@@ -1001,46 +900,37 @@ def _settings(
     """The settings of a configuration, or those chosen for a folder of images, which are then
     said, with ``plain`` without those of a teacher; and the folder of the run. The attention
     ``student`` counts in these choices alone."""
-    if data is not None:
-        if config is not None:
-            raise UserError(
-                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-                f"it and name the folder with --set data.name=folder --set data.root={data}"
-            )
-        return _chosen_settings(data, overrides or [], run_dir, student, plain)
-    from gaupipe.settings.load import load
+    if data is None:
+        from gaupipe.settings.load import load
 
-    config = "digits" if config is None else config
-    settings = distributed.main_first(lambda: load(config, overrides or []))
-    return settings, run_dir or Path("runs") / Path(config).stem
-
-
-def _chosen_settings(
-    data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
-) -> tuple[Any, Path]:
+        config = "digits" if config is None else config
+        settings = distributed.main_first(lambda: load(config, overrides or []))
+        return settings, run_dir or Path("runs") / Path(config).stem
+    if config is not None:
+        raise UserError(
+            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+            f"it and name the folder with --set data.name=folder --set data.root={data}"
+        )
     _say(f"looks at the images in {data} ...")
     from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
-    settings, lines = distributed.broadcast(
-        distributed.on_main(lambda: settings_for(data, overrides, folder, student, plain=plain))
-    )
+    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
+    settings, lines = distributed.broadcast(distributed.on_main(choose))
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder
 
 
-def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:
+def _listed(option: str, text: str, kind: Any) -> list[Any]:
     """The values of an option that takes several, separated by commas, each once."""
-    values = []
-    for part in text.split(","):
-        try:
-            value = kind(part.strip())
-        except ValueError:
-            value = None
-        if value is None or not right(value):
-            raise UserError(f"{option} {text!r}: {part.strip()!r} is not right; {known}")
-        values.append(value)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = TypeAdapter(list[kind]).validate_python(text.replace(" ", "").split(","))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{option} {text!r}: {first['input']!r}: {first['msg']}") from None
     return list(dict.fromkeys(values))
 
 
@@ -1055,25 +945,24 @@ def _print_rich(*renderables: Any) -> None:
         Console().print(renderable)
 
 
-def _report(values: dict[str, Any], as_json: bool) -> None:
-    """Prints named values as JSON or as a line each."""
+def _show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+    """Prints named values as JSON or as ``tables``."""
     if as_json:
         print(json.dumps(values))
+    else:
+        _print_rich(*tables(values))
+
+
+def _report(values: dict[str, Any], as_json: bool) -> None:
+    """Prints named values as JSON, or as a line each, with four decimals."""
+    text = json.dumps(values)
+    if as_json:
+        print(text)
         return
     width = max(map(len, values))
-    for name, value in values.items():
-        print(f"{name:<{width}} {_in_words(value)}")
-
-
-def _in_words(value: Any) -> str:
-    """A value as Python has it, but without quotes, and numbers with four decimals."""
-    if isinstance(value, float):
-        return f"{round(value, 4) + 0.0:.4f}"  # no -0.0000
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_in_words, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_in_words(of)}' for name, of in value.items())}}}"
-    return str(value)
+    rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+    for name, value in rounded.items():
+        print(f"{name:<{width}} {value}")
 
 
 if __name__ == "__main__":

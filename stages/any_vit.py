@@ -16,12 +16,12 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from gaupipe.data.files import FileImages, ImageFiles
+from gaupipe.data.files import FileImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
+from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import absolute
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from stages.phase_a.job import TeacherJob
 from stages.predict import image_files, load_model, reader
@@ -33,31 +33,16 @@ BATCH = 1
 """``data.batch_size``: large images have large maps."""
 
 
-class Pictures(ImageFiles):
-    """Image files that are read when they are looked at, or all of them for a digest."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        whole = [path.resolve() for path in paths]
-        self.root = Path(os.path.commonpath([path.parent for path in whole]))
-        self.names = [os.path.relpath(path, self.root) for path in whole]
-        self.place, self.total_bytes = str(self.root), 0
-
-    def contents(self, _positions: np.ndarray) -> bytes:
-        """Nothing: decoded pictures are not kept."""
-        return b""
-
-    def fingerprint(self) -> bytes:
-        ImageFiles.__init__(self, self.root, self.names)
-        return super().fingerprint()
-
-
 class PreparedImages(FileImages):
     """Image files without labels, resized and cropped by the ``transform`` that timm gives a
     model: keywords of ``timm.data.create_transform``."""
 
     def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
         settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
-        super().__init__(Pictures(paths), np.zeros(len(paths), np.int64), settings)
+        whole = [path.resolve() for path in paths]
+        root = Path(os.path.commonpath([path.parent for path in whole]))
+        names = [os.path.relpath(path, root) for path in whole]
+        super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
         self.transform = transform
         self._read = reader(transform, normalize=False)
 
@@ -66,7 +51,7 @@ class PreparedImages(FileImages):
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
 
     def _square(self, position: int) -> Tensor:
-        return self._read(Path(self.files.name(position)))
+        return self._read(Path(self.path(position)))
 
 
 @dataclass
@@ -80,9 +65,8 @@ class FilesJob(TeacherJob[VitTeacher]):
     images: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> dict[str, Any]:
-        """The model and its images, as JSON that is true in any folder."""
-        model = {"teacher": absolute(self.teacher.name), "predicts": self.teacher.predicts}
-        return model | self.images
+        """The model and its images, as JSON."""
+        return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}
 
 
 def images_of(
@@ -130,14 +114,13 @@ def open_model(
 
     Raises UserError for a model whose attention cannot be seen, and where there are no images.
     """
+    source = with_whole_path(f"{LOCAL}{source}" if Path(source).is_dir() else source)
     files = list(image_files(paths))  # refuses what is not there before a model is loaded
     note, fewer = "", ""
     try:
         model: Any = load_model(source, download)
     except UserError as error:
         if not to_look or download or not timm.is_model(source.split(".")[0]):
-            raise
-        if Path(source).is_dir():
             raise
         note = f"Random weights: {error}."
         torch.manual_seed(0)

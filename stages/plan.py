@@ -158,11 +158,10 @@ def of_student(
 def kept_image_bytes(settings: Settings, data: ImageData) -> int:
     """Bytes that the decoded images of image files take in the user's cache
     (:attr:`DataSettings.cache`)."""
-    crops = [augment.resized_crop for augment in (settings.phase_a_augment, settings.augment)]
-    squares = any(crop is None or not crop.full_size for crop in crops)
-    splits = [data.val, *([data.train] if squares else [])]
+    crops = settings.phase_a_augment.full_size and settings.augment.full_size
+    splits = [data.val] if crops else [data.val, data.train]
     sources = {id(split.source): split.source for split in splits}
-    return sum(source.kept_bytes() for source in sources.values() if isinstance(source, FileImages))
+    return sum(source.cache.bytes for source in sources.values() if isinstance(source, FileImages))
 
 
 def build_teacher(settings: Settings, data: ImageData) -> Any:

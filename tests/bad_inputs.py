@@ -321,7 +321,7 @@ COMMAND_LINE = [
         ("--seeds 2147483648", "--seeds"),
         ("--seeds 0,x", "--seeds"),
         ("--targets nan", "--targets"),
-        ("--targets 84", "from 0 to 1"),
+        ("--targets 84", "less than or equal to 1"),
         ("--jobs 0", "--jobs"),
         ("--row prior", "prior alone"),
         ("--sweep none", "loss_weights"),
@@ -455,7 +455,7 @@ RUNS = [
 ]
 
 STORES = [
-    # what the files of a store may hold is in test_store_fuzz
+    # what the files of a store may hold is in test_store_metadata
     *(
         Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
         for values, message in (

@@ -68,7 +68,7 @@ def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
     images = torch.cat([torch.from_numpy(data.val.image(i))[None] for i in range(len(data.val))])
     mean, std = (torch.tensor(SCALING[name]) for name in ("mean", "std"))
     logits = model.eval()(((images / 255 - mean) / std).permute(0, 3, 1, 2))
-    names = [data.val.source.files.name(position) for position in data.val.positions]
+    names = [data.val.source.path(position) for position in data.val.positions]
     of_predict = dict(predicted)
     assert [of_predict[name] for name in names] == [("cat", "dog")[i] for i in logits.argmax(1)]
 
@@ -176,7 +176,7 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     assert code == 2 and f"was started with the weights in {folder / 'weights'}, sha256" in err
     other.write_bytes(before)
     with monkeypatch.context() as patch:
-        patch.delattr("gaupipe.teachers.fine_tuning.load_folder")
+        patch.delattr("gaupipe.teachers.pretrained.load_folder")
         assert in_process(*again)[0] == 0
     unbroken, resumed = (
         metrics(tmp_path / name / "plain/standard/metrics.jsonl") for name in ("unbroken", "run")

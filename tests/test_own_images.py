@@ -207,7 +207,7 @@ def test_validation_images_of_their_own(tmp_path):
     data = load(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
     assert "of 2 classes, 4 validation images, no test images," in str(facts_of(tmp_path))
-    assert data.val.source.files.root == tmp_path / "val"
+    assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
     assert len(load(tmp_path, train_images=10).val) == 4
     shutil.copy(tmp_path / "val" / "cat" / "1.png", tmp_path / "val" / "cat" / "0.png")
@@ -327,9 +327,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
 
 FOLDERS = {
     "no folder 'mine/train'": lambda root: root.mkdir(),
-    "if the folders in mine/download are the classes, name it": lambda root: photos(
-        root / "download"
-    ),
+    "all of the class 'download'; two or more are needed": lambda root: photos(root / "download"),
     "mine/cat/200.png: not readable": lambda root: os.truncate(
         photos(root, count=300) / "cat" / "200.png", 20
     ),

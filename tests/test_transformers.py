@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 import gaupipe.transformers as ours
 from gaupipe.system.errors import UserError
-from gaupipe.vit.cached_attention import attend, visible_and_own
+from gaupipe.transformers import attend, visible_and_own
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()

@@ -435,6 +435,9 @@ def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme
         page.page.select_option("#split", "train")
         page.until("document.querySelector('#page-text').textContent.endsWith('of 60')")
         assert page.state()["split"] == "train" and page.complaints == []
+        page.open("split=val&image=130")
+        page.until("document.querySelector('[aria-current]')?.dataset.id == 130")
+        assert page.text("#page-text").startswith("121")
         page.open("student=nobody&split=test")
         assert "no student “nobody”" in page.text("#banner")
         page.page.close()

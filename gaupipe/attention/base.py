@@ -15,6 +15,7 @@ import torch.fx
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.system.errors import UserError
@@ -198,6 +199,7 @@ def fused_attention(
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
         attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
     plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
+    plain = plain and not has_torch_function((q,))  # as in gaupipe.capture, which sees torch's own
     if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:
         # a map no larger than q, k, v and heads of that width is faster than padding v
         return (q * (scale or q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v

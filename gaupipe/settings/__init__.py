@@ -150,7 +150,7 @@ class DataSettings(Section):
     """The data set, and how its images become tensors."""
 
     name: str = "digits"
-    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
+    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` of timm's
     ``create_dataset``."""
     root: Annotated[Path | None, Scope.MACHINE] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment

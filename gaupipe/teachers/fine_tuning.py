@@ -17,7 +17,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
-from gaupipe.vit.saving import WEIGHTS, load_folder
+from gaupipe.vit.saving import WEIGHTS
 
 RIGHT = "a gauvit name, local-dir:FOLDER or a timm name with weights"
 REMEDY = f"model.name should be {RIGHT}"
@@ -63,7 +63,10 @@ def with_weights(
     arguments = {**sizes, **model.args, **phase.model_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
     if trained and device is None:
-        vit = load(model.name, arguments, settings.download)
+        trained_vit = pretrained(
+            model.name, arguments, settings.download, RIGHT, "--download", REMEDY
+        )
+        vit = checked(model.name, trained_vit)
     else:
         vit = untrained(model.name, arguments, device)
     stored = untrained(model.name, {}, "meta").state_dict()
@@ -80,16 +83,6 @@ def with_weights(
     nn.init.trunc_normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
     return vit
-
-
-def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransformer:
-    """A ViT with its trained weights."""
-    if name.startswith(LOCAL):
-        return checked(name, load_folder(folder_of(name, REMEDY), REMEDY, arguments))
-    try:
-        return checked(name, pretrained(name, arguments, download, RIGHT, "--download"))
-    except UserError as error:
-        raise UserError(f"model.name: {error}") from None
 
 
 def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:

@@ -12,7 +12,7 @@ from timm.models import get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.settings.sections import LOCAL, with_whole_path
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
@@ -27,7 +27,7 @@ def load_vit(
     arguments: dict[str, Any],
     *,
     download: bool = False,
-    remedy: str = f"{SETTING} should name a folder with a trained ViT that timm reads",
+    remedy: str = f"it should be {RIGHT}",
 ) -> VitTeacher:
     """The teacher that ``phase_a.teacher`` names, with its trained weights, on the CPU.
 
@@ -39,12 +39,11 @@ def load_vit(
 
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
-    if teacher.startswith(LOCAL):
-        return VitTeacher(load_folder(folder_of(teacher, remedy), remedy, arguments), data, teacher)
     try:
-        if cached_weights(published(teacher)) is None:  # a model that does not fit is not fetched
-            VitTeacher(created(teacher, arguments), data, teacher)
-        return VitTeacher(pretrained(teacher, arguments, download), data, teacher)
+        if not teacher.startswith(LOCAL) and cached_weights(published(teacher)) is None:
+            VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
+        model = pretrained(teacher, arguments, download, remedy=remedy)
+        return VitTeacher(model, data, teacher)
     except UserError as error:
         raise UserError(f"{SETTING}: {str(error).removeprefix(f'{SETTING}: ')}") from None
 
@@ -58,23 +57,22 @@ def folder_of(name: str, remedy: str) -> Path:
     return folder
 
 
-def absolute(name: str) -> str:
-    """The name of a model as it is true in any folder: a folder's with its whole path."""
-    return with_whole_path(LOCAL + name if Path(name).expanduser().is_dir() else name)
-
-
 def pretrained(
     name: str,
     arguments: dict[str, Any],
     download: bool,
     right: str = RIGHT,
     consent: str = "download=true",
+    remedy: str = f"it should be {RIGHT}",
 ) -> nn.Module:
-    """A timm model with its weights from this machine, or with ``download`` from the hub.
+    """A timm model with its weights from a folder, from this machine's cache, or with ``download``
+    from the hub.
 
     ``arguments`` are further keywords of ``timm.create_model``. Raises UserError, which names a
-    ``right`` name and how to give the ``consent`` to a download.
+    ``right`` name, how to give the ``consent`` to a download, and the ``remedy`` for a folder.
     """
+    if name.startswith(LOCAL):
+        return load_folder(folder_of(name, remedy), remedy, arguments)
     config = published(name, right)
     file = cached_weights(config)
     if file is None and not download:

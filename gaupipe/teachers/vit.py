@@ -230,5 +230,5 @@ def sha256_of(weights: dict[str, Tensor], described: str) -> str:
     digest = hashlib.sha256(described.encode())
     for name, tensor in sorted(weights.items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

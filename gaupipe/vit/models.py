@@ -25,7 +25,6 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 
@@ -36,15 +35,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class Layers(dict):
-    """timm's ``ATTN_LAYERS``, which names the nearest of ours for a misspelt ``attn_layer``."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[choice("attn_layer", key, self)] if "gau" in key else super().get(key, default)
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = Layers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
