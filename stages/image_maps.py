@@ -51,6 +51,7 @@ class ImageMaps:
     teacher     for each block the stored map [H, T, T] that a student's is compared with, without
                 the keys that the student's attention hides; None for a block without one
     no_teacher  why a student's maps have none
+    by          whose maps these are
     """
 
     grid: tuple[int, int]
@@ -61,6 +62,7 @@ class ImageMaps:
     gaussians: Tensor | None = None
     teacher: Sequence[Tensor | None] = ()
     no_teacher: str | None = None
+    by: str = "teacher"
 
     @property
     def extra(self) -> list[str]:
@@ -100,6 +102,7 @@ class StoredMaps:
             logits if schema.extra.get("predicts", True) else None,
             schema.prefix_tokens,
             gaussians,
+            by="teacher" if self.labelled else schema.extra["teacher"],
         )
         return seen, {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
 
@@ -173,6 +176,7 @@ class LiveMaps:
             int(batch.labels[0]) if self.labelled else None,
             logits[0] if self.model.num_classes else None,
             getattr(self.model, "num_prefix_tokens", 0),
+            by=self.name,
         )
 
     def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:

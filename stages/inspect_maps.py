@@ -104,7 +104,7 @@ def attention(
         "label": seen.label,
         "predicted": predicted["predicted"],
         "probability": predicted["probability"],
-        "by": student or "teacher",
+        "by": seen.by,
         "layer": layer,
         "head": head if head == "mean" else int(head),
         "query": query if query == "mean" or query in seen.extra else int(query),
@@ -155,7 +155,7 @@ def look(
 def heat_map(seen: dict[str, Any]) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
     brackets; of a student with the teacher's map on its right."""
-    by, of_teacher = seen["by"], seen["teacher"]
+    by, of_teacher = seen["by"].rsplit("/", 1)[-1], seen["teacher"]
     weights, top = np.array(seen["map"]), most_of(seen)
     known = [] if seen["label"] is None else [f"label {seen['label']}"]
     if seen["predicted"] is not None:

@@ -455,7 +455,7 @@ RUNS = [
 ]
 
 STORES = [
-    # what the files of a store may hold is in test_store_fuzz
+    # what the files of a store may hold is in test_store_metadata
     *(
         Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
         for values, message in (

@@ -125,6 +125,22 @@ def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
     assert logits[0].shape == (4, 2) and not logits[0].allclose(weights(images)[:, :2])
 
 
+def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folder, tmp_path):
+    sizes = dict(img_size=16, depth=1, embed_dim=24, num_heads=2, in_chans=3)
+    ours = timm.create_model("gauvit_pico_patch2_8", attention="belief2", **sizes).eval()
+    save_student(ours, tmp_path / "weights", **SCALING)
+    images = torch.randn(2, 3, 16, 16)
+    for named, attention in (([], "belief2"), (["phase_b.student=xsa"], "xsa")):
+        changes = (f"model.name=local-dir:{tmp_path / 'weights'}", *named)
+        settings = settings_of(folder, "data.batch_size=8")
+        tree = settings.model_dump(mode="json", exclude={"phase_b", "model"})
+        settings = config.parse(config.with_overrides(tree, changes), "test")
+        student = build_student(settings, load_data(settings.data)).eval()
+        assert student.gaupipe_args["attention"] == settings.phase_b.student == attention
+        same = student.forward_features(images).allclose(ours.forward_features(images))
+        assert same == (attention == "belief2")
+
+
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "phase_b.optim={lr: 0.1, args: {layer_decay: 0.5}}")

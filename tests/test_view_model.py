@@ -42,10 +42,10 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def saved(folder, seed=0):
+def saved(folder, seed=0, **sizes):
     """A random ViT with a class token and two registers, as a folder."""
     torch.manual_seed(seed)
-    model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES))
+    model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES | sizes))
     save_student(model, folder, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
     return f"local-dir:{folder}"
 
@@ -134,6 +134,17 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):  #
         page.page.close()
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):  # noqa: F811
+    job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
+    with serving(Viewer("x", {"x": lambda _: live_teacher(job)}, data=job.data)) as address:
+        page = Page(browser, f"{address}/")
+        page.open("image=1&head=1")
+        shown = json.loads(page.saved("#json"))
+        assert shown["predicted"] is None and page.complaints == []
+        page.page.close()
+
+
 def test_a_page_without_a_server_holds_the_maps(viewer, tmp_path):
     write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
     text = (tmp_path / "page.html").read_text()
@@ -158,7 +169,7 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     tolerance = 1e-3 if kind == "dense" else 6e-3
     np.testing.assert_allclose(np.ravel(shown["map"]), maps[1, 0, 0, 3:], atol=tolerance)
     np.testing.assert_allclose(list(shown["extra"].values()), maps[1, 0, 0, :3], atol=tolerance)
-    assert shown["label"] is None and list(shown["extra"]) == EXTRA
+    assert shown["label"] is None and list(shown["extra"]) == EXTRA and shown["by"] == model
     opened = open_viewer(str(url), None)
     opened.load_images()
     opened.gallery("train", "").read_all()
@@ -244,6 +255,20 @@ def test_without_weights_the_page_says_that_they_are_random(pictures):
     name = "vit_tiny_patch16_224.augreg_in21k"
     job, note = open_model(name, [pictures], image_size=32, to_look=True)
     assert "Random weights" in note and "--download" in note and job.shape.grid == (2, 2)
+
+
+def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="not on this machine: --download"):
+        open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert "Random" in open_model("hf-hub:timm/vit_tiny_patch16_224", [pictures], to_look=True)[1]
+    repository = tmp_path / "models--somebody--mine"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    saved(repository / "snapshots" / ("0" * 40))
+    job, note = open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert note == "" and job.teacher.prefix == 3 and job.data.image_size == 32
 
 
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import os
 from collections.abc import Sequence
 from enum import Flag, auto
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -34,6 +37,18 @@ def with_whole_path(name: str) -> str:
     if not name.startswith(LOCAL):
         return name
     return LOCAL + os.path.abspath(os.path.expanduser(name.removeprefix(LOCAL)))
+
+
+def attention_of(name: str) -> dict[str, Any]:
+    """``student`` and ``attention_options`` of a model, as the config.json of a ``local-dir:``
+    says; any other model has standard attention."""
+    own = {}
+    if name.startswith(LOCAL):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            config = Path(with_whole_path(name).removeprefix(LOCAL)) / "config.json"
+            own = json.loads(config.read_bytes())["model_args"]
+    options = own.get("attention_options") or {}
+    return {"student": own.get("attention", "standard"), "attention_options": options}
 
 
 ModelName = Annotated[str, AfterValidator(with_whole_path)]

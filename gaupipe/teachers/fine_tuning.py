@@ -74,7 +74,9 @@ def with_weights(
     for name in stored.keys() ^ vit.state_dict().keys():
         if not name.startswith("head."):
             raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
-    if (phase.student, phase.attention_options) != ("standard", {}):
+    built = getattr(vit, "gaupipe_args", {})
+    own = built.get("attention", "standard"), built.get("attention_options") or {}
+    if (phase.student, phase.attention_options) != own:
         vit = convert(vit, phase.student, **phase.attention_options)
     torch.manual_seed(settings.seed)
     head: Any = vit.get_classifier()

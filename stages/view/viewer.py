@@ -25,7 +25,6 @@ from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, stored_gallery
 from stages.view.wire import pack
 
-TEACHER = "teacher"
 MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
 LARGE = 16_000_000
@@ -195,16 +194,16 @@ class Viewer:
         elif rows is None:
             blocks = torch.stack([seen.map(layer) for layer in range(schema.layers)])
             rows, encoding, arrays = "maps", "float32", {"maps": blocks.numpy()}
-        header: dict[str, Any] = {"name": TEACHER, "rows": rows, "encoding": encoding}
+        header: dict[str, Any] = {"rows": rows, "encoding": encoding}
         header |= {"layers": schema.layers, "heads": schema.heads}
         return pack({**header, **self.described(seen, image, "train")}, arrays)
 
     def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
-        """Grid, label, extra tokens and prediction for an image, and its file's name if it has no
-        label."""
+        """Whose the maps are, grid, extra tokens, label and prediction for an image; of a file
+        without a label its name."""
         title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
-        header = {"grid": list(seen.grid), "label": seen.label, "extra": seen.extra, **title}
-        return {**header, **seen.prediction(MOST_LIKELY)}
+        shape = {"name": seen.by, "grid": list(seen.grid), "extra": seen.extra}
+        return {**shape, "label": seen.label, **title, **seen.prediction(MOST_LIKELY)}
 
     def _names(self, split: str) -> list[str]:
         source: Any = getattr(self.data, split).source
@@ -235,7 +234,6 @@ class Viewer:
         teacher = [block for block in seen.teacher if block is not None]
         places = iter(range(len(teacher)))
         header = {
-            "name": live.name,
             "rows": "maps",
             "layers": live.layers,
             "heads": maps.shape[1],
