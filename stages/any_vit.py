@@ -120,11 +120,12 @@ def open_model(
     try:
         model: Any = load_model(source, download)
     except UserError as error:
-        if not to_look or download or not timm.is_model(source.split(".")[0]):
+        name = source.rpartition("/")[2].split(".")[0]
+        if not to_look or download or source.startswith(LOCAL) or not timm.is_model(name):
             raise
         note = f"Random weights: {error}."
         torch.manual_seed(0)
-        model = timm.create_model(source.split(".")[0]).eval()
+        model = timm.create_model(name).eval()
     if to_look and image_size is None:
         image_size, fewer = fitted(model)
     transform = resolve_model_data_config(model)

@@ -58,7 +58,7 @@ def test_one_bucket_is_one_permutation_in_full_batches():
     [
         (1000, 2, 64, 4, "2 buckets cannot be shared by 4 processes"),
         (1000, 1, 64, 2, "data.buckets a multiple of 2"),
-        (100, 8, 10, 1, "take at most 3"),
+        (100, 8, 10, 1, "take fewer"),
     ],
 )
 def test_buckets_that_do_not_work_are_refused(images, count, batch_size, world, words, as_rank):

@@ -186,8 +186,8 @@ FOLDERS = {
     "/val has the class 'fox', which": lambda root: shutil.copytree(
         root / "val" / "dog", root / "val" / "fox"
     ),
-    "the class 'cat' has one training image, which cannot be split: add another": lambda root: (
-        remove(root / "val", *(root / "train" / "cat").glob("[1-9].bmp"))
+    "class by class: The least populated class": lambda root: remove(
+        root / "val", *(root / "train" / "cat").glob("[1-9].bmp")
     ),
     "if the images of a run have moved, repeat its command (run, phase-a or train)": lambda root: (
         root.rename(root.with_name("moved"))

@@ -16,6 +16,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import Choices, choose
+from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics
 
@@ -177,9 +178,9 @@ UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3",
 
 
 @pytest.mark.parametrize("given", [*UNUSABLE, "phase_b.epochs=-1", "model.args.patch_size=0"])
-def test_unusable_settings_are_refused_as_ever(given):
-    with pytest.raises(UserError):
-        settings([given])
+def test_unusable_settings_are_refused_as_ever(tmp_path, given):
+    with pytest.raises(UserError, match="--set"):
+        settings_for(photos(tmp_path / "photos"), [given], tmp_path / "run")
 
 
 # what a folder is like

@@ -72,18 +72,15 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     torch.testing.assert_close(update.per_image_gradient(parameters), alone.grad)
 
 
-@pytest.mark.parametrize(
-    "step,message",
-    [(1, "before any weight has changed.*lower model.init_std"), (2, "lower optim.lr")],
-)
-def test_a_loss_that_is_not_finite_stops_with_one_line(step, message):
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_loss_that_is_not_finite_stops_with_one_line(step):
     state = make()
     update = Update(state, steps=2)
     for _ in range(step - 1):
         update(loss_of(state.modules, torch.ones(1, 3)))
     before = [parameter.clone() for parameter in state.modules.parameters()]
     where = f"the loss is nan in epoch 1, step {step} of 2"
-    with pytest.raises(UserError, match=f"{where}.*{message}"):
+    with pytest.raises(UserError, match=f"{where}.*lower optim.lr.*model.init_std"):
         update(loss_of(state.modules, torch.full((1, 3), torch.nan)))
     assert all(map(torch.equal, before, state.modules.parameters()))
 

@@ -257,6 +257,20 @@ def test_without_weights_the_page_says_that_they_are_random(pictures):
     assert "Random weights" in note and "--download" in note and job.shape.grid == (2, 2)
 
 
+def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="not on this machine: --download"):
+        open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert "Random" in open_model("hf-hub:timm/vit_tiny_patch16_224", [pictures], to_look=True)[1]
+    repository = tmp_path / "models--somebody--mine"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    saved(repository / "snapshots" / ("0" * 40))
+    job, note = open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert note == "" and job.teacher.prefix == 3 and job.data.image_size == 32
+
+
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
     size, note = fitted(model)

@@ -20,7 +20,7 @@ import torch
 from google_crc32c import value as crc32c
 from torch import Tensor
 
-from gaupipe.system import machine, signals
+from gaupipe.system import machine
 from gaupipe.system.files import alone_in, partial_prefix, whole_file, write_whole
 from gaupipe.system.progress import EpochProgress
 
@@ -84,7 +84,6 @@ class ImageCache:
         self.images: Tensor | None = None  # where nothing is mapped
         self.sums = np.empty(0, dtype=np.uint32)
         self.unchecked = np.ones(shape[0], dtype=bool)
-        self.inode = 0
 
     @property
     def bytes(self) -> int:
@@ -106,14 +105,14 @@ class ImageCache:
         """Maps the images; False where the file is not there or holds others."""
         with contextlib.suppress(OSError, ValueError):
             with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                same_size = status.st_size == self._start + math.prod(self.shape)
+                size = os.fstat(file.fileno()).st_size
+                same_size = size == self._start + math.prod(self.shape)
                 if not (self.enabled and same_size and file.read(len(self.key)) == self.key):
                     return False
                 self.sums = np.fromfile(file, np.uint32, self.shape[0])
                 # torch wants memory that it may write to: "c" leaves the file alone
                 pixels = np.memmap(file, np.uint8, "c", self._start, self.shape)
-            self.images, self.inode = torch.from_numpy(pixels), status.st_ino
+            self.images = torch.from_numpy(pixels)
             os.utime(self.path)  # for _remove_unused; another user's file is refused here
         return self.images is not None
 
@@ -127,7 +126,9 @@ class ImageCache:
             number = numbers[position]
             if crc32c(images[position].numpy()) != self.sums[number]:
                 _say(f"{self.path}: damaged; its images are decoded again")
-                self._remove()
+                self.images = None  # processes that have mapped the file keep theirs
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
                 return None
             self.unchecked[number] = False
         return images
@@ -177,18 +178,9 @@ class ImageCache:
                     sums[number] = crc32c(content)
                     file.write(content)
                 progress.advance(len(numbers))
-                signals.let_through()  # no step has been taken that could be saved
             file.seek(0)
             file.write(self.key + sums.tobytes())
         self.open()
-
-    def _remove(self) -> None:
-        """Maps the images no more, and removes the file, unless another process has replaced it.
-        Processes that have mapped it keep the images."""
-        self.images = None
-        with contextlib.suppress(OSError), self._locked():
-            if self.path.stat().st_ino == self.inode:
-                self.path.unlink()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "images": None}

@@ -238,13 +238,6 @@ def _stratified(
     from sklearn.model_selection import train_test_split
 
     labels = source.labels[positions]
-    if (single := np.flatnonzero(np.bincount(labels) == 1)).size:
-        [label, *_] = single.tolist()
-        name = source.class_names[label] if source.class_names else label
-        raise UserError(
-            f"the class {name!r} has one training image, which cannot be split: add another one, "
-            "or take the class out"
-        )
     try:
         rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
     except ValueError as error:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.attention.standard import in_steps
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import check_maps
 from gaupipe.distillation.kinds import planned_export
@@ -72,8 +71,7 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     if phase.gamma:
-        blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
-        check_maps([in_steps(block.attn) for block in blocks])
+        check_maps(student)
     shape = MapShape.of(student)
     layers = layer_map(phase, shape.layers, schema.layers)
     if len(layers) != shape.layers or any((layer or 0) >= schema.layers for layer in layers):

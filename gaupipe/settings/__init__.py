@@ -63,14 +63,9 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     "pretrained": "name the weights in model.name",
     **dict.fromkeys(
-        (
-            *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
-            *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
-            *("dynamic_img_size", "dynamic_img_pad"),
-        ),
-        "gaupipe trains the whole model, at one image size",
+        ("features_only", "dynamic_img_size", "dynamic_img_pad", "patch_drop_rate"),
+        "every token needs its place on the grid",
     ),
-    "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
 
@@ -78,8 +73,8 @@ Size = Annotated[int, Field(gt=0, le=10_000)]
 
 
 class KnownModelArgs(BaseModel):
-    """The types of keywords of timm's VisionTransformer, which takes any other value silently or
-    after minutes."""
+    """Sizes and rates of timm's VisionTransformer, which takes other values silently or after
+    minutes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     depth: Annotated[Size, Field(le=1000)] = 1
@@ -92,18 +87,6 @@ class KnownModelArgs(BaseModel):
     proj_drop_rate: Fraction = 0
     attn_drop_rate: Fraction = 0
     drop_path_rate: Fraction = 0
-    qkv_bias: bool | None = None
-    qk_norm: bool | None = None
-    scale_attn_norm: bool | None = None
-    scale_mlp_norm: bool | None = None
-    proj_bias: bool | None = None
-    class_token: bool | None = None
-    no_embed_class: bool | None = None
-    pre_norm: bool | None = None
-    final_norm: bool | None = None
-    fc_norm: bool | None = None
-    fix_init: bool | None = None
-    rezero: bool = False
 
 
 class Scaling(BaseModel):

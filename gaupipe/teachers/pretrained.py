@@ -8,7 +8,7 @@ from typing import Any
 
 import timm
 from huggingface_hub import try_to_load_from_cache
-from timm.models import get_pretrained_cfg
+from timm.models import PretrainedCfg, get_pretrained_cfg
 from torch import nn
 
 from gaupipe.data.splits import ImageData
@@ -18,6 +18,7 @@ from gaupipe.teachers.vit import SETTING, VitTeacher
 from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
+HUB = "hf-hub:"
 RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
 
 
@@ -40,7 +41,7 @@ def load_vit(
     Raises UserError for what cannot be loaded, and for a model that is no teacher for the data.
     """
     try:
-        if not teacher.startswith(LOCAL) and cached_weights(published(teacher)) is None:
+        if not teacher.startswith((LOCAL, HUB)) and cached_weights(published(teacher)) is None:
             VitTeacher(created(teacher, arguments), data, teacher)  # or it need not be fetched
         model = pretrained(teacher, arguments, download, remedy=remedy)
         return VitTeacher(model, data, teacher)
@@ -86,7 +87,9 @@ def pretrained(
 
 def published(name: str, right: str = RIGHT) -> Any:
     """timm's configuration of trained weights. Raises UserError where timm knows none of this
-    name, and says what name would be ``right``."""
+    name, and says what name would be ``right``. Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
+    if name.startswith(HUB):
+        return PretrainedCfg(hf_hub_id=name.removeprefix(HUB))
     try:
         config = get_pretrained_cfg(name)
     except RuntimeError:  # a tag that the model has not

@@ -170,25 +170,21 @@ class VitTeacher(nn.Module):
 
     def _adapt_normalisation(self, data: ImageData) -> None:
         """From the data set's normalisation to the one that the model was trained with."""
-        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (data.mean, data.std))
-        new_mean, new_std = self._statistics("mean", mean), self._statistics("std", std)
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+
+        def pair(name: str, of_data: Sequence[float]) -> tuple[Tensor, Tensor]:
+            old = torch.tensor(of_data, dtype=torch.float64)
+            new = torch.tensor(config.get(name) or of_data, dtype=torch.float64)
+            # weights of three channels, summed to one
+            return old, new if len(new) == len(old) else new.mean().expand(len(old))
+
+        (mean, new_mean), (std, new_std) = pair("mean", data.mean), pair("std", data.std)
         same = torch.equal(mean, new_mean) and torch.equal(std, new_std)
         # (x * std + mean - new_mean) / new_std
         rescale = None if same else (std / new_std).float().view(-1, 1, 1)
         offset = ((mean - new_mean) / new_std).float().view(-1, 1, 1)
         self.register_buffer("rescale", rescale, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
-
-    def _statistics(self, name: str, default: Tensor) -> Tensor:
-        """The "mean" or "std" of the channels that the model was trained with; the ``default``
-        [channels] where its weights do not say."""
-        values = (getattr(self.model, "pretrained_cfg", None) or {}).get(name)
-        if values is None:
-            return default
-        statistics = torch.tensor(values, dtype=torch.float64)
-        # weights of three channels, summed to one
-        several = len(statistics) == len(default)
-        return statistics if several else statistics.mean().expand(len(default))
 
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:

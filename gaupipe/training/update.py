@@ -112,14 +112,8 @@ class Update:
     def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
         state = self.state
         where = f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps}"
-        if self.batch == 0:
-            return (
-                f"{where}, before any weight has changed: the weights start too large for "
-                f"{state.precision}: lower model.init_std and model.pos_embed_std, or set "
-                "precision=float32"
-            )
         return (
-            f"{where} (lr {state.lr:.3g}, {state.precision}, "
-            f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; the "
-            "last checkpoint is kept"
+            f"{where} (lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}): "
+            "lower optim.lr or raise optim.warmup_epochs, and where it is the first step "
+            "model.init_std; the last checkpoint is kept"
         )

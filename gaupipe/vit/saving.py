@@ -32,7 +32,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def save_student(
-    model: VisionTransformer,
+    model: nn.Module,
     folder: str | Path,
     label_names: list[str] | None = None,
     **data_config,
