@@ -225,7 +225,7 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
 
     def hold() -> None:
         place.check_resources(job, schema)
-        if folder is not None:
+        if folder is not None and (folder.is_dir() or not place.repair):
             folder.mkdir(parents=True, exist_ok=True)
             held.enter_context(alone_in(folder, BUSY))
 
