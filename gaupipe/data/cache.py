@@ -196,8 +196,7 @@ def _say(line: str) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Removes images that no process has opened for :data:`UNUSED_DAYS`, and what killed processes
-    left unfinished a day ago or earlier."""
+    """Removes images that no process opened for long, and unfinished ones of killed processes."""
     for path in folder.iterdir():
         days = 1 if ".partial-" in path.name else UNUSED_DAYS
         with contextlib.suppress(OSError):
