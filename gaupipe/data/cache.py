@@ -32,10 +32,7 @@ MOST_BYTES = 20e9
 
 
 def cache_folder() -> Path:
-    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder.
-
-    For a user without a home it is a folder that cannot be there.
-    """
+    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder. Needs a home."""
     if folder := os.environ.get("GAUPIPE_CACHE"):
         return Path(folder)
     try:
