@@ -235,11 +235,7 @@ def _boxes(
     draws: np.ndarray, size: tuple[int, int], area: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The first box of each image that fits: (top, left, height, width) int64 [B, 4], and whether
-    there is one, bool [B].
-
-    ``draws`` [B, 4 * attempts] are uniform; ``area`` bounds the share of the image, ``ratio``
-    bounds width / height, which is uniform in its logarithm.
-    """
+    there is one, bool [B]; ``draws`` [B, 4 * attempts] are uniform."""
     height, width = size
     draws = draws.reshape(len(draws), -1, 4)
     areas = height * width * (area[0] + draws[..., 0] * (area[1] - area[0]))
@@ -385,8 +381,7 @@ def _beta(draws: np.ndarray, alpha: float) -> np.ndarray:
 
 
 def _cutmix_boxes(share: np.ndarray, centres: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Boxes on whole pixels over about 1 - share of the image, (left, top, right, bottom) as
-    fractions: [B, 4]."""
+    """(left, top, right, bottom) [B, 4] over about 1 - share of the image, as fractions."""
     pixels = np.array(size[::-1])
     extent = np.floor(pixels * np.sqrt(1 - share)[:, None])
     start = np.floor(centres * pixels) - extent // 2

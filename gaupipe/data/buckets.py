@@ -81,10 +81,7 @@ class Buckets:
         return np.diff(self._bounds(batch_size).sum(0)).tolist()
 
     def _bounds(self, batch_size: int) -> np.ndarray:
-        """Beginning of the share of each batch in each bucket: int64 [P, steps + 1].
-
-        Up to a batch, the first b buckets together have given the whole number below their due.
-        """
+        """Beginning of the share of each batch in each bucket: int64 [P, steps + 1]."""
         ends = np.cumsum([0, *self.sizes()])[:, None]  # of the buckets, laid one after the other
         steps = self.steps(batch_size)
         return np.diff(ends * np.arange(steps + 1) // steps, axis=0)

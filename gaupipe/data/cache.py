@@ -32,10 +32,7 @@ MOST_BYTES = 20e9
 
 
 def cache_folder() -> Path:
-    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder.
-
-    For a user without a home it is a folder that cannot be there.
-    """
+    """GAUPIPE_CACHE, or gaupipe's folder in the user's cache folder. Needs a home."""
     if folder := os.environ.get("GAUPIPE_CACHE"):
         return Path(folder)
     try:
@@ -196,8 +193,7 @@ def _say(line: str) -> None:
 
 
 def _remove_unused(folder: Path) -> None:
-    """Removes images that no process has opened for :data:`UNUSED_DAYS`, and what killed processes
-    left unfinished a day ago or earlier."""
+    """Removes images that no process opened for long, and unfinished ones of killed processes."""
     for path in folder.iterdir():
         days = 1 if ".partial-" in path.name else UNUSED_DAYS
         with contextlib.suppress(OSError):

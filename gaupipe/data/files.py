@@ -195,8 +195,7 @@ class FileImages(Dataset):
         return few
 
     def _cache(self) -> ImageCache:
-        """One file for each folder and choice of images. Its key says which images, with which
-        content, are decoded and resized by what."""
+        """One file for each folder and choice of images, its key for all that makes pixels."""
         settings = self.settings
         resizing, enabled = (self.size, settings.interpolation), settings.cache == "auto"
         place = str(self.root.resolve())

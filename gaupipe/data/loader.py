@@ -85,11 +85,7 @@ def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.nda
 
 
 class _Fetching(Dataset):
-    """Makes a DataLoader fetch whole batches.
-
-    In place of a batch with an image that cannot be read comes the UserError: raised in a worker,
-    it would arrive as a traceback.
-    """
+    """Whole batches, or in their place the UserError, of which torch would make a traceback."""
 
     def __init__(self, source: Source) -> None:
         self.source = source

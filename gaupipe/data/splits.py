@@ -202,8 +202,7 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
 
 
 def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """A value of ``data.scaling`` for each channel. Their mean is for grey images, to which timm
-    adapts weights of three channels."""
+    """A value of ``data.scaling`` for each channel; for grey images the mean of three."""
     if len(values) in (1, 3) and len(values) != channels:
         values = [sum(values) / len(values)] * channels
     if len(values) != channels:
@@ -220,8 +219,7 @@ def _digest(split: Split) -> str:
 
 
 def _mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of images uint8 [N, C, height, width], as
-    shares of 255, from counts of the 256 values: no copy of the images is made."""
+    """Of each channel of uint8 images, as shares of 255, from counts: without a copy of them."""
     counts = torch.stack(
         [torch.bincount(channel.flatten(), minlength=256).double() for channel in images.unbind(1)]
     )

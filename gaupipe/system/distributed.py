@@ -229,21 +229,13 @@ def data_parallel(losses: nn.Module) -> nn.Module:
 def local_device(name: str) -> str:
     """The device that a setting means on this rank: of GPUs the one with its local number.
 
-    Raises UserError where a machine has fewer GPUs than processes, and for a single GPU by number.
+    Raises UserError for a single GPU by number.
     """
     if world_size() == 1 or not name.startswith("cuda"):
         return name
     if name != "cuda":
         raise UserError(f"device: {name!r} is one GPU for all processes: cuda gives each its own")
-    import torch
-
-    local_rank, gpus = launch().local_rank, torch.cuda.device_count()
-    if local_rank >= gpus:
-        raise UserError(
-            f"device: {name!r}: process {local_rank} of this machine has no GPU, there are "
-            f"{gpus}: start {gpus} processes a machine, or set device=cpu"
-        )
-    return f"cuda:{local_rank}"
+    return f"cuda:{launch().local_rank}"
 
 
 def _is_initialized() -> bool:

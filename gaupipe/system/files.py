@@ -127,8 +127,7 @@ def _clear(folder: Path) -> None:
 
 
 def _exchange(left: Path, right: Path) -> bool:
-    """Exchanges two folders in one step; False where the system or the file system cannot do
-    that."""
+    """Exchanges two folders in one step; False where that cannot be done."""
     try:
         renameat2 = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):

@@ -43,12 +43,8 @@ def free_disk(folder: Path) -> int:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), group: Path = CGROUP) -> int | None:
-    """Bytes that a new process can use without pushing out others, within the container's limit
-    where there is one.
-
-    ``meminfo`` is the kernel's file, ``group`` the container's folder of cgroup v2. None if the
-    kernel does not say.
-    """
+    """Bytes that a new process can use without pushing out others, by the kernel's ``meminfo`` and
+    within the limit of the container's folder of cgroup v2. None if the kernel does not say."""
     try:
         lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

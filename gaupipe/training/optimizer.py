@@ -66,8 +66,7 @@ def build_optimizer(
 
 
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
-    """``optim.args``, with Adam's usual betas where the optimizer has two and none are given.
-    Raises ValueError for an optimizer that cannot train a ViT here."""
+    """``optim.args`` and Adam's usual betas. Raises ValueError for an unusable optimizer."""
     info = get_optimizer_info(optim.name)
     if info.second_order:
         raise ValueError("it needs second derivatives, which a training step does not compute")

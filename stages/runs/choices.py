@@ -148,8 +148,7 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 
 
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
-    """A teacher, a student with twice the teacher's epochs that learns from its maps in the first
-    third, and a baseline with both's epochs."""
+    """A teacher, a student with twice its epochs, and a baseline with the epochs of both."""
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
