@@ -34,11 +34,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
             check_baseline(settings, data)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
-            folder = run_directory.student(attention, distilled)
-            if folder.exists():
-                student = run_directory.student_settings(attention, distilled)
-                if not distilled:
-                    say_if_shorter(folder, student, settings)
+            if run_directory.student(attention, distilled).exists():
+                run_directory.student_settings(attention, distilled)
         return data
 
     data = distributed.main_first(prepare)
@@ -67,19 +64,11 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         begun = folder.exists()
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
         lines.append(line(f"{attention}, plain", plain, folder))
+        before = run_directory.student_settings(attention, distilled=False).phase_b.epochs
+        if before < settings.baseline_epochs and distributed.is_main():
+            both = f"both phases have {settings.baseline_epochs} epochs"
+            print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
     return lines
-
-
-def say_if_shorter(folder: Path, baseline: Settings, settings: Settings) -> None:
-    """Says that a baseline from before phase A has fewer epochs than a new one would have."""
-    before = baseline.baseline.epochs or baseline.phase_b.epochs
-    both = settings.baseline_epochs
-    if before < both and distributed.is_main():
-        print(
-            f"gaupipe: {folder} has {before} epochs, both phases together {both}: remove it first "
-            "for a baseline of as many",
-            file=sys.stderr,
-        )
 
 
 def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TrainedStudent:
     def has_other_teacher(self) -> bool:
         """True if it learned from another teacher than its run's."""
         learned = recorded_store(self.folder)
-        return learned is not None and learned["teacher_sha256"] != self.run.teacher_digest()
+        return learned is not None and learned[1] != self.run.teacher_digest()
 
 
 def load_student(
@@ -102,9 +102,8 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
 def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
     """(url, sha256 of its teacher) of the stores that a student may have learned from, the
     likeliest first."""
-    run, learned = student.run, recorded_store(student.folder)
-    if learned is None:
+    run, recorded = student.run, recorded_store(student.folder)
+    if recorded is None:
         return [(str(run.maps), run.teacher_digest())]
-    recorded = (learned["url"], learned["teacher_sha256"])
     of_run = (str(run.maps), run.teacher_digest() or recorded[1])
     return [recorded, of_run] if recorded[1] == of_run[1] else [recorded]

@@ -447,8 +447,7 @@ class BaselineSettings(Section):
     """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
     """Epochs of the baseline. Null is as many as both phases have together in a run with both, and
-    ``phase_b.epochs`` in ``gaupipe train`` and ``gaupipe compare``. With 0 ``gaupipe run`` trains
-    no baseline."""
+    ``phase_b.epochs`` otherwise, and in ``gaupipe compare``. With 0 ``gaupipe run`` trains none."""
 
 
 class LogSettings(Section):

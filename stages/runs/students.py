@@ -65,7 +65,11 @@ def begin(
         run = RunDirectory(run_dir)
         named = name if name is not None else student or run.settings().phase_b.student
         check_name(named)
-        check_maps(maps_url, distilled)
+        if maps_url is not None and not (maps_url and distilled):
+            raise UserError(
+                f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
+                "training on the labels alone (--no-distill)"
+            )
         new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
         settings, folder = run.with_overrides(named, distilled, new)
         if not distilled:
@@ -76,8 +80,8 @@ def begin(
                 f"--name {named}: is the name of an attention, and this student's is {attention}: "
                 "choose another name"
             )
-        recorded, created = recorded_store(folder), not folder.exists()
-        url = maps_url or (recorded["url"] if resume and recorded else None)
+        created, recorded = not folder.exists(), recorded_store(folder) if resume else None
+        url = maps_url or (recorded[0] if recorded else None)
         url = None if url == str(run.maps) else url
         if not resume:
             try:
@@ -91,16 +95,6 @@ def begin(
         return StudentRequest(run, named, settings, folder, created, distilled, url, resume)
 
     return distributed.broadcast(distributed.on_main(resolve))
-
-
-def check_maps(maps_url: str | None, distilled: bool) -> None:
-    """Raises UserError for an option --maps that cannot be meant."""
-    if maps_url == "":
-        raise UserError("--maps '': should be the path or URL of a store")
-    if maps_url and not distilled:
-        raise UserError(
-            "--maps: training on the labels alone (--no-distill) reads no maps: leave one out"
-        )
 
 
 def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
@@ -117,23 +111,21 @@ def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None
         write_whole(folder / "maps.json", json.dumps(source) + "\n")
 
 
-def recorded_store(folder: Path) -> dict[str, str] | None:
-    """``url`` and ``teacher_sha256`` of the store that the student in ``folder`` learned from, by
-    its maps.json; None for a student that learned from none."""
+def recorded_store(folder: Path) -> tuple[str, str] | None:
+    """(url, sha256 of its teacher) of the store that the student in ``folder`` learned from, by its
+    maps.json; None for a student that learned from none."""
     path = folder / "maps.json"
     if not path.is_file():
         return None
     try:
         learned = json.loads(path.read_bytes())
         url, teacher_sha256 = str(learned["url"]), str(learned["teacher_sha256"])
+        return (url if "://" in url else os.path.normpath(folder / url)), teacher_sha256
     except (ValueError, TypeError, KeyError, RecursionError):
         raise UserError(
             f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
             "the student learned from; remove it"
         ) from None
-    if "://" not in url:
-        url = os.path.normpath(folder / url)
-    return {"url": url, "teacher_sha256": teacher_sha256}
 
 
 @contextlib.contextmanager
