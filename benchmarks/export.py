@@ -21,6 +21,7 @@ from timing import record, spread
 
 import store
 from gaupipe.data.splits import load_data
+from gaupipe.models import save_student
 from gaupipe.settings import load as config
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
@@ -78,7 +79,7 @@ def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
     data = load_data(settings.data)
     if settings.phase_a.teacher == "vit":
         training = trained_teacher.training(settings, data)
-        trained_teacher.keep(training, training.student, folder / "teacher")
+        save_student(training.student, folder / "teacher", **data.data_config)
         return trained_teacher.build(settings, data, folder / "teacher")
     job = phase_a.build(settings, folder, data)
     with torch.no_grad():
@@ -94,7 +95,7 @@ def bare_forward(job: TeacherJob) -> float:
     started = time.perf_counter()
     for batch in job.batches(job.data.train).in_order():
         if job.settings.phase_a.learns_gaussians:
-            gaussians = phase_a.gaussians_of(job, batch.ids, len(batch))
+            gaussians = job.teacher.gaussians(job.parameters(batch.ids))
             job.teacher.predict(batch.images, gaussians, job.teacher.passes, generator)
         else:
             job.teacher(batch.images)

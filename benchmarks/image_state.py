@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from timing import record, spread
 
+from gaupipe.data.buckets import Buckets
 from gaupipe.teachers.image_state import ImageState, record_words
 
 BATCH = 128
@@ -96,7 +97,9 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
     if shutil.disk_usage(arguments.folder).free - needed < 20e9:
         sys.exit(f"{arguments.folder}: {needed / 1e9:.1f} GB are needed and 20 GB should stay free")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        state = ImageState(images, torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "rows")
+        state = ImageState(
+            Buckets(images), torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "rows"
+        )
         gradient = torch.randn(BATCH, arguments.row)
         before = dict(status())
         started = time.perf_counter()
@@ -146,7 +149,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             "gather": lambda: state.gather(batch["ids"]),
             "update": lambda: state.update(batch["update"], gradient),
         }
-        paths = [Path(folder) / "rows" / f"records.{place}" for place in (1, 0)]
+        paths = [Path(folder) / "rows/bucket-0000" / f"records.{place}" for place in (1, 0)]
         os.truncate(paths[1], size)
         current, other = (
             torch.from_numpy(np.memmap(path, np.int32, "r+", shape=(images, words)))
@@ -161,7 +164,7 @@ def measure(arguments: argparse.Namespace, images: int) -> dict:
             other[batch["mapped update"]] = records
 
         scratch = ImageState(
-            BATCH, torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "scratch"
+            Buckets(BATCH), torch.zeros(arguments.row), lr=0.1, folder=Path(folder) / "scratch"
         )
         work["mapped gather"] = lambda: current[batch["mapped"], : arguments.row]
         work["mapped update"] = mapped_update

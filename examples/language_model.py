@@ -1,7 +1,7 @@
 """Trains GPT-2 and Llama of transformers with gaupipe's attentions on the characters of a text.
 
     python examples/language_model.py input.txt                        # standard attention
-    python examples/language_model.py input.txt --attention belief_star --seeds 0 1 2
+    python examples/language_model.py input.txt --attention belief --seeds 0 1 2
     python examples/language_model.py input.txt --sweep --seeds 0 1 2 --out runs/gpt2
     python examples/language_model.py novels.txt --validation another_novel.txt
 
@@ -21,20 +21,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.utils import logging
 
+import gaupipe.transformers  # noqa: F401  (transformers learns the attentions)
 from cells import in_one_line, kept, mean_and_spread
-from gaupipe.transformers import GauGPT2Config, GauLlamaConfig
 
 ATTENTIONS = {
-    "standard": ("standard", {}),
-    "belief": ("belief", {}),
-    "belief_star": ("belief_star", {}),
-    "concat": ("belief_star", {"signal": "concat"}),  # [MH, V] through one projection
-    "xsa": ("xsa", {}),
-    "belief2": ("belief2", {}),
-    "belief2_no_zz": ("belief2", {"zz": False}),
-    "attentionx_3": ("attentionx", {"gamma": 3.0, "mask_diagonal": False}),
-    "attentionx_1": ("attentionx", {"gamma": 1.0, "mask_diagonal": False}),
-    "attentionx_masked": ("attentionx", {"gamma": 1.0, "mask_diagonal": True}),
+    "standard": ("sdpa", {}),
+    "belief": ("gau_belief", {}),
+    "xsa": ("gau_xsa", {}),
+    "attentionx_3": ("gau_attentionx", {"gamma": 3.0, "mask_diagonal": False}),
+    "attentionx_1": ("gau_attentionx", {"gamma": 1.0, "mask_diagonal": False}),
+    "attentionx_masked": ("gau_attentionx", {"gamma": 1.0, "mask_diagonal": True}),
 }
 
 
@@ -64,52 +60,38 @@ def arguments():
     return parser.parse_args()
 
 
-def config_of(name, args, vocabulary, ffn):
-    key, options = ATTENTIONS[name]
-    ours = {} if key == "standard" else {"gau_attention": key, "gau_options": options}
-    common = dict(vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+def build(name, args, vocabulary):
+    implementation, options = ATTENTIONS[name]
+    common = dict(
+        vocab_size=vocabulary,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        gau_options=options,
+    )
     if args.model == "gpt2":
-        config_class = GauGPT2Config if ours else GPT2Config
-        return config_class(
+        config = GPT2Config(
             n_layer=args.layers,
             n_head=args.heads,
             n_embd=args.width,
             n_positions=args.context,
-            n_inner=ffn,
             activation_function="gelu_pytorch_tanh",  # GPT-2's own, as one operation
             resid_pdrop=0.0,
             embd_pdrop=0.0,
             attn_pdrop=0.0,
             **common,
-            **ours,
         )
-    config_class = GauLlamaConfig if ours else LlamaConfig
-    return config_class(
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        hidden_size=args.width,
-        max_position_embeddings=args.context,
-        intermediate_size=ffn,
-        tie_word_embeddings=True,
-        **common,
-        **ours,
-    )
-
-
-def build(name, args, vocabulary):
-    """A model whose FFN is as narrow as it takes to have as many parameters as the standard one."""
-    width = 4 * args.width if args.model == "gpt2" else args.width * 8 // 3
-
-    def size(name, ffn):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config_of(name, args, vocabulary, ffn))
-        return sum(parameter.numel() for parameter in model.parameters())
-
-    extra = size(name, width) - size("standard", width)
-    unit = size(name, width + 1) - size(name, width)
-    return AutoModelForCausalLM.from_config(
-        config_of(name, args, vocabulary, width - round(extra / unit))
-    )
+    else:
+        config = LlamaConfig(
+            num_hidden_layers=args.layers,
+            num_attention_heads=args.heads,
+            hidden_size=args.width,
+            max_position_embeddings=args.context,
+            intermediate_size=args.width * 8 // 3,
+            tie_word_embeddings=True,
+            **common,
+        )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
 
 
 def read(path, validation=None):

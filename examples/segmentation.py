@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -29,10 +28,11 @@ from torchvision.transforms import v2
 
 from cells import in_one_line, kept, mean_and_spread, write_json
 from gaupipe.attention import comparing
-from gaupipe.data.decoding import quiet, read_rgb, refusing, suffix_of, suffixes
+from gaupipe.data.decoding import is_image, read_rgb, refusing
 from gaupipe.models import STUDENT_FILES, convert
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import pretrained
+from gaupipe.vit.build import created
 from gaupipe.vit.saving import load_folder
 
 OPTIONS = {"belief2": {"zz": False}}  # as the Belief2 paper advises for trained weights
@@ -117,7 +117,7 @@ def files_of(folder):
     """{name without suffix: path} of the images in a folder, sorted."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: images lie in train, masks in trainannot")
-    paths = [path for path in sorted(folder.iterdir()) if suffix_of(path.name) in suffixes()]
+    paths = [path for path in sorted(folder.iterdir()) if is_image(path.name)]
     if not paths:
         raise UserError(f"{folder} holds no image that Pillow reads")
     files = {path.stem: path for path in paths}
@@ -129,7 +129,6 @@ def files_of(folder):
 
 def read_mask(path, classes, void):
     """Class numbers [height, width], uint8, with :data:`VOID` for those in ``void``."""
-    quiet()
     with refusing(str(path)), Image.open(path) as image:
         numbers = np.array(image)
     if numbers.ndim != 2:
@@ -155,7 +154,7 @@ def read_split(folder, size, classes, void):
         if name not in masks:
             raise UserError(f"{path} has no mask: there is no {masks_folder / name}.png")
         with refusing(str(path)), path.open("rb") as file:
-            image = v2.functional.pil_to_tensor(read_rgb(file, path.name))
+            image = v2.functional.pil_to_tensor(read_rgb(file))
         mask = read_mask(masks[name], classes, void)
         if mask.shape != image.shape[1:]:
             height, width = mask.shape
@@ -208,21 +207,15 @@ def load_encoder(args):
     folder = Path(args.model.removeprefix("local-dir:")).expanduser()
     if folder.is_dir():
         model = load_folder(folder, f"{' and '.join(STUDENT_FILES)} make a student", given)
-    elif args.pretrained or args.download:
+    else:
+        right = "a timm name with weights or the folder of a student"
         try:
-            right = "a timm name with weights or the folder of a student"
-            model = pretrained(args.model, given, args.download, right, "--download")
+            if args.pretrained or args.download:
+                model = pretrained(args.model, given, args.download, right, "--download")
+            else:
+                model = created(args.model, given)
         except UserError as error:
             raise UserError(f"--model: {error}") from None
-    else:
-        if not timm.is_model(args.model):
-            raise UserError(f"--model: {args.model} is neither a folder nor a model of timm")
-        try:
-            model = timm.create_model(args.model, **given)
-        except Exception as error:  # whatever timm makes of a keyword that a model does not have
-            raise UserError(
-                f"--model: timm cannot build {args.model} with {given}: {error}"
-            ) from None
     convert(model, "standard")  # which refuses what is not a ViT
     check_sizes(model, args)
     model.set_input_size(tuple(args.crop))

@@ -9,7 +9,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -30,22 +31,22 @@ IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
 
+CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
+
 
 def _untyped(kind: Any) -> Any:
-    """A kind of typer's commands whose help shows no type for a flag, not for --help either."""
+    """A kind of typer's commands whose help shows no type for a flag or an argument."""
 
     class Untyped(kind):
         def get_params(self, context: Any) -> list[Any]:
             params = super().get_params(context)
             for param in params:
-                if getattr(param, "is_flag", False):
-                    param.metavar = ""
+                if getattr(param, "is_flag", param.param_type_name == "argument"):
+                    param.display_type_rich = lambda ctx: None
             return params
 
     return Untyped
 
-
-CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
 
 app = typer.Typer(
     cls=_untyped(TyperGroup),
@@ -53,8 +54,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train small vision transformers in fewer epochs: find attention maps, store them, "
-    "distil them.\n\nExample: `gaupipe run`, then `gaupipe view`",
+    help="Vision transformers: train them with other attention layers, alone or in two phases, and "
+    "look at their attention maps.\n\nExample: `gaupipe run`, then `gaupipe view`",
 )
 
 if TYPE_CHECKING:
@@ -86,19 +87,6 @@ def complete_config() -> list[str]:
     return shipped()
 
 
-def complete_student(context: typer.Context) -> list[str]:
-    """For the shell's completion: the students of the run that the line names, or of the run that
-    was used last."""
-    from stages.runs.directory import RunDirectory, last_used
-
-    folder = context.params.get("run_dir")
-    try:
-        run = last_used() if folder is None else RunDirectory(Path(folder))
-    except UserError:
-        return []
-    return run.students(run.is_distilled() and not context.params.get("plain"))
-
-
 ConfigArgument = Annotated[
     str | None,
     _argument(
@@ -126,7 +114,6 @@ NewRunDir = Annotated[
 STUDENT = {
     "help": "The student: its attention, or the --name it was trained under.",
     "default": "the one trained last",
-    "autocompletion": complete_student,
 }
 StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
@@ -134,7 +121,7 @@ Attention = Annotated[
     Student | None,
     _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
 ]
-Plain = Annotated[bool, _option("--plain", "The student trained without distillation.")]
+Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
@@ -149,13 +136,27 @@ Teacher = Annotated[
 Download = Annotated[
     bool, _option("--download", "Fetch published weights that are not on this machine.")
 ]
+AnyModel = Annotated[
+    str | None,
+    _option(
+        "--model NAME",
+        "In place of a run: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
+    ),
+]
 ImagePaths = Annotated[
     list[Path] | None,
     _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
 ]
+ImageSize = Annotated[
+    int | None,
+    _option("--image-size N", "Pixels for --model.", "the model's; view: fewer", min=1),
+]
 Store = Annotated[
     str | None,
     _argument("STORE", "Path or URL of an attention-map store.", "that of the run"),
+]
+Predictions = Annotated[
+    Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
 ]
 AsJson = Annotated[bool, _option("--json", "Print JSON.")]
 
@@ -219,7 +220,7 @@ def phase_a(
     """
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    _say_start("phase A", settings, folder, settings.phase_a.teacher)
+    _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
     from stages.phase_a import gaussian as stage
 
     stage.run(settings, folder, resume=resume, force=force)
@@ -256,15 +257,9 @@ def export_maps(
             "Keywords of timm.create_model for --teacher, such as {num_classes: 0}.",
         ),
     ] = None,
-    model: Annotated[
-        str | None,
-        _option(
-            "--model NAME",
-            "In place of a run's teacher: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's "
-            "folder.",
-        ),
-    ] = None,
+    model: AnyModel = None,
     files: ImagePaths = None,
+    image_size: ImageSize = None,
     download: Download = False,
     out: Annotated[
         str | None,
@@ -281,36 +276,25 @@ def export_maps(
 
     Example: `gaupipe export-maps --model vit_small_patch16_224 --images photos --out maps.zarr`
     """
+    options: dict[str, Any] = {"encoding": encoding, "k": k, "download": download}
+    options |= {"overwrite": overwrite, "repair": repair, "shard_mb": shard_mb, "force": force}
+    if not _names_model(model, files, image_size) or model is None:
+        options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
+        run_dir = _run(run_dir)
+        _say(f"export: the teacher of {run_dir} ...")
+        from stages import export_maps as stage
+
+        print(stage.run(run_dir, kind, out=out, **options))
+        return
+    of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
+    for name in (name for name, value in of_run.items() if value):
+        raise UserError(f"--{name}: belongs to a run: leave it out with --model")
+    if out is None:
+        raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
+    _say(f"export: {model}, into {out} ...")
     from stages import export_maps as stage
 
-    options: dict[str, Any] = {
-        "overwrite": overwrite,
-        "repair": repair,
-        "shard_mb": shard_mb,
-        "force": force,
-        "encoding": encoding,
-        "k": k,
-        "download": download,
-    }
-    if _names_model(model, files) and model:
-        of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
-        for name, value in of_run.items():
-            if value:
-                raise UserError(f"--{name}: belongs to a run: leave it out with --model")
-        if out is None:
-            raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-        print(stage.run_model(model, files or (), out, kind, **options))
-        return
-    url = stage.run(
-        _run(run_dir),
-        kind,
-        out=out,
-        views=views,
-        teacher=teacher,
-        overrides=overrides or [],
-        **options,
-    )
-    print(url)
+    print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
 
 @_command("Train", "phase-b")
@@ -337,15 +321,8 @@ def phase_b(
     run_dir = _run(run_dir)
     from stages.runs import students
 
-    request = students.begin(
-        run_dir,
-        student,
-        name=name,
-        overrides=overrides or [],
-        maps_url=maps,
-        resume=resume,
-        distilled=distill,
-    )
+    options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
+    request = students.begin(run_dir, student, name=name, overrides=overrides or [], **options)
     _say_start("phase B", request.settings, request.folder)
     from stages import phase_b as stage
 
@@ -405,9 +382,7 @@ def evaluate(
         Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
     ] = None,
     plain: Plain = False,
-    out: Annotated[
-        Path | None, _option("--out FILE", "Write all predictions: CSV, or JSON by its name.")
-    ] = None,
+    out: Predictions = None,
     confusion: Annotated[
         Path | None, _option("--confusion FILE.png", "Draw the confusion matrix.")
     ] = None,
@@ -423,19 +398,16 @@ def evaluate(
     from stages import by_class
     from stages import evaluate as stage
 
-    scores = stage.run(
-        run_dir,
-        student,
-        split="test" if test else "val",
-        folder=data,
-        distilled=False if plain else None,
-        out=out,
-        confusion=confusion,
-    )
+    split, distilled = "test" if test else "val", False if plain else None
+    options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
+    scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
     _report(scores if as_json else by_class.summary(scores), as_json)
     if not as_json:
         _print_rich(*by_class.tables(scores))
-        _say_next(["view", "--run-dir", run_dir, "--student", scores["student"]])
+        look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
+        if scores["mistakes"] and data is None:  # the page opens with the first of them
+            look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
+        _say_next(look)
 
 
 @_command("Look")
@@ -446,9 +418,7 @@ def predict(
     ],
     paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
-    out: Annotated[
-        Path | None, _option("--out FILE", "Write CSV, or JSON to a name.json.", "printed")
-    ] = None,
+    out: Predictions = None,
     download: Download = False,
 ) -> None:
     """The classes of images, by the folder of a student alone.
@@ -565,7 +535,9 @@ def compare(
     data: DataFolder = None,
     run_dir: Annotated[
         Path | None,
-        _option("--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG"),
+        _option(
+            "--run-dir FOLDER", "The comparison.", "runs/compare- and the name of CONFIG or FOLDER"
+        ),
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
@@ -576,9 +548,9 @@ def compare(
         str | None,
         _option("--sweep SWEEP", "Further rows: a YAML list of settings, or a shipped sweep."),
     ] = None,
-    cells: Annotated[
+    rows: Annotated[
         list[str] | None,
-        _option("--row NAME", "Run only this row and those it builds on; repeatable.", "all"),
+        _option("--row NAME", "Run only this row and the plain ViT; repeatable.", "all"),
     ] = None,
     targets: Annotated[
         str | None,
@@ -588,10 +560,6 @@ def compare(
             "95, 98 and 100 % of the plain ViT's",
         ),
     ] = None,
-    tune: Annotated[
-        bool,
-        _option("--tune/--no-tune", "Search for learning rates and initialisations first."),
-    ] = True,
     jobs: Annotated[int, _option("--jobs N", "Trainings at the same time.", min=1)] = 1,
     test: Annotated[bool, _option("--test", "Also score finished runs on the test split.")] = False,
     as_json: AsJson = False,
@@ -607,37 +575,21 @@ def compare(
     name = Path(config or "digits").stem if data is None else data.absolute().name
     folder = run_dir or Path("runs") / f"compare-{name}"
     settings, _ = _settings(config, overrides, folder, data)
-    named = settings.phase_b.student if students is None else students
-    attentions = _listed(
-        "--students", named, str, lambda name: name in STUDENTS, ", ".join(STUDENTS)
-    )
-    numbers = _listed(
-        "--seeds", seeds, int, lambda seed: 0 <= seed < 2**31, "whole numbers such as 0,1,2"
-    )
-    goals = []
-    if targets is not None:
-        goals = _listed(
-            "--targets", targets, float, lambda goal: 0 < goal <= 1, "shares from 0 to 1"
-        )
+    from pydantic import Field
+
+    students = settings.phase_b.student if students is None else students
+    attentions = _listed("--students", students, Student)
+    seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
+    numbers = _listed("--seeds", seeds, seed)
+    goals = [] if targets is None else _listed("--targets", targets, share)
+    _say_start("comparison", settings, folder, ", ".join(attentions))
     from stages import compare as stage
 
-    results = stage.run(
-        settings,
-        folder,
-        students=attentions,
-        seeds=numbers,
-        targets=goals,
-        sweep=sweep,
-        only=cells or [],
-        tune=tune,
-        jobs=jobs,
-        test=test,
-    )
-    if as_json:
-        print(json.dumps(results))
-        return
-    _print_rich(*stage.tables(results))
-    print(folder)
+    options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
+    options |= {"students": attentions, "seeds": numbers, "targets": goals}
+    _show(stage.run(settings, folder, **options), as_json, stage.tables)
+    if not as_json:
+        print(folder)
 
 
 @_command("Look")
@@ -671,39 +623,24 @@ def inspect(
     run_dir = _run(run_dir) if maps is None else run_dir
     from stages import inspect_maps as stage
 
+    shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
+    options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
     if image is None:
-        options = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
-        for option, value in options.items():
+        for name, value in ({"student": student} | options).items():
             if value is not None:
                 raise UserError(
-                    f"--{option} {value}: shows one image's map: name the image with --image ID"
+                    f"--{name} {value}: shows one image's map: name the image with --image ID"
                 )
-        _report(stage.summary(maps, run_dir, student), as_json)
+        _report(stage.summary(maps, run_dir), as_json)
         return
-    seen = stage.attention(
-        image,
-        url=maps,
-        run_dir=run_dir,
-        student=student,
-        layer=layer or 0,
-        head="mean" if head is None else head,
-        query="mean" if query is None else query,
-        view=view or 0,
-        png=png,
-    )
-    if as_json:
-        print(json.dumps(seen))
-    else:
-        _print_rich(stage.heat_map(seen, _draws_blocks()))
+    seen = stage.attention(image, url=maps, run_dir=run_dir, student=student, **options)
+    _show(seen, as_json, lambda seen: [stage.heat_map(seen)])
 
 
 @_command("Look")
 def view(
     maps: Store = None,
-    run_dir: Annotated[
-        Path | None,
-        _option("--run-dir FOLDER", "The run's folder.", "that of the store, or the run used last"),
-    ] = None,
+    run_dir: RunDir = None,
     students: Annotated[
         list[str] | None,
         _option("--student NAME", "Students beside the store; repeatable.", "all that finished"),
@@ -715,23 +652,18 @@ def view(
     html: Annotated[
         Path | None, _option("--html FILE", "Write a page that needs no server, and stop.")
     ] = None,
-    model: Annotated[
-        str | None,
-        _option(
-            "--model NAME",
-            "In place of a store: a timm name, hf-hub:NAME, local-dir:FOLDER, a student's folder.",
-        ),
-    ] = None,
+    model: AnyModel = None,
     files: ImagePaths = None,
     download: Download = False,
     split: Annotated[
         Literal["train", "val", "test"] | None,
-        _option("--split SPLIT", "Images of the run to open with.", "those of the store, else val"),
+        _option(
+            "--split SPLIT",
+            "train, val or test: the images to open with.",
+            "those of the store, else val",
+        ),
     ] = None,
-    image_size: Annotated[
-        int | None,
-        _option("--image-size N", "Pixels for --model.", "the model's, at most 20 patches", min=1),
-    ] = None,
+    image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
 ) -> None:
@@ -741,24 +673,14 @@ def view(
 
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
-    if not _names_model(model, files):
+    if not _names_model(model, files, image_size):
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
-    stage.run(
-        maps,
-        run_dir,
-        students=students,
-        port=port,
-        open_browser=open_browser,
-        html=html,
-        images=images,
-        model=model,
-        files=files or (),
-        download=download,
-        image_size=image_size,
-        split=split,
-    )
+    options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
+    options |= {"model": model, "files": files or (), "image_size": image_size}
+    options |= {"download": download, "port": port, "open_browser": open_browser}
+    stage.run(maps, run_dir, **options)
 
 
 @_command("Measure")
@@ -825,26 +747,18 @@ def plan(
         raise UserError("--train plans for one process: leave --world-size out")
     from stages import plan as stage
 
-    planned = stage.run(
-        settings,
-        folder,
-        plain=plain,
-        steps=steps,
-        images=images,
-        classes=classes,
-        world_size=world_size,
-    )
-    if as_json:
-        print(json.dumps(planned))
-        return
-    _print_rich(*stage.tables(planned))
-    if planned["problem"]:
+    described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
+    planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
+    _show(planned, as_json, stage.tables)
+    if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
 
 
 def main() -> None:
     """The ``gaupipe`` command. Exit codes: 0 done, 2 the user's mistake in one line, 130 and 143
     ended by Ctrl-C and SIGTERM, 1 anything else."""
+    # a thread of torch that waits lets other processes work: between them it would wait for long
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # a terminal that cannot show a character shows a question mark
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -935,10 +849,12 @@ def _run(run_dir: Path | None) -> Path:
     return run_dir
 
 
-def _names_model(model: str | None, files: list[Path] | None) -> bool:
+def _names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
     """True with --model and --images, which belong together."""
     if (model is None) != (not files):
         raise UserError("--model NAME and --images PATH belong together")
+    if model is None and image_size is not None:
+        raise UserError(f"--image-size {image_size}: belongs to --model NAME")
     return model is not None
 
 
@@ -947,25 +863,18 @@ def _say(line: str) -> None:
         print(f"gaupipe: {line}", file=sys.stderr)
 
 
-def _say_start(what: str, settings: Any, folder: Path, student: str | None = None) -> None:
+def _say_start(
+    what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
+) -> None:
     """Says what a command is about to do, before it imports torch, which takes seconds."""
-    data, attention = settings.data, student or settings.phase_b.student
-    model = f"{settings.model.name}, attention {attention}"
+    attention, data = attention or settings.phase_b.student, settings.data
+    model = model or f"{settings.model.name}, attention {attention}"
     _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
 
 
 def _say_next(*commands: list[Any]) -> None:
     """Says what may follow."""
     _say("next: " + ", or: ".join(shlex.join(map(str, ["gaupipe", *each])) for each in commands))
-
-
-def _draws_blocks() -> bool:
-    """True if the terminal can show the characters that maps are drawn with."""
-    try:
-        "░█".encode(sys.stdout.encoding or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _with_model(
@@ -988,46 +897,37 @@ def _settings(
     """The settings of a configuration, or those chosen for a folder of images, which are then
     said, with ``plain`` without those of a teacher; and the folder of the run. The attention
     ``student`` counts in these choices alone."""
-    if data is not None:
-        if config is not None:
-            raise UserError(
-                f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
-                f"it and name the folder with --set data.name=folder --set data.root={data}"
-            )
-        return _chosen_settings(data, overrides or [], run_dir, student, plain)
-    from gaupipe.settings.load import load
+    if data is None:
+        from gaupipe.settings.load import load
 
-    config = "digits" if config is None else config
-    settings = distributed.main_first(lambda: load(config, overrides or []))
-    return settings, run_dir or Path("runs") / Path(config).stem
-
-
-def _chosen_settings(
-    data: Path, overrides: list[str], run_dir: Path | None, student: Any, plain: bool
-) -> tuple[Any, Path]:
+        config = "digits" if config is None else config
+        settings = distributed.main_first(lambda: load(config, overrides or []))
+        return settings, run_dir or Path("runs") / Path(config).stem
+    if config is not None:
+        raise UserError(
+            f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
+            f"it and name the folder with --set data.name=folder --set data.root={data}"
+        )
     _say(f"looks at the images in {data} ...")
     from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
-    settings, lines = distributed.broadcast(
-        distributed.on_main(lambda: settings_for(data, overrides, folder, student, plain=plain))
-    )
+    choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)
+    settings, lines = distributed.broadcast(distributed.on_main(choose))
     if distributed.is_main():
         print("\n".join(lines), file=sys.stderr)
     return settings, folder
 
 
-def _listed(option: str, text: str, kind: Any, right: Any, known: str) -> list[Any]:
+def _listed(option: str, text: str, kind: Any) -> list[Any]:
     """The values of an option that takes several, separated by commas, each once."""
-    values = []
-    for part in text.split(","):
-        try:
-            value = kind(part.strip())
-        except ValueError:
-            value = None
-        if value is None or not right(value):
-            raise UserError(f"{option} {text!r}: {part.strip()!r} is not right; {known}")
-        values.append(value)
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        values = TypeAdapter(list[kind]).validate_python(text.replace(" ", "").split(","))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{option} {text!r}: {first['input']!r}: {first['msg']}") from None
     return list(dict.fromkeys(values))
 
 
@@ -1042,25 +942,24 @@ def _print_rich(*renderables: Any) -> None:
         Console().print(renderable)
 
 
-def _report(values: dict[str, Any], as_json: bool) -> None:
-    """Prints named values as JSON or as a line each."""
+def _show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterable]) -> None:
+    """Prints named values as JSON or as ``tables``."""
     if as_json:
         print(json.dumps(values))
+    else:
+        _print_rich(*tables(values))
+
+
+def _report(values: dict[str, Any], as_json: bool) -> None:
+    """Prints named values as JSON, or as a line each, with four decimals."""
+    text = json.dumps(values)
+    if as_json:
+        print(text)
         return
     width = max(map(len, values))
-    for name, value in values.items():
-        print(f"{name:<{width}} {_in_words(value)}")
-
-
-def _in_words(value: Any) -> str:
-    """A value as Python has it, but without quotes, and numbers with four decimals."""
-    if isinstance(value, float):
-        return f"{round(value, 4) + 0.0:.4f}"  # no -0.0000
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_in_words, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{name}: {_in_words(of)}' for name, of in value.items())}}}"
-    return str(value)
+    rounded = json.loads(text, parse_float=lambda number: round(float(number), 4))
+    for name, value in rounded.items():
+        print(f"{name:<{width}} {value}")
 
 
 if __name__ == "__main__":

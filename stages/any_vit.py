@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from gaupipe.data.files import FileImages, ImageFiles
+from gaupipe.data.files import FileImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
+from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.vit import SETTING, VitTeacher
@@ -28,26 +29,8 @@ from stages.predict import image_files, load_model, reader
 MOST_PATCHES = 20
 """Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
 heads at once."""
-BATCH = 2
+BATCH = 1
 """``data.batch_size``: large images have large maps."""
-
-
-class Pictures(ImageFiles):
-    """Image files that are read when they are looked at, or all of them for a digest."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        whole = [path.resolve() for path in paths]
-        self.root = Path(os.path.commonpath([path.parent for path in whole]))
-        self.names = [os.path.relpath(path, self.root) for path in whole]
-        self.place, self.total_bytes = str(self.root), 0
-
-    def contents(self, _positions: np.ndarray) -> bytes:
-        """Nothing: decoded pictures are not kept."""
-        return b""
-
-    def fingerprint(self) -> bytes:
-        ImageFiles.__init__(self, self.root, self.names)
-        return super().fingerprint()
 
 
 class PreparedImages(FileImages):
@@ -56,7 +39,10 @@ class PreparedImages(FileImages):
 
     def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
         settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
-        super().__init__(Pictures(paths), np.zeros(len(paths), np.int64), settings)
+        whole = [path.resolve() for path in paths]
+        root = Path(os.path.commonpath([path.parent for path in whole]))
+        names = [os.path.relpath(path, root) for path in whole]
+        super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
         self.transform = transform
         self._read = reader(transform, normalize=False)
 
@@ -65,34 +51,37 @@ class PreparedImages(FileImages):
         return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
 
     def _square(self, position: int) -> Tensor:
-        return self._read(Path(self.files.name(position)))
+        return self._read(Path(self.path(position)))
 
 
 @dataclass
 class FilesJob(TeacherJob[VitTeacher]):
-    """A ViT on the image files of ``paths``, as an export takes a teacher on the data of a run."""
+    """A ViT on image files, as an export takes a teacher on the data of a run.
 
-    paths: Sequence[Path] = ()
+    images  the paths of the ``files`` and folders, the ``transform`` of the images as keywords of
+            ``timm.data.create_transform``, and ``class_names``, as JSON
+    """
+
+    images: dict[str, Any] = field(default_factory=dict)
 
     def notes(self) -> dict[str, Any]:
-        """The model, the images and what is done to them, as JSON."""
-        source: Any = self.data.train.source
-        return {
-            "teacher": self.teacher.name,
-            "predicts": self.teacher.predicts,
-            "files": [str(path.resolve()) for path in self.paths],
-            "transform": source.transform,
-            "class_names": list(source.class_names),
-        }
+        """The model and its images, as JSON."""
+        return {"teacher": self.teacher.name, "predicts": self.teacher.predicts, **self.images}
 
 
-def images_of(notes: dict[str, Any], num_classes: int, with_digest: bool = False) -> ImageData:
-    """The images of :meth:`FilesJob.notes`. Raises UserError where they are no longer there."""
-    paths = list(image_files([Path(path) for path in notes["files"]]))
+def images_of(
+    notes: dict[str, Any],
+    num_classes: int,
+    with_digest: bool = False,
+    files: Sequence[Path] | None = None,
+) -> ImageData:
+    """The images of :meth:`FilesJob.notes`, whose ``files`` may have been listed already. Raises
+    UserError where they are no longer there."""
+    files = files or list(image_files([Path(path) for path in notes["files"]]))
     transform = notes["transform"]
-    source = PreparedImages(paths, transform)
+    source = PreparedImages(files, transform)
     source.class_names = tuple(notes["class_names"])
-    split = Split(source, np.arange(len(paths)))
+    split = Split(source, np.arange(len(files)))
     channels, _, size = transform["input_size"]
     return ImageData(
         Path(notes["files"][0]).name,
@@ -125,30 +114,30 @@ def open_model(
 
     Raises UserError for a model whose attention cannot be seen, and where there are no images.
     """
-    list(image_files(paths))  # refuses what is not there before a model is loaded
+    source = with_whole_path(f"{LOCAL}{source}" if Path(source).is_dir() else source)
+    files = list(image_files(paths))  # refuses what is not there before a model is loaded
     note, fewer = "", ""
     try:
         model: Any = load_model(source, download)
     except UserError as error:
-        if not to_look or download or not timm.is_model(source.split(".")[0]):
-            raise
-        if Path(source).is_dir():
+        name = source.rpartition("/")[2].split(".")[0]
+        if not to_look or download or source.startswith(LOCAL) or not timm.is_model(name):
             raise
         note = f"Random weights: {error}."
         torch.manual_seed(0)
-        model = timm.create_model(source.split(".")[0]).eval()
+        model = timm.create_model(name).eval()
     if to_look and image_size is None:
         image_size, fewer = fitted(model)
     transform = resolve_model_data_config(model)
-    if image_size is not None:
+    if image_size not in (None, transform["input_size"][-1]):
         set_size(model, image_size, source)
         transform["input_size"] = (transform["input_size"][0], image_size, image_size)
-    notes = {
-        "files": paths,
+    images = {
+        "files": [str(path.resolve()) for path in paths],
         "transform": json.loads(json.dumps(transform)),  # of lists in place of tuples
-        "class_names": (model.pretrained_cfg or {}).get("label_names") or (),
+        "class_names": (model.pretrained_cfg or {}).get("label_names") or [],
     }
-    data = images_of(notes, max(getattr(model, "num_classes", 1), 1), with_digest=not to_look)
+    data = images_of(images, max(getattr(model, "num_classes", 1), 1), not to_look, files)
     try:
         teacher = VitTeacher(model, data, source)
     except UserError as error:
@@ -162,7 +151,7 @@ def open_model(
         }
     )
     device = select_device("cpu" if to_look else "auto")
-    job = FilesJob(settings, data, device, teacher.to(device), paths=paths)
+    job = FilesJob(settings, data, device, teacher.to(device), images=images)
     return job, " ".join(text for text in (note, fewer) if text)
 
 

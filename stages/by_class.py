@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,15 +38,15 @@ def by_class(rows: Sequence[Prediction], names: Sequence[str]) -> dict[str, Any]
     predicted = [row.classes[0][0] for row in rows]
     matrix = confusion_matrix([row.label for row in rows], predicted, labels=names)
     counts = zip(names, matrix.sum(1).tolist(), matrix.diagonal().tolist(), strict=True)
-    wrong = [row for row in rows if row.classes[0][0] != row.label]
-    wrong.sort(key=lambda row: row.classes[0][1], reverse=True)
+    wrong = [(image, row) for image, row in enumerate(rows) if row.classes[0][0] != row.label]
+    wrong.sort(key=lambda pair: pair[1].classes[0][1], reverse=True)
     return {
         "classes": [
             {"class": name, "images": images, "top1": right / images if images else None}
             for name, images, right in counts
         ],
         "confusion": matrix.tolist(),
-        "mistakes": [as_row(row) for row in wrong[:MISTAKES]],
+        "mistakes": [{"image": image, **as_row(row)} for image, row in wrong[:MISTAKES]],
     }
 
 
@@ -97,6 +98,7 @@ def mistake_table(mistakes: list[dict[str, Any]]) -> Table:
     shown.add_column("probability", justify="right")
     for mistake in mistakes:
         [best, *_] = mistake["classes"]
-        names = (mistake["path"], mistake["label"], best["class"])
+        path = mistake["path"].removeprefix(f"{os.getcwd()}/")
+        names = (path, mistake["label"], best["class"])
         shown.add_row(*map(escape, names), f"{best['probability']:.4f}")
     return shown

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.folder import LeftOut, find_classes, say_left_out
+from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.feature_loss import patch_map
@@ -112,8 +112,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
     config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, left_out = predict.class_names(model, model.num_classes), LeftOut()
-    classes = find_classes(folder, left_out)
+    names, classes = predict.class_names(model, model.num_classes), find_classes(folder)
     if unknown := sorted(classes.keys() - {*names}):
         known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         raise UserError(
@@ -121,7 +120,6 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         )
     settings = student.settings.data.model_copy(update={"image_size": size})
     source = labelled_images(folder, classes, names, settings)
-    say_left_out(folder, left_out)
     images = Split(source, np.arange(len(source)))
     data = ImageData(
         name=str(folder),

@@ -3,6 +3,7 @@ store."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.gaussian import Teacher
 from stages import any_vit
@@ -41,6 +43,9 @@ WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
 MOST_SHARD_MB = 4000
 """Each reader of a damaged shard, and ``verify``, holds one in memory."""
+MAP_BYTES = 8
+"""Of each number of a batch's maps: float32, and what is stored of it."""
+BUSY = "another process writes this store: wait for it to end, or choose another --out"
 
 
 def run(
@@ -103,7 +108,6 @@ def run(
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
 
-    ranks.check_shared(run_dir)
     settings = distributed.main_first(read_settings)
     with run.locked():
         options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
@@ -118,19 +122,21 @@ def run_model(
     *,
     encoding: str | None = None,
     k: int | None = None,
+    image_size: int | None = None,
     download: bool = False,
     **how: Any,
 ) -> str:
-    """Writes a store of a model's maps of image ``files``, class and register tokens included
-    (:func:`stages.any_vit.open_model`), and returns its path or URL. No run is needed. The other
-    arguments are those of :func:`run`; ``how`` are those of :class:`Place`."""
+    """Writes a store of a model's maps of image ``files``, class and register tokens included, and
+    returns its path or URL. No run is needed. ``image_size`` is as in
+    :func:`stages.any_vit.open_model`, the other arguments are those of :func:`run`; ``how`` are
+    those of :class:`Place`."""
     place = Place(out, **how)
 
     def load() -> TeacherJob:
         place.check()
         if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
-        return any_vit.open_model(model, files, download)[0]
+        return any_vit.open_model(model, files, download, image_size)[0]
 
     job = distributed.main_first(load)
     return export(job, place, {"kind": kind, "encoding": encoding, "k": k})
@@ -159,17 +165,30 @@ class Place:
         if not 0 < self.shard_mb <= MOST_SHARD_MB:
             raise UserError(f"--shard-mb {self.shard_mb:g}: should be at most {MOST_SHARD_MB}")
 
+    def check_resources(self, job: TeacherJob, schema: store.Schema) -> None:
+        """Raises UserError for a store that the disk or the memory does not seem to hold."""
+        folder = store.local_folder(self.url)
+        if self.force or folder is None:
+            return
+        of_model = isinstance(job, any_vit.FilesJob)
+        images = "--images" if of_model else "data.train_images"
+        shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
+        place = f"choose another --out or --kind, or fewer {images}"
+        check_disk("export", schema.total_bytes + shared, folder, place)
+        if of_model:
+            maps = schema.layers * schema.heads * schema.tokens**2
+            batch = min(job.settings.data.eval_batch_size, schema.num_images) * maps * MAP_BYTES
+            shard = max(int(self.shard_mb * 1e6), schema.bytes_per_image)
+            needed = batch + min((WRITERS + 2) * shard, 2 * schema.total_bytes)
+            check_memory("export", needed, "take a smaller --image-size or --model")
+        else:
+            world_size = distributed.world_size()
+            plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
+            check_memory("export", plan.memory_bytes)
+
     def create(self, job: TeacherJob, schema: store.Schema) -> store.Writer:
         """The store, new or to be continued or repaired."""
         shard_bytes, shared = int(self.shard_mb * 1e6), decoder(job, schema.kind)
-        folder = store.local_folder(self.url)
-        if not self.force and folder is not None:
-            needed = schema.total_bytes + sum(array.nbytes for array in (shared or {}).values())
-            check_disk("export", needed, folder, "choose another --out or --kind")
-            if "files" not in schema.extra:
-                world_size = distributed.world_size()
-                plan = make_plan(job.settings, job.teacher, job.data, world_size=world_size)
-                check_memory("export", plan.memory_bytes)
         if self.repair:
             return store.repair(self.url, schema, shard_bytes=shard_bytes, decoder=shared)
         if not self.overwrite and is_complete(self.url):
@@ -190,8 +209,6 @@ class Place:
 def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
     """Writes the store of a teacher and returns its URL."""
     url, folder = place.url, store.local_folder(place.url)
-    if folder is not None:
-        ranks.check_shared(folder)
     ranks.check_same(job.settings, job.data)
     height, width = job.shape.grid
 
@@ -202,8 +219,19 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
 
     sha256, asked = job.common_sha256(), distributed.main_first(request)
     schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
-    created = distributed.on_main(lambda: place.create(job, schema))
-    write(job, created if distributed.is_main() else store.join(url))
+
+    def opened() -> store.Writer:
+        return place.create(job, schema) if distributed.is_main() else store.join(url)
+
+    def hold() -> None:
+        place.check_resources(job, schema)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.enter_context(alone_in(folder, BUSY))
+
+    with contextlib.ExitStack() as held:
+        distributed.on_main(hold)
+        write(job, distributed.main_first(opened))
     return url
 
 
@@ -263,7 +291,8 @@ def other_teacher(
             f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
         )
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
-    config.parse({"phase_a": changes}, f"--teacher {teacher}")
+    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    changes["teacher"] = parsed.teacher
     phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
     settings = settings.model_copy(update={"phase_a": phase, "download": download})
     return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
@@ -295,8 +324,7 @@ def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = No
     kind does not have."""
     kind, data, shape = export.kind, job.data, job.shape
     assert kind is not None and export.encoding is not None  # chosen() names both
-    augment = job.settings.augment
-    check_export(export, augment, job.teacher, shape.grid, job.settings.phase_a.learns_of_images)
+    check_export(export, job.settings, job.teacher, shape.grid)
     network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
     notes = job.notes()
     if arguments := job.settings.phase_a.teacher_args:

@@ -51,6 +51,7 @@ class ImageMaps:
     teacher     for each block the stored map [H, T, T] that a student's is compared with, without
                 the keys that the student's attention hides; None for a block without one
     no_teacher  why a student's maps have none
+    by          whose maps these are
     """
 
     grid: tuple[int, int]
@@ -61,6 +62,7 @@ class ImageMaps:
     gaussians: Tensor | None = None
     teacher: Sequence[Tensor | None] = ()
     no_teacher: str | None = None
+    by: str = "teacher"
 
     @property
     def extra(self) -> list[str]:
@@ -68,10 +70,10 @@ class ImageMaps:
         return ["class", *(f"register {number}" for number in range(1, self.prefix))][: self.prefix]
 
     def prediction(self, most: int = 1) -> dict[str, Any]:
-        """The predicted class, its probability, and the ``most`` likely classes; all are None of a
+        """The predicted class, its probability, and the ``most`` likely classes; None and none of a
         model without classes."""
         if self.logits is None:
-            return {"predicted": None, "probability": None, "likely": None}
+            return {"predicted": None, "probability": None, "likely": []}
         probabilities = self.logits.float().softmax(-1)
         likely = probabilities.topk(min(most, len(probabilities))).indices.tolist()
         probability = round(probabilities[likely[0]].item(), 6)
@@ -91,16 +93,16 @@ class StoredMaps:
         schema, entry = self.maps.schema, image * self.maps.schema.views + view
         stored = self.maps.read(entry, entry + 1)
         attention = self._decode(stored)
-        rows = attention.map if isinstance(attention, StoredGaussians) else attention.rows
         gaussians = attention.gaussians[0] if isinstance(attention, StoredGaussians) else None
         logits = torch.from_numpy(stored["logits"][0]).float()
         seen = ImageMaps(
             schema.grid,
-            lambda layer: rows(layer, None)[0],
+            lambda layer: attention.rows(layer)[0],
             int(stored["labels"][0]) if self.labelled else None,
             logits if schema.extra.get("predicts", True) else None,
             schema.prefix_tokens,
             gaussians,
+            by="teacher" if self.labelled else schema.extra["teacher"],
         )
         return seen, {name: stored[name][0] for name in schema.kind_class.arrays(schema)}
 
@@ -174,6 +176,7 @@ class LiveMaps:
             int(batch.labels[0]) if self.labelled else None,
             logits[0] if self.model.num_classes else None,
             getattr(self.model, "num_prefix_tokens", 0),
+            by=self.name,
         )
 
     def relevance(self, target: int | None, image: int, *which: Any) -> tuple[int, Tensor]:

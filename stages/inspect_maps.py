@@ -17,24 +17,17 @@ from torch import Tensor
 import store
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, whole_file
-from gaupipe.system.progress import read_metrics
 from stages.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
-from stages.students import load_student
 
 TINY = torch.finfo(torch.float32).tiny
-BLOCKS, LETTERS = " ░▒▓█", " .:+#"
-"""From no attention to the most of the map."""
+SHADES = " .:+#"
+"""From no attention to the most of the map, where a terminal has no colours."""
 
 
-def summary(
-    url: str | None, run_dir: Path | None = None, student: str | None = None
-) -> dict[str, Any]:
-    """Kind, shapes, size on disk, bytes an image and whether the store is complete; of a
-    ``student`` its attention, its settings and its last metrics. Without a ``url`` the store is
-    that of the run."""
-    if student is not None:
-        return student_summary(_run(run_dir), student)
+def summary(url: str | None, run_dir: Path | None = None) -> dict[str, Any]:
+    """Kind, shapes, size on disk, bytes an image and whether the store is complete. Without a
+    ``url`` the store is that of the run."""
     url = _store(url, run_dir)
     maps = store.open(url, allow_incomplete=True)
     schema, size = maps.schema, maps.size_on_disk()
@@ -62,23 +55,6 @@ def summary(
         "teacher_sha256": schema.teacher_sha256,
         "parametrisation": schema.parametrisation,
         **schema.extra,
-    }
-
-
-def student_summary(run: RunDirectory, name: str) -> dict[str, Any]:
-    """A student's model, the settings in which it differs from the run, and the metrics of its
-    last epoch."""
-    student = load_student(run.path, name)
-    model: Any = student.model
-    return {
-        "student": student.name,
-        "attention": student.settings.phase_b.student,
-        "layers": len(model.blocks),
-        "heads": model.blocks[0].attn.num_heads,
-        "grid": list(model.patch_embed.grid_size),
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "differs_from_run": run.differences(student.name, student.distilled),
-        **read_metrics(student.folder / "metrics.jsonl")[-1],
     }
 
 
@@ -128,7 +104,7 @@ def attention(
         "label": seen.label,
         "predicted": predicted["predicted"],
         "probability": predicted["probability"],
-        "by": student or "teacher",
+        "by": seen.by,
         "layer": layer,
         "head": head if head == "mean" else int(head),
         "query": query if query == "mean" or query in seen.extra else int(query),
@@ -176,11 +152,10 @@ def look(
     return live.see(image, views, view), lambda: image_pixels(live.data, image, views, view)
 
 
-def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
+def heat_map(seen: dict[str, Any]) -> Group:
     """The map of :func:`attention` for a terminal: two characters a token, the query's token in
-    brackets; of a student with the teacher's map on its right. ``blocks`` shades with block
-    characters, which not every terminal has."""
-    shades, by, of_teacher = BLOCKS if blocks else LETTERS, seen["by"], seen["teacher"]
+    brackets; of a student with the teacher's map on its right."""
+    by, of_teacher = seen["by"].rsplit("/", 1)[-1], seen["teacher"]
     weights, top = np.array(seen["map"]), most_of(seen)
     known = [] if seen["label"] is None else [f"label {seen['label']}"]
     if seen["predicted"] is not None:
@@ -188,14 +163,14 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     of_classes = f" ({', '.join(known)})" if known else ""
     title = f"image {seen['image']}{of_classes}"
     title += f", layer {seen['layer']}, head {seen['head']}, query {seen['query']}"
-    rows = shaded(weights, seen, shades, top)
+    rows = shaded(weights, seen, top)
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
     if of_teacher is not None:
         beside = Table(box=None, pad_edge=False, padding=(0, 2))
         beside.add_column(by)
         beside.add_column("teacher")
-        for pair in zip(rows, shaded(np.array(of_teacher), seen, shades, top), strict=True):
+        for pair in zip(rows, shaded(np.array(of_teacher), seen, top), strict=True):
             beside.add_row(*pair)
         lines = [Text(title), beside, Text(f"  KL of {by} from the teacher: {seen['kl']:.4f}")]
         largest += f" of both maps; {by} has {weights.max():.4f}"
@@ -207,7 +182,7 @@ def heat_map(seen: dict[str, Any], blocks: bool = True) -> Group:
     token = weights.argmax()
     y, x = divmod(int(token), weights.shape[1])
     at = f"at token {token} (row {y}, column {x})"
-    lines.append(Text(f"  {shades[-1] * 2} = {top:.4f}, {largest}, {at}"))
+    lines.append(Text(f"  {SHADES[-1] * 2} = {top:.4f}, {largest}, {at}"))
     if seen["gaussian"]:
         mean_x, mean_y, std_x, std_y = seen["gaussian"]
         gaussian = f"mean ({mean_x:.3f}, {mean_y:.3f}), std ({std_x:.3f}, {std_y:.3f})"
@@ -221,19 +196,18 @@ def most_of(seen: dict[str, Any]) -> float:
     return float(max(np.max(seen[name]) for name in ("map", "teacher") if seen[name] is not None))
 
 
-def shaded(weights: np.ndarray, seen: dict[str, Any], shades: str, top: float) -> list[Text]:
-    """A line for each row of a map [h, w]; the last of the ``shades`` is for ``top``."""
+def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
+    """A line for each row of a map [h, w]; the last of :data:`SHADES` is for ``top``."""
     query = divmod(seen["query"], seen["grid"][1]) if isinstance(seen["query"], int) else None
     lines = []
     for y, row in enumerate(weights):
         line = Text("  ")
         for x, weight in enumerate(row):
             level = weight / top if top else 0.0
-            shade = shades[min(int(level * len(shades)), len(shades) - 1)] * 2
-            line.append(
-                "[]" if (y, x) == query else shade,
-                style=f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)",
-            )
+            shade = SHADES[min(int(level * len(SHADES)), len(SHADES) - 1)] * 2
+            colour = f"rgb({int(68 + 187 * level)},{int(1 + 230 * level)},84)"
+            letters, ink = ("[]", "white") if (y, x) == query else (shade, colour)
+            line.append(letters, f"{ink} on {colour}")
         lines.append(line)
     return lines
 

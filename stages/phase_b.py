@@ -18,22 +18,19 @@ from torch import Tensor
 
 import store
 from gaupipe.data.augment import mixed_targets
-from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
-from gaupipe.distillation.kinds import KINDS, Reader, of_block
+from gaupipe.distillation.kinds import KINDS, Reader
 from gaupipe.distillation.losses import gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
-from gaupipe.distillation.warm_start import fit_queries_and_keys, hand_over, warm_start
-from gaupipe.maps.gaussians import expected_map
+from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitTeacher
 from stages import export_maps
 from stages.phase_a import gaussian as phase_a
-from stages.runs import ranks, students
+from stages.runs import students
 from stages.runs.directory import RunDirectory
 from stages.runs.students import StudentRequest, removed_if_refused
 from stages.train import LabelLosses, Training, train_into, train_plain
@@ -41,9 +38,6 @@ from stages.train import build as build_plain
 
 PRELOAD_BYTES = 2 * 10**9
 """The size of the largest store that is read into memory whole."""
-
-WARM_START_IMAGES = 256
-"""Training images, evenly spaced, on which Q and K are fitted to the prior."""
 
 
 @dataclass
@@ -167,17 +161,15 @@ def run(
 def run_request(request: StudentRequest, data: ImageData | None = None) -> list[dict[str, Any]]:
     """As :func:`run`, of a student whose settings are written."""
     run, folder = request.run, request.folder
-    with removed_if_refused(folder, request.created):
-        ranks.check_shared(run.path)
-        with run.locked(shared=True):
-            return train_student(
-                request.settings,
-                folder,
-                teacher=run if request.distilled else None,
-                maps_url=request.maps_url,
-                data=data,
-                resume=request.resume,
-            )
+    with removed_if_refused(folder, request.created), run.locked(shared=True):
+        return train_student(
+            request.settings,
+            folder,
+            teacher=run if request.distilled else None,
+            maps_url=request.maps_url,
+            data=data,
+            resume=request.resume,
+        )
 
 
 def train_student(
@@ -200,7 +192,8 @@ def train_student(
     def start(images: ImageData, afresh: bool) -> Training:
         job = build(settings, images, teacher, maps_url, afresh)
         if settings.phase_b.warm_start != "none" and afresh:
-            start_from_teacher(job, phase_a.load(teacher, images, with_images=False).teacher)
+            weights = phase_a.load(teacher, images, with_images=False).teacher.weights()
+            WARM_STARTS[settings.phase_b.warm_start](job.student, weights)
         return job
 
     return train_into(folder, settings, start, data, resume)
@@ -248,30 +241,6 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
             f"{url}: holds maps of views drawn with another augmentation or another seed: "
             "phase B must draw the same; change them back, or export again"
         )
-
-
-def start_from_teacher(job: Training, teacher: Teacher | VitTeacher) -> None:
-    """The warm start of the settings."""
-    phase, student = job.settings.phase_b, job.student
-    start = hand_over if phase.warm_start == "exact" else warm_start
-    start(student, teacher.weights())
-    if phase.warm_start != "prior":
-        return
-    assert isinstance(teacher, Teacher)  # the settings allow it for no other
-    ids = job.data.train.evenly_spaced(WARM_START_IMAGES)
-    batches = Batches(job.data.train, job.data, job.device, job.settings.data.batch_size)
-    images = torch.cat([batch.images for batch in batches.in_order(ids)])
-    with torch.no_grad():
-        gaussians = teacher.gaussians(None)  # [1, L, H, T, 4], of the shared prior
-
-    def map_of(layer: int) -> Tensor:
-        heads = None if phase.head_map == "mean" else phase.head_map
-        maps = expected_map(of_block(gaussians, layer, heads), teacher.grid)  # [N or 1, H, T, T]
-        return maps.mean(1, keepdim=True) if phase.head_map == "mean" else maps
-
-    layers = layer_map(phase, len(student.blocks), teacher.layers)
-    maps = (None if layer is None else map_of(layer) for layer in layers)
-    fit_queries_and_keys(student, maps, images, job.settings.seed)
 
 
 class MapsOfEpoch:

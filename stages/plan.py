@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 from timm.models import get_pretrained_cfg, is_model
 
-import store
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.kinds import check_export, chosen
+from gaupipe.distillation.kinds import planned_export
 from gaupipe.distillation.student import MapShape, build_student, check_baseline
 from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from gaupipe.teachers.fine_tuning import with_images_of_weights
-from gaupipe.training.scores import score_model
 from stages import export_maps, phase_b, train
-from stages.evaluate import predictions
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
-from stages.phase_a.job import TeacherJob
-from stages.runs.directory import RunDirectory
+from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
+    SMALLER,
     check_disk,
     check_memory,
     gigabytes,
@@ -45,7 +41,6 @@ from stages.runs.resources import (
     student_disk,
     training_memory,
 )
-from stages.students import load_student
 
 
 def run(
@@ -72,7 +67,7 @@ def run(
     plain (the baseline), ``total`` the largest memory and the sums of disk and time. ``problem``
     says what does not fit. Raises UserError for settings that cannot be run.
     """
-    settings = with_images_of_weights(settings)
+    settings = settled(settings)
     data, held_out = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
@@ -83,16 +78,16 @@ def run(
         ema = settings.baseline_optim.ema
         stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
+    disk = sum(stage["disk_bytes"] for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
-    seconds = {}
+    seconds: dict[str, float] = {}
     if steps and not too_large:
-        small = first_images(data, steps * settings.data.batch_size)
+        count = steps * settings.data.batch_size
+        small = replace(data, train=data.train.trial(count), val=data.val.trial(1), test=None)
         seconds = measure(settings, small, stages, images, held_out)
     for name, stage in stages.items():
         stage["seconds"] = seconds[name] / world_size if seconds else None
-    disk = sum(stage["disk_bytes"] for stage in stages.values())
     whole = sum(seconds.values()) / world_size if seconds else None
-    elsewhere = "choose another --run-dir"
     return {
         "images": images,
         "stages": stages,
@@ -103,7 +98,7 @@ def run(
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
         "device": str(select_device(settings.device, settings.threads)),
-        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, elsewhere)),
+        "problem": too_large or mistake_in(lambda: check_disk("the run", disk, run_dir, SMALLER)),
     }
 
 
@@ -119,9 +114,7 @@ def plan_phases(
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
-    export = chosen(settings, tokens=math.prod(grid))
-    per_image = settings.phase_a.learns_of_images
-    check_export(export, settings.augment, teacher, grid, per_image, prefix="export.")
+    export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = needs.store_bytes[str(export.kind)]
     memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
@@ -165,11 +158,10 @@ def of_student(
 def kept_image_bytes(settings: Settings, data: ImageData) -> int:
     """Bytes that the decoded images of image files take in the user's cache
     (:attr:`DataSettings.cache`)."""
-    crops = [augment.resized_crop for augment in (settings.phase_a_augment, settings.augment)]
-    squares = any(crop is None or not crop.full_size for crop in crops)
-    splits = [data.val, *([data.train] if squares else [])]
+    crops = settings.phase_a_augment.full_size and settings.augment.full_size
+    splits = [data.val] if crops else [data.val, data.train]
     sources = {id(split.source): split.source for split in splits}
-    return sum(source.kept_bytes() for source in sources.values() if isinstance(source, FileImages))
+    return sum(source.cache.bytes for source in sources.values() if isinstance(source, FileImages))
 
 
 def build_teacher(settings: Settings, data: ImageData) -> Any:
@@ -199,8 +191,7 @@ def data_of(settings: Settings, images: int | None, classes: int | None) -> tupl
     if (images is None) != (classes is None):
         raise UserError("--images and --classes describe a data set together: give both or neither")
     if images is not None and classes is not None:
-        held_out = round(images * settings.data.val_fraction)
-        return random_data(settings, images, classes), held_out
+        return random_data(settings, images, classes), round(images * settings.data.val_fraction)
     try:
         data = load_data(settings.data, settings.download)
     except UserError as error:
@@ -233,12 +224,16 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
 
 # ---- time ----------------------------------------------------------------------------------------
 
+SCORED = 1 / 3
+"""Time of an image that is scored after an epoch, of the time of an image in a training step, which
+has two products of matrices backward for each one forward."""
+
 
 def measure(
     settings: Settings, small: ImageData, stages: Stages, images: int, held_out: int
 ) -> dict[str, float]:
     """Seconds of each of the ``stages`` with so many training and validation images, scaled up from
-    a run on a ``small`` part of them.
+    a run on a ``small`` part of them, of which nothing is printed.
 
     The first epoch of a training warms up. Phase A may stop earlier than after ``max_epochs``,
     where it reaches ``stop_accuracy``.
@@ -246,48 +241,41 @@ def measure(
     short, phase = shortened(settings), settings.phase_b
     seconds = {}
 
-    def epoch(metrics: list[dict[str, Any]], number: int = -1) -> float:
-        return images * metrics[number]["seconds"] / len(small.train)
+    def epoch(metrics: list[dict[str, Any]], number: int = -1, scored: int = held_out) -> float:
+        entry = metrics[number]  # of a teacher that was trained before: it is scored once
+        images_per_s = len(small.train) / (entry["seconds"] or math.inf) or entry["images_per_s"]
+        return (images + SCORED * scored) / images_per_s
 
-    with scratch_folder() as folder:
-        if "phase_a" in stages:
-            metrics = phase_a.run(short, folder, force=True, data=small)
-            job = phase_a.load(RunDirectory(folder), small)
-            scored = held_out if settings.phase_a.teacher == "vit" else images + held_out
-            teacher = epoch(metrics) + scored * measure_teacher(job)
-            seconds["phase_a"] = teacher * max(1, settings.phase_a.most_epochs)
-            views = (settings.export.views or 1) / (short.export.views or 1)
-            seconds["export"] = images * views * measure_export(job, folder / "maps.zarr")
-            metrics = phase_b.run(folder, data=small)
-            scoring = held_out * measure_student(folder, small)
-            with_maps = phase.epochs
-            if phase.gamma_schedule != "constant":
-                with_maps = min(phase.gamma_ends, phase.epochs)
-            seconds["phase_b"] = phase.epochs * scoring + with_maps * epoch(metrics, 1)
-            seconds["phase_b"] += (phase.epochs - with_maps) * epoch(metrics)
-        if "plain" in stages:
-            metrics = train.run(short, folder, data=small)
-            scoring = held_out * measure_student(folder, small)
-            seconds["plain"] = stages["plain"]["epochs"] * (epoch(metrics) + scoring)
-    return seconds
-
-
-@contextlib.contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """A folder that is removed, while nothing is printed."""
     nowhere = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as name,
         contextlib.redirect_stderr(nowhere),
         contextlib.redirect_stdout(nowhere),
     ):
-        yield Path(name) / "run"
-
-
-def first_images(data: ImageData, count: int) -> ImageData:
-    """The first training images, and one validation image."""
-    train = data.train.trial(min(count, len(data.train)))
-    return dataclasses.replace(data, train=train, val=data.val.trial(1), test=None)
+        folder = Path(name) / "run"
+        if "phase_a" in stages:
+            metrics = phase_a.run(short, folder, force=True, data=small)
+            scored = held_out + images * settings.phase_a.learns_gaussians
+            seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * epoch(metrics, -1, scored)
+            job = phase_a.load(RunDirectory(folder), small)
+            export = planned_export(job.settings, job.teacher, job.shape.grid)
+            place = export_maps.Place(str(folder / "maps.zarr"))
+            writer = place.create(job, export_maps.make_schema(job, export))
+            started = time.monotonic()
+            export_maps.write(job, writer)
+            views = (settings.export.views or 1) / (short.export.views or 1)
+            exports = images / len(small.train) * views
+            seconds["export"] = exports * (time.monotonic() - started)
+            metrics = phase_b.run(folder, data=small)
+            with_maps = phase.epochs
+            if phase.gamma_schedule != "constant":
+                with_maps = min(phase.gamma_ends, phase.epochs)
+            without = phase.epochs - with_maps
+            seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
+        if "plain" in stages:
+            metrics = train.run(short, folder, data=small)
+            seconds["plain"] = stages["plain"]["epochs"] * epoch(metrics)
+    return seconds
 
 
 def shortened(settings: Settings) -> Settings:
@@ -305,39 +293,6 @@ def shortened(settings: Settings) -> Settings:
     return settings.model_copy(update=few | {"log": LogSettings(every=0)})
 
 
-def measure_teacher(job: TeacherJob) -> float:
-    """Seconds that the teacher takes to classify an image."""
-    batches = job.batches(job.data.train)
-    if job.settings.phase_a.learns_gaussians:
-        seconds = clock(lambda: phase_a.score_teacher(job, batches, seen=True))
-    else:
-        seconds = clock(lambda: score_model(job.teacher, batches))
-    return seconds / len(job.data.train)
-
-
-def measure_student(folder: Path, data: ImageData) -> float:
-    """Seconds that the student of a run takes to classify an image."""
-    student, settings = load_student(folder).model, RunDirectory(folder).settings()
-    return clock(lambda: predictions(student, data.train, data, settings)) / len(data.train)
-
-
-def measure_export(job: TeacherJob, path: Path) -> float:
-    """Seconds of an image in an export."""
-    export = chosen(job.settings, tokens=math.prod(job.shape.grid))
-    schema = export_maps.make_schema(job, export)
-    writer = store.create(str(path), schema, decoder=export_maps.decoder(job, schema.kind))
-    return clock(lambda: export_maps.write(job, writer)) / len(job.data.train)
-
-
-def clock(work: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
-    started = time.monotonic()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.monotonic() - started
-
-
 # ---- for people ----------------------------------------------------------------------------------
 
 LABELS = {
@@ -351,9 +306,9 @@ LABELS = {
 
 def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
     """The plan that :func:`run` returned: a line for each stage and their total; then the rest."""
-    stages = Table("", box=None, pad_edge=False)
-    for column in ("epochs", "parameters", "an epoch", "time", "memory", "disk"):
-        stages.add_column(column, justify="right", no_wrap=True)
+    columns = ("epochs", "parameters", "an epoch", "time", "memory", "disk")
+    numbers = (Column(name, justify="right", no_wrap=True) for name in columns)
+    stages = Table("", *numbers, box=None, pad_edge=False)
     for stage in (*plan["stages"].values(), plan["total"]):
         epochs, seconds, parameters = map(stage.get, ("epochs", "seconds", "parameters"))
         stages.add_row(
@@ -365,18 +320,14 @@ def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
             gigabytes(stage["memory_bytes"]),
             gigabytes(stage["disk_bytes"]),
         )
-    yield stages
-    yield ""
-    rows = Table(show_header=False, box=None, pad_edge=False)
-    rows.add_column()
-    rows.add_column(justify="right")
+    rows = Table.grid("", Column(justify="right"), padding=(0, 2))
     for name, label in LABELS.items():
         if value := plan.get(name):
             rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
     for kind, size in plan.get("store_bytes", {}).items():
         rows.add_row(f"store of kind {kind}, before compression", gigabytes(size))
     rows.add_row("device", plan["device"])
-    yield rows
+    yield from (stages, "", rows)
 
 
 def duration(seconds: float) -> str:

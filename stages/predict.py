@@ -17,7 +17,7 @@ from rich.text import Text
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
-from gaupipe.data.decoding import read_rgb, refusing, suffix_of, suffixes
+from gaupipe.data.decoding import is_image, read_rgb, refusing
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
@@ -82,7 +82,7 @@ def image_files(paths: Sequence[Path]) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
-            files = sorted(file for file in path.rglob("*") if suffix_of(file.name) in suffixes())
+            files = sorted(file for file in path.rglob("*") if is_image(file.name))
             if not files:
                 raise UserError(f"{path}: no image files in this folder")
             yield from files
@@ -116,7 +116,7 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
 
     def read(path: Path) -> Tensor:
         with refusing(str(path)), path.open("rb") as file:
-            image = read_rgb(file, path.name)
+            image = read_rgb(file)
         return to_tensor(image.convert("L") if grey else image)
 
     return read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import total_seconds
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs import kept_epochs, ranks
@@ -29,16 +29,18 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
-        data = load_data(with_images_of_weights(settings).data, settings.download)
+        data = load_data(run_directory.settled(settings).data, settings.download)
         if settings.baseline.epochs != 0:
             check_baseline(settings, data)
         for distilled in (True, False):
             # a damaged student is refused before anything runs
-            if run_directory.student(attention, distilled).exists():
-                run_directory.student_settings(attention, distilled)
+            folder = run_directory.student(attention, distilled)
+            if folder.exists():
+                student = run_directory.student_settings(attention, distilled)
+                if not distilled:
+                    say_if_shorter(folder, student, settings)
         return data
 
-    ranks.check_shared(run_dir)
     data = distributed.main_first(prepare)
     ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()
@@ -66,6 +68,18 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
         lines.append(line(f"{attention}, plain", plain, folder))
     return lines
+
+
+def say_if_shorter(folder: Path, baseline: Settings, settings: Settings) -> None:
+    """Says that a baseline from before phase A has fewer epochs than a new one would have."""
+    before = baseline.baseline.epochs or baseline.phase_b.epochs
+    both = settings.baseline_epochs
+    if before < both and distributed.is_main():
+        print(
+            f"gaupipe: {folder} has {before} epochs, both phases together {both}: remove it first "
+            "for a baseline of as many",
+            file=sys.stderr,
+        )
 
 
 def line(model: str, metrics: list[dict[str, Any]], folder: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from gaupipe.vit.saving import load_folder
 from stages import phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name
+from stages.runs.students import recorded_store
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,10 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
 
 def stores_of(student: TrainedStudent) -> list[tuple[str, str | None]]:
     """(url, sha256 of its teacher) of the stores that a student may have learned from, the
-    likeliest first. The run's own store is found where the run is now."""
+    likeliest first."""
     run, learned = student.run, recorded_store(student.folder)
     if learned is None:
         return [(str(run.maps), run.teacher_digest())]
     recorded = (learned["url"], learned["teacher_sha256"])
     of_run = (str(run.maps), run.teacher_digest() or recorded[1])
-    if recorded[1] != of_run[1]:
-        return [recorded]
-    moved = Path(recorded[0]).name == run.maps.name
-    return [of_run, recorded] if moved else [recorded, of_run]
-
-
-def recorded_store(folder: Path) -> dict[str, str] | None:
-    """``url`` and ``teacher_sha256`` of the store that the student in ``folder`` learned from, by
-    its maps.json; None for a student that learned from none."""
-    path = folder / "maps.json"
-    if not path.is_file():
-        return None
-    try:
-        learned = json.loads(path.read_bytes())
-        return {key: str(learned[key]) for key in ("url", "teacher_sha256")}
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(
-            f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
-            "the student learned from; remove it"
-        ) from None
+    return [recorded, of_run] if recorded[1] == of_run[1] else [recorded]

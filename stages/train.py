@@ -3,8 +3,6 @@ Phase B adds a teacher's maps to the same loop."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,22 +22,20 @@ from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
 from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import dump, flatten
+from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
-from gaupipe.teachers.fine_tuning import weights_sha256, with_images_of_weights
+from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import accuracy, label_targets, score_model
 from gaupipe.training.state import TrainingState, has_checkpoint
-from stages.figures.key_attention import save_snapshot, student_attention
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
-from stages.runs.students import removed_if_refused
+from stages.runs.students import removed_if_refused, write_request
 
 
 @dataclass
@@ -137,7 +133,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
     settings, label, losses = job.settings, job.label(folder), job.losses()
     training, validation = train_and_val(job.data, settings.data, job.device)
     augment = Augment(job.augment, settings.seed)
-    attention = student_attention(state.kept, job.device)
     done = len(state.metrics)
 
     with loop(settings, state, training, folder, label, job.epochs) as running:
@@ -167,7 +162,6 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
                 gamma=gamma,
             )
             state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
-            save_snapshot(folder, epoch.number + 1, settings, job.data, attention)
             running.line(
                 epoch,
                 f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
@@ -194,10 +188,8 @@ def train_into(
     """Trains the student that ``build`` makes of (data, True if it starts afresh) into ``folder``,
     or goes on with one, and returns its metrics.
 
-    The settings are written first, so that ``--resume`` knows them after any interruption. What is
-    refused leaves no folder behind.
+    A training that is refused leaves the settings of an earlier one as they were.
     """
-    created = distributed.broadcast(not folder.exists())
     distributed.on_main(lambda: say_if_afresh(folder, resume))
 
     def start() -> Training:
@@ -207,28 +199,17 @@ def train_into(
         return build(images, not has_checkpoint(folder / "checkpoint"))
 
     with locked(folder, "student"):
-        with removed_if_refused(folder, created):
-            if created:
-                distributed.on_main(lambda: write_request(folder, settings))
-            job = distributed.main_first(start)
-            ranks.check_same(settings, job.data)
-            state = training_state(job)
-            distributed.main_first(lambda: state.load(folder / "checkpoint"))
-        distributed.on_main(lambda: write_request(folder, settings, job.maps))
+        job = distributed.main_first(start)
+        ranks.check_same(settings, job.data)
+        state = training_state(job)
+        distributed.main_first(lambda: state.load(folder / "checkpoint"))
+        maps = (job.maps.url, job.maps.schema.teacher_sha256) if job.maps else None
+        distributed.on_main(lambda: write_request(folder, settings, maps))
         train(job, state, folder)
         distributed.on_main(
             lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
         )
     return state.metrics
-
-
-def write_request(folder: Path, settings: Settings, maps: store.Store | None = None) -> None:
-    """Writes what a student's training was asked for: config.yaml and maps.json."""
-    write_whole(folder / "config.yaml", dump(settings))
-    if maps is not None:
-        url = maps.url if "://" in maps.url else os.path.abspath(maps.url)
-        source = {"url": url, "teacher_sha256": maps.schema.teacher_sha256}
-        write_whole(folder / "maps.json", json.dumps(source) + "\n")
 
 
 def train_plain(
@@ -274,9 +255,9 @@ def run(
     """
     attention = attention or settings.phase_b.student
     run = RunDirectory(run_dir)
-    request = ranks.resolve(run_dir, lambda: resolve(settings, run, attention, resume, data))
-    distributed.on_main(lambda: begin(run, request))
-    with run.locked(shared=True):
+    request = ranks.resolve(lambda: resolve(settings, run, attention, resume, data))
+    created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, resume)))
+    with removed_if_refused(request.folder, created), run.locked(shared=True):
         return train_plain(request.settings, request.folder, data=request.data, resume=resume)
 
 
@@ -299,7 +280,7 @@ def resolve(
         phase = settings.phase_b.model_copy(update=changes)
         return settings.model_copy(update={"phase_b": phase})
 
-    settings = with_images_of_weights(run.settled(with_phase(student=attention)))
+    settings = run.settled(with_phase(student=attention))
     keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
     run.check(with_phase(keep=keep))  # another epoch to keep does not make another run
     folder = run.student(attention, distilled=False)
@@ -312,12 +293,18 @@ def resolve(
     check_training(settings, images)
     select_device(settings.device, settings.threads)
     check_baseline(settings, images, trained=not has_checkpoint(folder / "checkpoint"))
-    return Request(settings, images, folder)
+    return Request(run.with_baseline(settings, attention), images, folder)
 
 
-def begin(run: RunDirectory, request: Request) -> None:
-    """Writes the run's settings and split, where it has none."""
+def begin(run: RunDirectory, request: Request, resume: bool) -> bool:
+    """Writes the run's settings and split, where it has none, and the settings of a new student,
+    so that they are known after any interruption. Returns True if there was no student."""
     if not run.split.is_file():  # which is written last
         with lock_of_process(run.path, "run"):
             run.start(request.settings, request.data, resume=True)
     run.follow(request.settings)
+    created = not request.folder.exists()
+    if not resume:
+        request.folder.mkdir(parents=True, exist_ok=True)
+        write_request(request.folder, request.settings)
+    return created

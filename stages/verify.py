@@ -88,7 +88,8 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     folder, schema = store.local_folder(url), store.open(url).schema
     if "files" in schema.extra:
         files = [Path(path) for path in schema.extra["files"]]
-        return any_vit.open_model(schema.extra["teacher"], files)[0]
+        size = schema.extra["transform"]["input_size"][-1]
+        return any_vit.open_model(schema.extra["teacher"], files, image_size=size)[0]
     if run_dir is None:
         if folder is None:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")

@@ -43,13 +43,11 @@ class Numbers:
     dtype       of what a reader gets
     codes       the constants of the 8-bit codes; empty where there are none
     fill        the value on disk where nothing was written, and nowhere else; of codes it is 0
-    compressed  whether zstd makes the array smaller
     """
 
     dtype: np.dtype = np.dtype("float16")
     codes: dict[str, float] = {}
     fill: float = math.nan
-    compressed = True
 
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         """The stored form of ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers of
@@ -59,13 +57,6 @@ class Numbers:
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """The float16 numbers that ``codes`` stand for."""
         raise NotImplementedError
-
-
-class Embeddings(Numbers):
-    """Numbers of a learned embedding. zstd would take a twentieth off them, and most of the time of
-    reading them."""
-
-    compressed = False
 
 
 class Gaussians(Numbers):

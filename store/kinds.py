@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from store.encoding import Embeddings, Gaussians, Keys, Numbers, Weights
+from store.encoding import Gaussians, Keys, Numbers, Weights
 
 MOST_KEYED_TOKENS = 2**16 - 1
 """Tokens whose keys fit into 16 bits, one number left for what is missing."""
@@ -91,7 +91,7 @@ class Embedding(Kind):
     decoder = True
 
     def arrays(self, sizes: Sizes) -> dict[str, ArraySpec]:
-        numbers, names = Embeddings(), ("image", "layer", "feature")
+        numbers, names = Numbers(), ("image", "layer", "feature")
         shape = (sizes.num_images, sizes.layers, sizes.embedding_dim or 0)
         return {"embeddings": ArraySpec(shape, numbers.dtype, names, numbers)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from store.chunks import OpenChunks
 from store.encoding import image_crc32c
 from store.errors import CorruptChunk, StoreError, UnfinishedStore, damaged
 from store.files import Files, damage, explain, refuse_after_fork
@@ -78,11 +76,6 @@ class Store:
         self._arrays = {
             name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, CHECKSUMS)
         }
-        self._open_chunks = {
-            name: OpenChunks(files.folder, layout, name)
-            for name in layout.names
-            if files.folder is not None and OpenChunks.can_read(layout, name)
-        }
         self._in_memory: dict[str, np.ndarray] = {}
         self._checked = np.zeros(len(self), bool)
         """Images whose numbers were compared with their checksums."""
@@ -108,31 +101,20 @@ class Store:
         ids = self._check_ids(image_ids)
         names = self._layout.names
         self._preload(filter(self._layout.is_column, names))
-        quick = {
-            name: images
-            for name, chunks in self._open_chunks.items()
-            if name not in self._in_memory and (images := chunks.read(ids)) is not None
-        }
         reads = {
-            name: self._arrays[name][ids].read()
-            for name in names
-            if name not in self._in_memory and name not in quick
+            name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
         }
         rows, new = {}, np.flatnonzero(~self._checked[ids])
         unchecked: slice | np.ndarray = slice(None) if len(new) == len(ids) else new
         for name in names:
-            crc32c = None
-            if name in quick:
-                stored, crc32c = quick[name]
-                crc32c = crc32c[unchecked]
-            elif name in reads:
+            if name in reads:
                 stored = self._wait(name, ids, reads[name])
             else:
                 stored = self._in_memory[name][ids]
             self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
             if len(new):
                 checksums = self._checksums[ids[new]]
-                self._check(name, ids[new], stored[unchecked], checksums, crc32c)
+                self._check(name, ids[new], stored[unchecked], checksums)
             rows[name] = self.schema.decode(name, stored)
         self._checked[ids] = True
         return rows
@@ -186,16 +168,9 @@ class Store:
         return read_decoder(self._files, self._layout)
 
     def size_on_disk(self) -> int:
-        """Bytes of the finished shards' files and records, and of the metadata and decoder
-        files."""
-        layout, finished = self._layout, self._layout.finished(self._files)
-        sizes = [len(self._files.read(key) or b"") for key in (ROOT, *layout.files_sha256)]
-        for spec in layout.records.values() if finished else ():
-            numbers = spec.rows * math.prod(spec.shape[1:])
-            checksum = 4
-            sizes.append(len(finished) * (numbers * np.dtype(spec.dtype).itemsize + checksum))
-        data = self._files.load(self._files.open_array("shard_nbytes")[finished])
-        return sum(sizes) + int(data.sum())
+        """Bytes of the finished shards' files in all arrays."""
+        finished = self._layout.finished(self._files)
+        return int(self._files.load(self._files.open_array("shard_nbytes")[finished]).sum())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         """The ids as int64 [n]; those of finished shards."""
@@ -248,19 +223,10 @@ class Store:
         masks = [[self._layout.image_mask(name, shard) for name in names] for shard in shards]
         return stored ^ np.array(masks, np.uint32).reshape(-1, len(names))[rows]
 
-    def _check(
-        self,
-        name: str,
-        ids: np.ndarray,
-        stored: np.ndarray,
-        checksums: np.ndarray,
-        crc32c: np.ndarray | None = None,
-    ) -> None:
+    def _check(self, name: str, ids: np.ndarray, stored: np.ndarray, checksums: np.ndarray) -> None:
         """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images. ``checksums`` [len(ids), A] were written; ``crc32c`` [len(ids)] is that of the
-        numbers, where it is at hand."""
-        crc32c = image_crc32c(stored) if crc32c is None else crc32c
-        wrong = crc32c != checksums[:, self._layout.names.index(name)]
+        these images. ``checksums`` [len(ids), A] were written."""
+        wrong = image_crc32c(stored) != checksums[:, self._layout.names.index(name)]
         self._refuse(name, ids, wrong, "it is not what was written for this image")
 
     def _is_missing(self, name: str, stored: np.ndarray) -> np.ndarray:

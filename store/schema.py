@@ -61,7 +61,8 @@ class Schema(Sizes):
         for name, choices in (("kind", KINDS), ("encoding", ENCODINGS)):
             value = getattr(self, name)
             self._check(name, value in choices, f"choose one of {', '.join(choices)}")
-        pair = isinstance(self.grid, (tuple, list)) and len(self.grid) == 2
+        grid: Any = self.grid
+        pair = isinstance(grid, (tuple, list)) and len(grid) == 2
         self._check("grid", pair, "it must be (height, width) in tokens")
         object.__setattr__(self, "grid", tuple(self.grid))
         self._check_sizes()

@@ -158,14 +158,14 @@ RESUME_B = "phase-b --run-dir runs/tiny --resume"
 NEW_STUDENT = "phase-b --run-dir runs/tiny --name new"
 INSPECT = f"inspect {MAPS}"
 PLAN = "plan tiny.yaml --steps 0"
-COMPARE = "compare tiny.yaml --run-dir new --no-tune"
+COMPARE = "compare tiny.yaml --run-dir new"
 
 COMMAND_LINE = [
     Row("nonsense", "nonsense"),
     Row("--nonsense", "--nonsense"),
     *(
         Row(f"{command} --run-dir {folder}", f"{folder} is not a run directory")
-        for command in ("export-maps", "phase-b", "evaluate", "inspect --student belief")
+        for command in ("export-maps", "phase-b", "evaluate", "inspect --student belief --image 3")
         for folder in ("absent", "pictures")
     ),
     Row("verify --run-dir absent", "absent"),
@@ -294,7 +294,7 @@ COMMAND_LINE = [
         ("absent.zarr", "no attention-map store"),
         ("''", "no attention-map store"),
         ("http://x/y", "http://x/y"),
-        ("--student belief", "phase-b"),
+        ("--student belief --image 3", "phase-b"),
         ("--student standard --image 40", "0 to 39"),
         ("--student standard --image 0 --layer 1", "--layer 1"),
     ),
@@ -321,7 +321,7 @@ COMMAND_LINE = [
         ("--seeds 2147483648", "--seeds"),
         ("--seeds 0,x", "--seeds"),
         ("--targets nan", "--targets"),
-        ("--targets 84", "from 0 to 1"),
+        ("--targets 84", "less than or equal to 1"),
         ("--jobs 0", "--jobs"),
         ("--row prior", "prior alone"),
         ("--sweep none", "loss_weights"),
@@ -444,19 +444,18 @@ RUNS = [
         "another teacher",
         replace("runs/tiny/phase_a/teacher_sha256", "other/phase_a/teacher_sha256"),
     ),
-    Row("inspect --student standard", "damaged", flip(f"{STUDENT}/student/model.safetensors")),
+    Row(EVALUATE, "damaged", flip(f"{STUDENT}/student/model.safetensors")),
     Row(EVALUATE, "config.json is not there", remove(f"{STUDENT}/student/config.json")),
     Row(EVALUATE, "no student", remove(f"{STUDENT}/student")),
     Row(EVALUATE, "", both(remove(f"{STUDENT}/student"), write(f"{STUDENT}/student", ""))),
     Row(EVALUATE, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
-    Row("inspect --student standard", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
-    Row("inspect --student standard", "metrics.jsonl", remove(f"{STUDENT}/metrics.jsonl")),
+    Row("publish --out new", "metrics.jsonl", write(f"{STUDENT}/metrics.jsonl", "[1]\n")),
     Row(RESUME_B, "config.yaml", write(f"{STUDENT}/config.yaml", "seed: [")),
     Row("run tiny.yaml", "unknown setting", write(f"{STUDENT}/config.yaml", "x: 1")),
 ]
 
 STORES = [
-    # what the files of a store may hold is in test_store_fuzz
+    # what the files of a store may hold is in test_store_metadata
     *(
         Row(f"inspect {MAPS}", message, attributes(MAPS, **values))
         for values, message in (
@@ -559,10 +558,11 @@ SWEEPS = [
         ("- {name: a, plain: maybe}", "plain"),
         ("- {name: a, kind: x}", "kind"),
         ("- {name: a, seed: 1}", "seed"),
-        ("- {name: a, trials: {phase_b.epochs: 3}}", "trials"),
         ("- {name: 5}", "name"),
-        ("- {export.kind: prior, export.encoding: uint8}", "--kind prior"),
-        ("- {name: a, trials: [{seed: 1}]}", "seed"),
+        ("- {export.kind: prior, export.encoding: uint8}", "export.kind prior"),
+        ("- {phase_a.per_image: none, export: {kind: prior, encoding: uint8}}", "float16"),
+        ("- {like: [a]}", "no such row"),
+        ("- {name: [a], phase_b.gamma: 1}", "name"),
         ("- {name: a, phase_b.layer_map: [0, 0, 0]}", "layer_map"),
         ("- {name: a, model.name: resnet18}", "model.name"),
         ("- {name: a, name: b}", "twice"),

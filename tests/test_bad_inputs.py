@@ -138,8 +138,8 @@ def test_a_bad_input_on_a_terminal_of_ascii(finished, finished_contents, monkeyp
 
 READERS = {
     "phase_a/": ["phase-a tiny.yaml --resume", "export-maps --out new.zarr"],
-    "phase_b/standard/student": ["evaluate --json", "inspect --student standard --json"],
-    "phase_b/": ["inspect --student standard --json", "phase-b --resume"],
+    "phase_b/standard/student": ["evaluate --json", "inspect --student standard --image 3 --json"],
+    "phase_b/": ["publish --out new", "phase-b --resume"],
     "maps.zarr/": ["verify", "inspect --image 3 --json", "phase-b --name new"],
     "": ["evaluate --json", "export-maps --out new.zarr", "run tiny.yaml"],
 }

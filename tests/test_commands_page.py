@@ -36,7 +36,7 @@ def test_the_help_groups_the_commands():
 def test_the_help_of_a_command_fits_a_terminal_and_its_example_parses(name):
     text = help_of(name, columns=80)
     assert max(map(len, text.splitlines())) <= 80
-    assert not re.search(r"<bool>|\(none\)|[(\[]\[", text)
+    assert not re.search(r"<bool>|<str>|<list|\(none\)|[(\[]\[", text)
     words = [word for line in text.splitlines() for word in line.split()]
     options = {option for param in COMMANDS[name].params for option in param.opts}
     assert {option for option in options if option.startswith("--")} <= set(words)

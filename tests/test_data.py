@@ -142,7 +142,7 @@ def test_pixels_and_labels_of_a_torchvision_data_set_count(tmp_path):
 
 def test_one_class_is_refused(tmp_path):
     write_mnist(tmp_path, np.zeros((20, 6, 6), np.uint8), np.full(20, 3, np.uint8))
-    with pytest.raises(UserError, match="torch/mnist: its training images are all of one class"):
+    with pytest.raises(UserError, match="torch/mnist: the training images are all of the class"):
         load_data(DataSettings(name="torch/mnist", root=tmp_path))
 
 

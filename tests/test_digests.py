@@ -1,7 +1,6 @@
 """Checkpoints, per-image parameters and students: what changed after it was written is
 refused in one line, and a process killed at any moment leaves what the next one reads."""
 
-import copy
 import itertools
 import json
 import os
@@ -16,6 +15,7 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from gaupipe.data.buckets import Buckets
 from gaupipe.models import save_student
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests
@@ -136,19 +136,23 @@ def test_a_save_that_is_killed_at_any_step_leaves_the_old_checkpoint_or_the_new_
 # ---- records in files ----------------------------------------------------------------------------
 
 
+def rows(folder: Path) -> ImageState:
+    return ImageState(Buckets(6), torch.zeros(5), lr=0.1, folder=folder)
+
+
 def trained_rows(folder: Path) -> dict:
     """A checkpoint of 6 images, 2 epochs old; image 3 was passed over in the second."""
-    state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
+    state = rows(folder)
     for visited in (range(6), (0, 1, 2, 4, 5)):
         image_ids = torch.tensor(list(visited))
         state.update(image_ids, (image_ids.float() + 1).view(-1, 1).expand(-1, 5))
         state.commit()
-    return copy.deepcopy(state.state_dict())
+    return state.save(folder, "2")
 
 
 def continued(folder: Path, checkpoint: dict) -> ImageState:
-    state = ImageState(6, torch.zeros(5), lr=0.1, folder=folder)
-    state.load_state_dict(checkpoint)
+    state = rows(folder)
+    state.load(folder, checkpoint)
     return state
 
 
@@ -156,8 +160,7 @@ def continued(folder: Path, checkpoint: dict) -> ImageState:
 def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
     checkpoint = trained_rows(tmp_path)
     place = int(image == 3)  # the first epoch goes to records.1, the second back to records.0
-    assert checkpoint["records"]["place"][image] == place
-    path, size = tmp_path / f"records.{place}", 15 * 4
+    path, size = tmp_path / "bucket-0000" / f"records.{place}", 15 * 4
     sound = path.read_bytes()
     for word in (0, 7, 14):
         data = bytearray(sound)
@@ -167,7 +170,7 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
         assert state.gather(torch.tensor([1, 2, 4, 5])).shape == (4, 5)
         for read in (
             lambda state=state: state.gather(torch.tensor([0, image])),
-            lambda state=state: list(state.chunks()),
+            state.sha256s,
             lambda state=state: state.update(torch.tensor([image]), torch.ones(1, 5)),
         ):
             with pytest.raises(UserError, match=f"the record of image {image} is damaged"):
@@ -177,7 +180,7 @@ def test_a_flipped_bit_of_a_committed_record_is_refused(tmp_path, image):
 @pytest.mark.parametrize("text", ["", "[" * 10**5, '{"commits": []}', "\udcff"])
 def test_a_damaged_files_json_is_refused(tmp_path, text):
     checkpoint = trained_rows(tmp_path)
-    (tmp_path / "files.json").write_bytes(text.encode(errors="surrogateescape"))
+    (tmp_path / "bucket-0000" / "files.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as error:
         continued(tmp_path, checkpoint)
     assert "\n" not in str(error.value)

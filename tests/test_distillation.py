@@ -42,7 +42,7 @@ def teacher_maps(stored: torch.Tensor, form: str = "gaussian", **options) -> Tea
         attention = StoredGaussians(stored, GRID)
     else:
         maps = expected_map(stored, GRID)
-        attention = StoredRows(lambda layer, heads: maps[:, layer], GRID)
+        attention = StoredRows(lambda layer: maps[:, layer], GRID)
     return TeacherMaps(attention, **{"layers": [0, 1], "grid": GRID, **options})
 
 

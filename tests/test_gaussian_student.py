@@ -111,7 +111,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     run, data = RunDirectory(run_dir), load_data(config.load("digits").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = phase_a.load(run, data)
-    phase_b.start_from_teacher(job, loaded.teacher)
+    hand_over(job.student, loaded.teacher.weights())
     batch = next(loaded.batches(data.val).in_order())
     expected, _maps = loaded.forward_with_maps(batch, torch.Generator())
     predictions = job.student.eval()(batch.images).log_softmax(-1)
@@ -133,16 +133,13 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
         ("phase_b.attention_options={}", "prior: true"),
         ("phase_b.match_params=true", "phase_b.match_params=false"),
         ("phase_b.model_args={depth: 3}", "phase_b.model_args"),
-        ("phase_b.warm_start=prior", "fits Q and K"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_work_starts(
     change, needs, tmp_path, in_process
 ):
-    settings = [*TEACHER, *EXACT, change]
-    if change == "phase_b.warm_start=prior":
-        settings += ["phase_b.student=gaussian", "phase_b.attention_options={}"]
-    code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *sets(*settings))
+    settings = sets(*TEACHER, *EXACT, change)
+    code, _, err = in_process("phase-a", "digits", "--run-dir", tmp_path / "run", *settings)
     assert code == 2 and needs in err and err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -1,10 +1,8 @@
 """Images in files: what a folder holds, what is refused, how pixels are decoded, and the digest."""
 
-import hashlib
 import os
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,7 +57,7 @@ def refused(root, **settings) -> str:
 
 def pixels(path) -> np.ndarray:
     with open(path, "rb") as file:
-        return np.asarray(read_rgb(file, str(path)))
+        return np.asarray(read_rgb(file))
 
 
 # images that cannot be read
@@ -68,7 +66,7 @@ def pixels(path) -> np.ndarray:
 @pytest.mark.parametrize(
     "content,reason",
     [
-        (b"", "it is empty"),
+        (b"", "of no format that Pillow reads"),
         (bytes(5000), "of no format that Pillow reads"),
         (b"\x89PNG\r\n\x1a\n", ""),
         (None, "No such file"),
@@ -87,14 +85,14 @@ def test_a_file_that_is_no_image_is_refused_by_name(root, split, content, reason
     other = root / split / "cat" / "0.bmp"
     other.write_text("none")
     message = refused(root)
-    assert message.startswith(f"{other}: not") and "; 2 of " in message
+    assert message.startswith(f"{other}: not")
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("change", [lambda path: os.truncate(path, 150), os.unlink])
 def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, workers, change):
     data = load(root)
-    path = root / "train" / data.train.source.files.names[data.train.positions[5]]
+    path = root / "train" / data.train.source.names[data.train.positions[5]]
     change(path)
     with pytest.raises(UserError) as error:
         list(Batches(data.train, data, CPU, 4, workers).in_order())
@@ -102,15 +100,6 @@ def test_an_image_that_is_damaged_after_a_look_is_refused_when_it_is_read(root, 
     assert message.startswith(f"{path}: not readable as an image (")
     assert "truncated" in message or "No such file" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("limit", [20, 40])  # of 64 pixels: Pillow raises an error, and only warns
-@pytest.mark.filterwarnings("error")
-def test_an_image_of_too_many_pixels_is_refused_by_name(root, monkeypatch, limit):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    assert refused(root).startswith(
-        f"{root / 'train' / 'cat' / '0.bmp'}: not readable as an image (more than {limit} pixels)"
-    )
 
 
 @pytest.mark.parametrize("command,cache", [("phase-a", "auto"), ("train", "none")])
@@ -133,7 +122,7 @@ def test_image_ids_follow_the_sorted_classes_and_paths(root):
     (root / "train" / "cat" / "a").mkdir()
     shutil.move(root / "train" / "cat" / "7.bmp", root / "train" / "cat" / "a" / "7.bmp")
     shutil.copytree(root / "train" / "cat", root / "train" / "Zebra")
-    files = load(root).train.source.files
+    files = load(root).train.source
     assert files.names[:2] == ["Zebra/0.bmp", "Zebra/1.bmp"] and files.names[9] == "Zebra/a/7.bmp"
     theirs = ImageFolder(root / "train")
     names = [str(root / "train" / name) for name in files.names]
@@ -141,7 +130,6 @@ def test_image_ids_follow_the_sorted_classes_and_paths(root):
     assert load(root).train.source.labels.tolist() == theirs.targets
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes and links")
 def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     cat, train = root / "train" / "cat", root / "train"
     for name in ("notes.txt", "more.TXT", "README", "._0.bmp"):
@@ -149,16 +137,13 @@ def test_what_is_no_image_is_left_out_and_said_once(root, capfd):
     shutil.copytree(train / "dog", train / ".ipynb_checkpoints")
     shutil.copy(cat / "0.bmp", train / "stray.bmp")
     (cat / "up").symlink_to(cat)
-    (train / "loop").symlink_to(train)
+    (cat / "around").symlink_to(train)
     os.mkfifo(cat / "pipe.bmp")
     (cat / "zero.png").symlink_to("/dev/zero")
     assert len(load(root).train.source) == 20
     out, err = capfd.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"data.root {root}: left out ") and f"example {train / '.ipynb_'}" in err
-    parts = "hidden (2)", "link to a folder read already (2)", ".txt (2)", "pipe or device (2)"
-    for part in (*parts, "without suffix (1)", "outside a class folder (1)"):
-        assert part in err
+    assert err.startswith(f"data.root {train}: left out 6 files that are no images, such as {cat}/")
     load(root)
     assert capfd.readouterr() == ("", "")
 
@@ -173,16 +158,7 @@ def test_folders_in_a_class_belong_to_it_and_a_folder_linked_twice_counts_once(r
     (root / "train" / "dog" / "linked.bmp").symlink_to(cat / "0.bmp")
     data = load(root)
     assert np.bincount(data.train.source.labels).tolist() == [11, 11]
-    assert "cat/deep/deeper/0.BMP" in data.train.source.files.names
-
-
-def test_a_thousand_folders_in_each_other_are_read(root, monkeypatch, request):
-    request.addfinalizer(lambda: remove(root / "train" / "cat"))  # too deep for pytest
-    monkeypatch.chdir(root / "train" / "cat")
-    for _ in range(1200):
-        os.mkdir("d")
-        os.chdir("d")
-    assert len(load(root).train.source) == 20
+    assert "cat/deep/deeper/0.BMP" in data.train.source.names
 
 
 def empty(folder):
@@ -204,24 +180,17 @@ FOLDERS = {
     "/val holds no class folder": lambda root: empty(root / "val"),
     "/train holds no class folder": lambda root: only(root / "train", "a.bmp"),
     "/train/cat holds no image that Pillow reads; put": lambda root: empty(root / "train" / "cat"),
-    "/train/cat holds no image that Pillow reads, only .heic (1)": lambda root: only(
-        root / "train" / "cat", "1.heic"
+    "training images are all of the class 'cat'; two": lambda root: remove(
+        root / "train" / "dog", root / "val" / "dog"
     ),
-    "one class only, 'cat'; two or more": lambda root: remove(root / "train" / "dog"),
     "/val has the class 'fox', which": lambda root: shutil.copytree(
         root / "val" / "dog", root / "val" / "fox"
     ),
-    "the class 'cat' has one training image, which cannot be split: add another": lambda root: (
-        remove(root / "val", *(root / "train" / "cat").glob("[1-9].bmp"))
+    "class by class: The least populated class": lambda root: remove(
+        root / "val", *(root / "train" / "cat").glob("[1-9].bmp")
     ),
-    "/train/f\\udcff': the name is not UTF-8": lambda root: (
-        root / "train" / os.fsdecode(b"f\xff")
-    ).mkdir(),
     "if the images of a run have moved, repeat its command (run, phase-a or train)": lambda root: (
         root.rename(root.with_name("moved"))
-    ),
-    "/train/fox is a link that leads nowhere": lambda root: (root / "train" / "fox").symlink_to(
-        root / "absent"
     ),
 }
 
@@ -237,7 +206,7 @@ def test_a_folder_that_cannot_be_meant_is_refused(root, message):
 
 def test_formats_that_lose_nothing_give_the_pixels_of_the_first_frame_back(tmp_path):
     values = noise(0, 6, 9, 3)
-    for suffix in ("ppm", "tga", "PNG"):
+    for suffix in ("ppm", "PNG"):
         Image.fromarray(values).save(tmp_path / f"a.{suffix}")
         np.testing.assert_array_equal(pixels(tmp_path / f"a.{suffix}"), values)
     frames = [Image.fromarray(np.full((5, 5), value, np.uint8)) for value in (40, 200)]
@@ -276,7 +245,6 @@ def test_an_image_is_turned_as_its_exif_orientation_says(tmp_path, name):
     np.testing.assert_array_equal(pixels(tmp_path / name), np.rot90(shown, -1))
 
 
-@pytest.mark.filterwarnings("error")
 def test_colours_become_rgb_and_transparency_is_dropped(tmp_path):
     path, values = tmp_path / "a.png", noise(0, 6, 9, 4)
     Image.fromarray(values, "RGBA").save(path)
@@ -358,7 +326,7 @@ def examined(monkeypatch):
 
 
 def test_only_files_that_have_changed_are_read_again(root, cache, examined):
-    """Also after a refusal, which comes after all files of a folder have been read."""
+    """Also after a refusal, of those that were read before."""
     before = load(root).sha256
     assert len(examined) == 24 and len(list(cache.iterdir())) == 2  # a file for train, one for val
     examined.clear()
@@ -367,11 +335,11 @@ def test_only_files_that_have_changed_are_read_again(root, cache, examined):
     assert load(root).sha256 != before and examined == ["4.bmp"]
     examined.clear()
     shutil.copy(root / "train" / "cat" / "0.bmp", root / "train" / "dog" / "new.bmp")
-    (root / "train" / "dog" / "3.bmp").write_text("no image")
+    (root / "train" / "dog" / "zzz.bmp").write_text("no image")
     refused(root)
-    assert sorted(examined) == ["3.bmp", "new.bmp"]
+    assert sorted(examined) == ["new.bmp", "zzz.bmp"]
     examined.clear()
-    (root / "train" / "dog" / "3.bmp").unlink()
+    (root / "train" / "dog" / "zzz.bmp").unlink()
     load(root)
     assert examined == []
 
@@ -382,12 +350,8 @@ def test_a_damaged_cache_counts_as_none(root, cache, examined):
         whole = path.read_bytes()
         flipped = bytearray(whole)
         flipped[whole.index(b".bmp") + 60] ^= 1
-        forged = b'{"a.bmp": [1]}'
-        seal = hashlib.sha256(forged).hexdigest().encode()
-        damaged = b"", whole[:-1], bytes(len(whole)), bytes(flipped), seal + b"\n" + forged
-        for content in (*damaged, None):
-            path.unlink()
-            os.mkfifo(path) if content is None else path.write_bytes(content)
+        for content in (b"", whole[:-1], bytes(len(whole)), bytes(flipped)):
+            path.write_bytes(content)
             examined.clear()
             assert load(root).sha256 == before and examined
             assert path.read_bytes() == whole
@@ -400,7 +364,7 @@ def test_torchvisions_image_folder(root):
     theirs = load(root, name="torch/image_folder")
     shutil.copytree(root / "train", root.parent / "ours" / "train")
     ours = load(root.parent / "ours")
-    assert theirs.train.source.files.names == ours.train.source.files.names
+    assert theirs.train.source.names == ours.train.source.names
     assert len(theirs.test) == 4 and theirs.sha256 == ours.sha256
     (root / "train" / "cat" / "3.bmp").write_text("no image")
     assert "cat/3.bmp: not readable" in refused(root, name="torch/image_folder")
@@ -418,43 +382,5 @@ def test_inaturalist_in_the_order_of_names(tmp_path):
     data = load(tmp_path, name="torch/inaturalist")
     folders = [f"{number:05}_a_b_c_d_e_f_g{number}" for number in range(2)]
     names = [f"{folder}/{image}.jpg" for folder in folders for image in range(6)]
-    assert data.train.source.files.names == names and len(data.test) == 4
+    assert data.train.source.names == names and len(data.test) == 4
     assert data.train.source.labels.tolist() == [0] * 6 + [1] * 6
-
-
-class HubData(list):
-    """What timm's reader of a Hugging Face data set keeps: a table with a fingerprint."""
-
-    _fingerprint = "4d7f"
-
-    def __getitem__(self, key):
-        return [label for _, label in self] if key == "label" else super().__getitem__(key)
-
-
-class HubReader(SimpleNamespace):
-    label_key = "label"
-
-    def __getitem__(self, position):
-        path, label = self.dataset[position]
-        return open(path, "rb"), label
-
-
-def test_a_hugging_face_data_set(root, monkeypatch):
-    def create_dataset(_name, split, **_options):
-        folder = root / ("train" if split == "train" else "val")
-        samples = [(path, int(path.parent.name == "dog")) for path in sorted(folder.rglob("*.bmp"))]
-        return SimpleNamespace(reader=HubReader(dataset=HubData(samples)))
-
-    monkeypatch.setattr("timm.data.create_dataset", create_dataset)
-    data = load(root, name="hfds/mine")
-    assert (len(data.train), len(data.val), len(data.test)) == (16, 4, 4)
-    images, labels = data.train.source.__getitems__([15, 3])
-    assert labels.tolist() == [1, 0]
-    expected = pixels(root / "train" / "dog" / "5.bmp")
-    np.testing.assert_array_equal(images[0].permute(1, 2, 0), expected)
-    assert load(root, name="hfds/mine").sha256 == data.sha256
-    monkeypatch.setattr(HubData, "_fingerprint", "4d80")
-    assert load(root, name="hfds/mine").sha256 != data.sha256
-    os.truncate(root / "train" / "cat" / "3.bmp", 150)
-    with pytest.raises(UserError, match="image 3 of hfds/mine: not readable as an image"):
-        data.train.source.__getitems__([3])

@@ -1,17 +1,12 @@
-"""How weights start, and the snapshots of key selection."""
+"""How weights start."""
 
-import numpy as np
 import pytest
 import torch
 
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings, ModelSettings
-from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.vit.build import build_vit
-from stages import export_maps, phase_b
-from stages.figures import key_attention
-from stages.phase_a import gaussian as phase_a
 
 DIGITS = DataSettings(name="digits")
 
@@ -73,18 +68,3 @@ def test_starts_of_given_width():
 def test_what_cannot_start_mimetic_is_refused(args, message):
     with pytest.raises(UserError, match=message):
         build(init="mimetic", args=args)
-
-
-def test_key_selection_is_kept_after_every_epoch(tmp_path):
-    images = ["data.train_images=100", "key_snapshots=5", "threads=1"]
-    epochs = ["phase_a.max_epochs=2", "phase_a.stop_accuracy=1", "phase_b.epochs=3"]
-    settings, run = config.load("digits", [*images, *epochs]), tmp_path / "run"
-    phase_a.run(settings, run)
-    export_maps.run(run)
-    phase_b.run(run, "standard")
-    for folder, epochs in ((run / "phase_a", 2), (run / "phase_b" / "standard", 3)):
-        snapshots = key_attention.read(folder)
-        assert snapshots.shape == (epochs, 5, 4, 16)  # epochs, images, blocks, keys
-        np.testing.assert_allclose(snapshots.sum(-1), 1, atol=1e-4)
-        assert (snapshots[0] != snapshots[-1]).any()
-    assert list(load_data(settings.data).train.evenly_spaced(5)) == [0, 24, 49, 74, 99]

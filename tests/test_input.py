@@ -8,9 +8,7 @@ import shutil
 import signal
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from gaupipe.data import decoding, files
+from gaupipe.data import cache, decoding, files, loader
 from gaupipe.data.augment import Augment, AugmentSettings, middle_square
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
@@ -29,7 +27,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
-from gaupipe.system.signals import Pauses, spare_worker
+from gaupipe.system.signals import spare_worker
 from processes import FORKS, exit_code, kill_this_process
 from stages.plan import kept_image_bytes
 
@@ -61,9 +59,9 @@ def decoded(monkeypatch):
     """The names of files that are decoded."""
     names = []
 
-    def noted(file, name):
-        names.append(os.path.basename(name))
-        return read_rgb(file, name)
+    def noted(file):
+        names.append(os.path.basename(file.name))
+        return read_rgb(file)
 
     monkeypatch.setattr(files, "read_rgb", noted)
     return names
@@ -110,7 +108,7 @@ def jpeg(**options) -> bytes:
 
 def is_readable(content: bytes, read) -> bool:
     try:
-        read(io.BytesIO(content), "a.jpg")
+        read(io.BytesIO(content))
     except Exception:
         return False
     return True
@@ -129,21 +127,10 @@ def test_squares_are_torchvisions(root):
     data = load(root)
     square = v2.Compose([v2.ToImage(), v2.Resize(16, antialias=True), v2.CenterCrop(16)])
     for position in range(16):
-        with open(data.train.source.files.name(position), "rb") as file:
-            expected = square(read_rgb(file, "a.jpg"))
+        with open(data.train.source.path(position), "rb") as file:
+            expected = square(read_rgb(file))
         images, _ = data.train.source.__getitems__([position])
         assert torch.equal(images[0], expected) and images.is_contiguous()
-
-
-def test_warnings_of_pillow_are_silent_and_others_are_not():
-    content = jpeg(exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        before = [*warnings.filters]
-        read_rgb(io.BytesIO(content), "a.jpg")
-        warnings.warn("of another", stacklevel=1)
-        assert [str(one.message) for one in caught] == ["of another"]
-        assert warnings.filters[1:] == before
 
 
 # ---- crops of full-size images -------------------------------------------------------------------
@@ -217,8 +204,8 @@ def test_a_view_of_a_full_size_image_can_be_drawn_alone(root):
 def test_images_are_the_same_decoded_or_kept_read_here_or_by_a_process(root, workers):
     expected = all_images(load(root, cache="none"))
     assert not cached(root)
-    for cache in ("auto", "auto", "none"):
-        assert same(all_images(load(root, cache=cache), workers), expected), cache
+    for setting in ("auto", "auto", "none"):
+        assert same(all_images(load(root, cache=setting), workers), expected), setting
     [path] = cached(root)
     assert path.stat().st_size == 32 + 16 * 4 + 16 * SIZE
 
@@ -305,7 +292,7 @@ def test_other_images_are_kept_beside(root, settings, monkeypatch):
     if not settings:
         monkeypatch.setattr(files.torchvision, "__version__", "0.0")
     data = load(root, **settings)
-    assert not data.train.source.is_kept
+    assert data.train.source.cache.images is None
     assert same(all_images(data), all_images(load(root, cache="none", **settings)))
 
 
@@ -321,31 +308,19 @@ def test_damaged_pixels_are_decoded_again_and_then_kept_again(root, capsys, deco
     expected = all_images(load(root))
     [path] = cached(root)
     flip_bit(path, 2000)
-    before_it_was_mended = load(root)
-    assert before_it_was_mended.train.source.is_kept
     capsys.readouterr()
     assert same(all_images(load(root)), expected)
     [line] = capsys.readouterr().err.splitlines()
     assert "images/" in line and "damaged; its images are decoded again" in line
-    mended = path.stat().st_ino
-    assert same(all_images(before_it_was_mended), expected)
-    assert "damaged" in capsys.readouterr().err and path.stat().st_ino == mended
     decoded.clear()
     epoch_of(load(root))
     assert decoded == []
-
-
-def make_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 DAMAGE = {
     "key changed": lambda path: flip_bit(path, 5),
     "cut off": lambda path: os.truncate(path, 5000),
     "longer": lambda path: os.truncate(path, 10**6),
-    "a pipe": make_pipe,
-    "lock is a pipe": lambda path: make_pipe(path.with_suffix(".lock")) or path.unlink(),
 }
 
 
@@ -356,7 +331,7 @@ def test_a_damaged_cache_is_made_anew_or_done_without(root, damage, decoded):
     assert same(all_images(load(root)), expected)
     decoded.clear()
     epoch_of(load(root))
-    assert len(decoded) == (12 if damage.startswith("lock") else 0)
+    assert decoded == []
 
 
 def train_epoch(root: Path, kill: int | None = None) -> None:
@@ -408,13 +383,13 @@ def test_of_two_readers_at_once_one_writes_and_both_read(root, decoded):
 )
 def test_images_are_kept_where_they_fit(root, monkeypatch, settings, disk, most, keeps):
     monkeypatch.setattr(machine, "free_disk", lambda folder: disk)
-    monkeypatch.setattr(files, "MOST_BYTES", most)
+    monkeypatch.setattr(cache, "MOST_BYTES", most)
     source = load(root, **settings).train.source
-    assert source.kept_bytes() == keeps * 16 * SIZE
+    assert source.cache.bytes == keeps * 16 * SIZE
     source.keep()
-    assert source.is_kept == keeps
+    assert (source.cache.images is not None) == keeps
     disk = 0  # images that are there need no more space
-    assert source.kept_bytes() == keeps * 16 * SIZE
+    assert source.cache.bytes == keeps * 16 * SIZE
 
 
 @pytest.mark.parametrize("owner,name", [(os, "replace"), (Path, "mkdir")])
@@ -443,24 +418,6 @@ def test_images_that_nobody_reads_any_more_are_removed(root):
     assert {name for name in times if (folder / name).exists()} == {"recent", ".partial-b"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_decoding_that_comes_before_the_first_step(root, number, monkeypatch):
-    """There is no step yet that could be saved."""
-    source, ended = load(root).train.source, []
-    monkeypatch.setattr(
-        source.files, "check", lambda position: position or signal.raise_signal(number)
-    )
-    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(True))
-    monkeypatch.setattr(machine, "share_of_cores", lambda: 1)
-    interrupts = pytest.raises(KeyboardInterrupt) if number == signal.SIGINT else nullcontext()
-    try:
-        with interrupts, Pauses():
-            source.keep()
-        assert bool(ended) == bool(cached(root)) == (number == signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 # ---- processes that read -------------------------------------------------------------------------
 
 
@@ -474,7 +431,7 @@ def test_workers_are_chosen_by_the_machine(root, monkeypatch):
         return cpu.number_of_workers(True), gpu.number_of_workers(True)
 
     assert numbers() == (0, 0)  # few images
-    monkeypatch.setattr(files, "SECONDS", 1.0)
+    monkeypatch.setattr(loader, "FEW_IMAGES", 1)
     assert numbers() == (6, 11)
     launch = {"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4}
     for name, value in launch.items():

@@ -51,9 +51,8 @@ class HeadMeanKind(kinds.GaussianKind):
             means = torch.from_numpy(stored["means"]).to(device).float()  # [B, L, T, T]
             means = means / means.sum(-1, keepdim=True)
 
-            def rows(layer, chosen):
-                count = heads if chosen is None else len(chosen)
-                return means[:, layer, None].expand(-1, count, -1, -1)
+            def rows(layer):
+                return means[:, layer, None].expand(-1, heads, -1, -1)
 
             return kinds.StoredRows(rows, maps.schema.grid)
 

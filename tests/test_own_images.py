@@ -16,6 +16,7 @@ from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import Choices, choose
+from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics
 
@@ -177,9 +178,9 @@ UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3",
 
 
 @pytest.mark.parametrize("given", [*UNUSABLE, "phase_b.epochs=-1", "model.args.patch_size=0"])
-def test_unusable_settings_are_refused_as_ever(given):
-    with pytest.raises(UserError):
-        settings([given])
+def test_unusable_settings_are_refused_as_ever(tmp_path, given):
+    with pytest.raises(UserError, match="--set"):
+        settings_for(photos(tmp_path / "photos"), [given], tmp_path / "run")
 
 
 # what a folder is like
@@ -207,7 +208,7 @@ def test_validation_images_of_their_own(tmp_path):
     data = load(tmp_path)
     assert (len(data.train), len(data.val), data.test) == (24, 4, None)
     assert "of 2 classes, 4 validation images, no test images," in str(facts_of(tmp_path))
-    assert data.val.source.files.root == tmp_path / "val"
+    assert data.val.source.root == tmp_path / "val"
     assert data.val.labels.tolist() == [0, 0, 1, 1]
     assert len(load(tmp_path, train_images=10).val) == 4
     shutil.copy(tmp_path / "val" / "cat" / "1.png", tmp_path / "val" / "cat" / "0.png")
@@ -327,9 +328,7 @@ def test_train_and_plan_on_a_folder(in_process, tmp_path):
 
 FOLDERS = {
     "no folder 'mine/train'": lambda root: root.mkdir(),
-    "if the folders in mine/download are the classes, name it": lambda root: photos(
-        root / "download"
-    ),
+    "all of the class 'download'; two or more are needed": lambda root: photos(root / "download"),
     "mine/cat/200.png: not readable": lambda root: os.truncate(
         photos(root, count=300) / "cat" / "200.png", 20
     ),
@@ -348,7 +347,7 @@ def test_a_folder_that_cannot_be_meant_gives_one_line(in_process, tmp_path, mess
 
 def test_a_folder_is_compared_without_settings(tmp_path, in_process):
     folder = photos(tmp_path / "photos")
-    rows = ("--no-tune", "--seeds", "0", "--row", "plain ViT", "--json")
+    rows = ("--seeds", "0", "--row", "plain ViT", "--json")
     changes = sets(*TINY, "baseline.epochs=1")
     code, out, err = in_process("compare", "--data", folder, *rows, *changes, cwd=tmp_path)
     assert code == 0, err

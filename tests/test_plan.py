@@ -178,15 +178,16 @@ def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkey
     """Three of ten epochs have maps, and six views are stored, of which two are measured."""
     epochs = [{"seconds": seconds} for seconds in (9.0, 2.0, 9.0, 1.0)]
     monkeypatch.setattr(plan.phase_b, "run", lambda *_, **__: epochs)
-    monkeypatch.setattr(plan, "measure_student", lambda *_: 0.0)
-    monkeypatch.setattr(plan, "measure_export", lambda *_: 0.5)
+    monkeypatch.setattr(plan.export_maps, "write", lambda *_: None)
+    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=iter([5.0, 25.0]).__next__))
+    monkeypatch.setattr(plan, "SCORED", 0.0)
     changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]
     changes += ["model.args={embed_dim: 16, depth: 1, num_heads: 2}", "data.train_images=80"]
     changes += ["phase_b.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
     settings = load("digits", [*changes, "baseline.epochs=0", "threads=1"])
     stages = plan.run(settings, tmp_path, steps=2)["stages"]
     assert stages["phase_b"]["seconds"] == pytest.approx(80 / 40 * (3 * 2 + 7 * 1))
-    assert stages["export"]["seconds"] == pytest.approx(80 * 0.5 * 3)
+    assert stages["export"]["seconds"] == pytest.approx(80 / 40 * 20 * 3)
 
 
 def test_plan_of_a_data_set_that_is_not_here(tmp_path, in_process):

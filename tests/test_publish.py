@@ -1,6 +1,7 @@
 """Publish: the folder, the model card, and what is asked of the Hugging Face Hub."""
 
 import os
+import shutil
 from pathlib import Path
 from unittest import mock
 
@@ -38,11 +39,12 @@ def hub(monkeypatch):
     hub.file_exists.return_value = False
     hub.uploaded = {}
 
-    def commit(_repo, operations, commit_message):
-        for one in operations:
-            hub.uploaded[one.path_in_repo] = Path(one.path_or_fileobj).read_bytes()
+    def upload(folder_path, ignore_patterns, **_names):
+        for path in folder_path.iterdir():
+            if path.name != ignore_patterns:
+                hub.uploaded[path.name] = path.read_bytes()
 
-    hub.create_commit.side_effect = commit
+    hub.upload_folder.side_effect = upload
     monkeypatch.setattr(folder, "HfApi", lambda **_names: hub)
     monkeypatch.setenv("HF_TOKEN", "hf_right")
     return hub
@@ -54,7 +56,8 @@ def publish(run: Path, in_process, *arguments) -> tuple[int, str, str]:
 
 def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_process):
     settings = config.load(run / "config.yaml", [f"data.root={tmp_path / 'private'}"])
-    (run / "config.yaml").write_text(config.dump(settings))  # digits read no folder
+    for file in (run / "config.yaml", run / "phase_b" / "standard" / "config.yaml"):
+        file.write_text(config.dump(settings))  # digits read no folder
     out = tmp_path / "out"
     code, stdout, _ = publish(run, in_process, "--out", out)
     assert (code, stdout) == (0, f"{out}\n")
@@ -62,7 +65,9 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
     assert sorted(path.name for path in out.iterdir()) == names
     for path in out.iterdir():
         assert str(tmp_path).encode() not in path.read_bytes(), path
-    assert config.load(out / "settings.yaml", [f"data.root={tmp_path / 'private'}"]) == settings
+    store = {"export.kind": "gaussian", "export.encoding": "float16", "data.root": "private"}
+    published = config.flatten(config.load(out / "settings.yaml"))
+    assert published == config.flatten(settings) | store
 
     model = timm.create_model(f"local-dir:{out}", pretrained=True).eval()
     student = evaluate.load_student(run, "standard").model
@@ -80,8 +85,8 @@ def test_a_published_folder_is_the_student_with_its_card(run, tmp_path, in_proce
         f"gaupipe {__version__}",
         "a ViT with GauAttention, trained in phase A; epochs: 1;",
         "0 x teacher's predictions + 0.9 x labels + 0.1 x attention maps",
-        "gaupipe export-maps --run-dir run --kind gaussian --encoding float16\n",
-        "gaupipe phase-b --run-dir run\n",
+        "stored attention: gaussian, float16",
+        "gaupipe phase-a settings.yaml --run-dir run\n",
     ):
         assert said in card
 
@@ -97,26 +102,25 @@ def test_the_code_of_the_card_classifies_an_image(run, tmp_path, in_process, mon
     assert 0 <= int(label) < 10 and 0.1 <= float(probability) <= 1
 
 
-def test_the_card_names_what_the_student_learned_from(run, tmp_path, in_process):
-    """Not its run's own teacher and store; and the commands set what the student was given."""
-    settings = RunDirectory(run).settings()
-    phase_b.train_student(settings, tmp_path / "vit", teacher=None)
+def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_process):
+    """Not its run's own teacher and store; and the published commands train such a student."""
+    phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher=None)
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
     export_maps.run(run, "dense", out=maps, teacher=teacher)
     changes = ["phase_b.epochs=1", "seed=7"]
     phase_b.run(run, "xsa", name="mine", overrides=changes, maps_url=maps)
-    assert in_process("publish", "mine", "--run-dir", run, "--out", tmp_path / "out")[0] == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    for said in (
-        "teacher: `local-dir:student`\n",
-        "stored attention: dense, float16",
-        "gaupipe export-maps --run-dir run --teacher local-dir:student --out maps.zarr "
-        "--kind dense --encoding float16\n",
-        "gaupipe phase-b --run-dir run --maps maps.zarr --student xsa --name mine --set seed=7\n",
-    ):
+    out = tmp_path / "out"
+    assert in_process("publish", "mine", "--run-dir", run, "--out", out)[0] == 0
+    card = (out / "README.md").read_text()
+    for said in ("teacher: `local-dir:student`\n", "stored attention: dense, float16", "seed 7"):
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
-    assert config.load(tmp_path / "out" / "settings.yaml") == settings
+    settings = config.load(out / "settings.yaml")
+    assert (settings.phase_b.student, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
+    shutil.copytree(tmp_path / "vit" / "student", out / "student")  # the path to be adapted
+    for line in card.split("```sh\n")[1].split("```")[0].splitlines():
+        code, _, err = in_process(*line.split()[1:], cwd=out)
+        assert code == 0, err
 
 
 def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):
@@ -166,7 +170,7 @@ def test_an_upload_is_the_published_folder_in_one_commit(run, tmp_path, in_proce
     code, stdout, _ = publish(run, in_process, "--repo", "tiny", "--out", tmp_path / "out")
     assert (code, stdout.strip()) == (0, "https://hub/somebody/tiny")
     files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert hub.uploaded == files and hub.create_commit.call_count == 1
+    assert hub.uploaded == files and hub.upload_folder.call_count == 1
     assert 'create_model("hf-hub:somebody/tiny"' in files["README.md"].decode()
     hub.create_repo.assert_called_once_with("somebody/tiny", private=False, exist_ok=True)
 
@@ -185,7 +189,7 @@ def test_without_the_hubs_leave_nothing_is_written(run, tmp_path, in_process, hu
         assert sorted(run.parent.rglob("*")) == before
         return err
 
-    hub.create_commit.side_effect = OSError("the disk\nis full")
+    hub.upload_folder.side_effect = OSError("the disk\nis full")
     assert "--repo somebody/tiny: not uploaded: the disk" in refused()
     hub.whoami.side_effect = OSError("no route")
     assert "https://hub does not answer, or refuses the token: no" in refused(

@@ -16,9 +16,9 @@ from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
 from stages import phase_b, train
-from stages.compare.cells import Cell, default_cells, resolve, sweep_cells
+from stages.compare.rows import Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check
-from stages.compare.trainings import as_run, digest
+from stages.compare.trainings import digest
 from stages.plan import random_data
 
 PLAIN = ("attentions", "attentionx_gamma", "baselines", "belief2_signals", "belief2_tables")
@@ -43,7 +43,7 @@ def test_a_step_of_every_shipped_configuration(name):
     """Trained on the labels alone, on two images."""
     settings = config.load(name, ["data.batch_size=2", "threads=1", "precision=float32"])
     data = data_of(name, settings)
-    job = phase_b.build(as_run(settings, 0, baseline=True), data, None)
+    job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
     update = Update(train.training_state(job), 2)
@@ -59,30 +59,28 @@ def test_a_step_of_every_shipped_configuration(name):
     assert "head.weight" in changed and "blocks.0.attn.qkv.weight" in changed
 
 
-def resolved(base: Settings, sweep: str) -> list[tuple[Cell, Settings]]:
-    """Every cell of a sweep over a configuration."""
-    defaults = default_cells(base, ["standard"], tune=False)
-    cells = sweep_cells(config.read_yaml(sweep, "sweeps"), sweep, defaults)
-    by_name = {cell.name: cell for cell in cells}
-    return [(cell, resolve(cell, by_name, {}, base)) for cell in cells]
+def resolved(base: Settings, sweep: str) -> list[tuple[Row, Settings]]:
+    """Every row of a sweep over a configuration."""
+    rows = sweep_rows(config.read_yaml(sweep, "sweeps"), sweep, default_rows(base, ["standard"]))
+    return [(row, resolve(row, base)) for row in rows]
 
 
 def counts(name: str, sweep: str) -> dict[str, int]:
-    """Parameters of every cell of a sweep over a configuration."""
+    """Parameters of every row of a sweep over a configuration."""
     base = config.load(name)
     data = data_of(name, base)
     return {
-        cell.name: count_parameters(build_student(settings, data, "meta"))
-        for cell, settings in resolved(base, sweep)
+        row.name: count_parameters(build_student(settings, data, "meta"))
+        for row, settings in resolved(base, sweep)
     }
 
 
 def test_the_parameters_of_belief2s_tables():
     """*Belief2, tables 2 and 3*, in millions."""
     sizes = counts("belief2_cifar100", "belief2_tables")
-    millions = {cell: count / 1e6 for cell, count in sizes.items()}
-    for cell in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
-        assert millions[cell] == pytest.approx(3.38, abs=0.005), cell
+    millions = {row: count / 1e6 for row, count in sizes.items()}
+    for row in ("plain ViT", "belief_star", "belief2", "belief2, no ZZ', equal parameters"):
+        assert millions[row] == pytest.approx(3.38, abs=0.005), row
     assert millions["belief2, no ZZ'"] == pytest.approx(3.04, abs=0.01)
     assert millions["belief2, no FFN"] == pytest.approx(2.04, abs=0.005)
 
@@ -90,8 +88,8 @@ def test_the_parameters_of_belief2s_tables():
 @pytest.mark.parametrize("name", ["fashion_mnist_plain", "cifar10_small"])
 def test_small_recipes_have_equal_parameters_too(name):
     sizes = counts(name, "belief2_tables")
-    for cell in ("belief_star", "belief2", "belief2, SiLU", "belief2, no ZZ', equal parameters"):
-        assert sizes[cell] == pytest.approx(sizes["plain ViT"], rel=0.005), cell
+    for row in ("belief_star", "belief2", "belief2, SiLU", "belief2, no ZZ', equal parameters"):
+        assert sizes[row] == pytest.approx(sizes["plain ViT"], rel=0.005), row
     assert sizes["belief2, no ZZ'"] == sizes["belief2"] - 4 * 64 * 64  # the FFN stays
     for size in counts(name, "attentions").values():
         assert size == pytest.approx(sizes["plain ViT"], rel=0.005)
@@ -123,11 +121,9 @@ SMALL = ["data.name=digits", "data.train_images=null", "model.name=gauvit_pico_p
 def test_every_shipped_sweep_can_be_run_and_is_as_many_runs_as_cells(sweep):
     """With the digits' 16 tokens, for eight keys."""
     base = config.load(MEANT_FOR.get(sweep, "fashion_mnist"), [*SMALL, "model.args={}"])
-    cells, data = resolved(base, sweep), load_data(base.data)
-    assert (sweep in PLAIN) == all(cell.plain for cell, _ in cells)
-    runs = {
-        digest(as_run(settings, 0, baseline=cell.plain), cell.plain) for cell, settings in cells
-    }
-    assert cells[0][0].name == "plain ViT" and (len(runs) == len(cells) or sweep not in PLAIN)
-    for cell, settings in cells:
-        check(cell, settings, data)
+    rows, data = resolved(base, sweep), load_data(base.data)
+    assert (sweep in PLAIN) == all(row.plain for row, _ in rows)
+    runs = {digest(settings, row.plain) for row, settings in rows}
+    assert rows[0][0].name == "plain ViT" and (len(runs) == len(rows) or sweep not in PLAIN)
+    for row, settings in rows:
+        check(row, settings, data)

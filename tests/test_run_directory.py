@@ -16,6 +16,7 @@ from processes import FORKS
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
 from stages.runs.directory import RunDirectory, last_used, locked
+from stages.runs.students import removed_if_refused
 
 TINY = tiny(60, 30, 1, depth=1)
 SETS = sets(*TINY)
@@ -130,3 +131,21 @@ def test_students_may_be_trained_at_once_but_not_the_same_one(made, in_process):
         code, _, err = in_process(*train, "--student", "belief", "--resume")
         assert code == 2 and f"(pid {student.pid}) is using this student" in err
         assert in_process("export-maps", "--run-dir", made, "--overwrite")[0] == 2
+
+
+def test_two_first_commands_at_once(made, tmp_path, in_process):
+    """The one that comes second ends in a line, and what is refused leaves the first one's folder
+    alone."""
+    with hold(tmp_path / "new") as other:
+        code, _, err = in_process("train", "--run-dir", tmp_path / "new", *SETS)
+        assert (code, err.count("\n")) == (2, 1) and f"(pid {other.pid})" in err
+    student = made / "phase_b" / "both"
+    for is_used in (True, False):
+        other = hold(student) if is_used else contextlib.nullcontext()
+        with other:
+            student.mkdir(exist_ok=True)
+            code, _, err = in_process("phase-b", "--run-dir", made, "--name", "both")
+            assert code == 2 and "both already exists" in err
+            with pytest.raises(UserError), removed_if_refused(student, created=True):
+                raise UserError("refused")
+        assert student.is_dir() == is_used

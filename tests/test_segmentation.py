@@ -174,7 +174,7 @@ def change(camvid, name, content):
         (("trainannot/0.png", np.zeros((8, 4), np.uint8)), [], "4 x 8 pixels, its .* 32 x 24"),
         (None, ["--size", "16", "26"], "--size 16 26: 26 is not a multiple .* 4; 24 or 28 is"),
         (None, ["--classes", "2"], "--classes 2 allows 0 to 1"),
-        (None, ["--model", "no_such_vit"], "no_such_vit is neither a folder nor a model of timm"),
+        (None, ["--model", "no_such_vit"], "--model: timm cannot build no_such_vit"),
         (None, ["--model", "resnet18"], "resnet18"),
         (None, ["--model", "no_such_vit", "--pretrained"], "timm has no weights 'no_such_vit'"),
         (None, ["--model", "vit_tiny_patch16_224", "--pretrained"], "--download fetches them"),

@@ -109,10 +109,7 @@ def test_numbers_written_by_someone_else_are_found(gaussian):
     url, _, _ = gaussian
     zarr.open_array(url / "gaussians")[9, 1, 2, 3, 0] = np.nan
     zarr.open_array(url / "labels")[2] = 4
-    assert [(p.shard, p.array, p.start, p.stop, "finite" in p.what) for p in store.verify(url)] == [
-        (0, "labels", 2, 3, False),
-        (2, "gaussians", 9, 10, True),
-    ]
+    assert damaged_images(url) == [(0, "labels", 2, 3), (2, "gaussians", 9, 10)]
 
 
 def test_repair_writes_only_what_is_damaged(gaussian):

@@ -19,6 +19,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
 from gaupipe.distillation.kinds import KINDS, chosen
 from gaupipe.distillation.student import layer_map
+from gaupipe.distillation.warm_start import warm_start
 from gaupipe.maps.views import from_top_k, top_k
 from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import load as config
@@ -27,7 +28,7 @@ from gaupipe.system.errors import UserError
 from stages import evaluate, export_maps, phase_b
 from stages.image_maps import StudentMaps, image_pixels, images_of
 from stages.phase_a import gaussian as phase_a
-from stages.publish import model_card
+from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
 from stages.runs.directory import RunDirectory
@@ -304,7 +305,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     export_maps.run(run, "topk")
     job = phase_b.build(settings, data, RunDirectory(run))
     teacher = phase_a.load(RunDirectory(run), data).teacher
-    phase_b.start_from_teacher(job, teacher)
+    warm_start(job.student, teacher.weights())
     images = first_images(run, 8)
     torch.testing.assert_close(job.student.eval()(images), teacher(images))
 
@@ -327,7 +328,6 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
     "overrides,message",
     [
         (["phase_a.teacher_args={depth: 3, embed_dim: 48}", "phase_b.head_map=[5, 5]"], "head_map"),
-        (["phase_b.warm_start=prior"], "needs phase_a.teacher=gaussian"),
         (["phase_a.per_image=embedding"], "has no Gaussians"),
         (["phase_a.teacher=gaussian", "phase_a.teacher_args={depth: 3}"], "teacher_args"),
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
@@ -388,9 +388,8 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
     assert "another teacher" in scores["no_teacher"] and "teacher_top1" not in scores
     assert len(scores["map_kl"]) == 2
-    commands = model_card.commands(evaluate.load_student(run, "seven"), tested=False)
-    (line,) = (line for line in commands if "export-maps" in line)
-    assert "--set 'phase_a.teacher_args={\"num_classes\": 0}'" in line
+    published = publish.published_settings(evaluate.load_student(run, "seven")).phase_a
+    assert (published.teacher, published.teacher_args) == ("local-dir:seven", {"num_classes": 0})
     export_maps.run(run)
     shutil.rmtree(out)
     assert "map_kl" not in evaluate.run(run, "seven")
@@ -399,8 +398,9 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
 def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_process):
     """The other teacher does not have to fit what phase B was to do with the run's own."""
     folder = tmp_path / "gaussians"
-    gaussian = ("phase_a.teacher=gaussian", "phase_a.per_image=none", "phase_b.warm_start=prior")
-    phase_a.run(settings_with(*gaussian), folder)
+    gaussian = ("phase_a.teacher=gaussian", "phase_a.per_image=none", "phase_b.warm_start=exact")
+    option = "phase_b.attention_options={prior: true}"
+    phase_a.run(settings_with(*gaussian, option), folder)
     out = tmp_path / "vit.zarr"
     vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
     export = ["export-maps", "--run-dir", folder, "--teacher", vit, "--kind", "topk", "--out", out]

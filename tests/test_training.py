@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
+from gaupipe.data.buckets import Buckets
 from gaupipe.settings import LogSettings, OptimSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.image_state import ImageState
@@ -71,18 +72,15 @@ def test_a_per_image_gradient_is_that_of_the_images_own_loss(size, accumulate):
     torch.testing.assert_close(update.per_image_gradient(parameters), alone.grad)
 
 
-@pytest.mark.parametrize(
-    "step,message",
-    [(1, "before any weight has changed.*lower model.init_std"), (2, "lower optim.lr")],
-)
-def test_a_loss_that_is_not_finite_stops_with_one_line(step, message):
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_loss_that_is_not_finite_stops_with_one_line(step):
     state = make()
     update = Update(state, steps=2)
     for _ in range(step - 1):
         update(loss_of(state.modules, torch.ones(1, 3)))
     before = [parameter.clone() for parameter in state.modules.parameters()]
     where = f"the loss is nan in epoch 1, step {step} of 2"
-    with pytest.raises(UserError, match=f"{where}.*{message}"):
+    with pytest.raises(UserError, match=f"{where}.*lower optim.lr.*model.init_std"):
         update(loss_of(state.modules, torch.full((1, 3), torch.nan)))
     assert all(map(torch.equal, before, state.modules.parameters()))
 
@@ -106,11 +104,12 @@ def test_an_optimizer_of_timm_trains_or_is_refused_by_name(name, refusal):
 
 
 def test_per_image_parameters_without_a_finite_gradient_stay(tmp_path):
-    state = ImageState(3, torch.zeros(2), lr=0.1, folder=tmp_path)
+    state = ImageState(Buckets(3), torch.zeros(2), lr=0.1, folder=tmp_path)
     gradient = torch.tensor([[1.0, 1.0], [torch.inf, 1.0], [1.0, torch.nan]])
     state.update(torch.arange(3), gradient)
     assert state.steps.tolist() == [1, 0, 0]
-    torch.testing.assert_close(state.parameters(), torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]]))
+    expected = torch.tensor([[-0.1, -0.1], [0, 0], [0, 0]])
+    torch.testing.assert_close(state.read(torch.arange(3)), expected)
 
 
 def test_means_weigh_batches_by_their_images(tmp_path):

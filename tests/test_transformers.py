@@ -1,7 +1,5 @@
-"""The attentions in Hugging Face's transformers: against numpy, with every cache, and converted."""
+"""The attentions in Hugging Face's transformers: against numpy, and with every cache."""
 
-import copy
-import pickle
 import warnings
 
 import numpy as np
@@ -23,7 +21,6 @@ from transformers import (
     LlamaConfig,
     MarianConfig,
     MistralConfig,
-    OPTConfig,
     Qwen2Config,
     Qwen3Config,
     StaticCache,
@@ -31,11 +28,9 @@ from transformers import (
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.utils import logging
 
-import gaupipe.vit.transformers as ours
-from gaupipe.attention import ATTENTION
+import gaupipe.transformers as ours
 from gaupipe.system.errors import UserError
-from gaupipe.vit.cached_attention import attend, visible_and_own
-from gaupipe.vit.transformers import attentions, convert, output_of
+from gaupipe.transformers import attend, visible_and_own
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -66,19 +61,11 @@ def config_of(family, **changes):
     return config_class(**{**sizes, **tokens, "initializer_range": 0.2, **changes})
 
 
-def model_of(family, attention="sdpa", **changes):
-    """A tiny model with weights large enough for attention to be far from uniform; ``attention`` is
-    an implementation or a key to convert to."""
+def model_of(family, attention, **changes):
+    """A tiny model with weights large enough for attention to be far from uniform."""
     torch.manual_seed(0)
     config = config_of(family, **changes)
-    if attention in (*IMPLEMENTATIONS, "sdpa"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    model = convert(AutoModelForCausalLM.from_config(config), attention)
-    for module in attentions(model):  # what convert starts at 0, or near it
-        for child in output_of(module).attention.children():
-            if isinstance(child, nn.Linear):
-                nn.init.normal_(child.weight, std=0.3)
-    return model.eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
 def numpy_signals(q, k, v, queries, keys, padding, window, kind, gamma=1.0, mask_diagonal=False):
@@ -185,9 +172,7 @@ def test_a_mask_of_the_users_own(additive, hide_own):
     "family, attention",
     [
         *((family, key) for family in CONFIGS for key in ("gau_belief", "gau_attentionx")),
-        *((family, "belief2") for family in CONFIGS),
         ("llama", "gau_xsa"),
-        ("llama", "belief_star"),
     ],
 )
 def test_generated_text_and_logits_do_not_depend_on_the_cache(family, attention):
@@ -216,9 +201,8 @@ def test_generated_text_and_logits_do_not_depend_on_the_cache(family, attention)
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("attention", ["gau_attentionx", "belief2"])
-def test_packed_sequences_do_not_see_each_other(attention):
-    model = model_of("llama", attention)
+def test_packed_sequences_do_not_see_each_other():
+    model = model_of("llama", "gau_attentionx")
     first, second = torch.randint(1, 61, (1, 4)), torch.randint(1, 61, (1, 5))
     positions = torch.tensor([[*range(4), *range(5)]])
     packed = torch.cat([first, second], 1)
@@ -227,128 +211,13 @@ def test_packed_sequences_do_not_see_each_other(attention):
     torch.testing.assert_close(logits, apart, rtol=0, atol=3e-5)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-@pytest.mark.parametrize("key", [key for key in ATTENTION if key != "gaussian"])
-def test_a_converted_attention_is_the_class_of_that_key(family, key):
-    """Its update, with weights of its own, against the class that timm's models have."""
-    changes = dict(num_key_value_heads=4) if family == "llama" else {}
-    model = model_of(family, key, **changes)
-    module = attentions(model)[0]
-    mine = output_of(module).attention
-    layer = ATTENTION[key](32, 4, qkv_bias=family == "gpt2", proj_bias=family == "gpt2")
-    if key == "belief2":
-        layer.activation = mine.activation
-    state = dict(mine.state_dict())
-    if family == "gpt2":
-        state["qkv.weight"], state["qkv.bias"] = module.c_attn.weight.T, module.c_attn.bias
-        x, given = torch.randn(2, 7, 32), {}
-    else:
-        projections = (module.q_proj, module.k_proj, module.v_proj)
-        state["qkv.weight"] = torch.cat([projection.weight for projection in projections])
-        x = torch.randn(2, 7, 32)  # with all angles 0, rotary positions do nothing
-        given = dict(position_embeddings=(torch.ones(2, 7, 8), torch.zeros(2, 7, 8)))
-    layer.load_state_dict(state)
-    update, _ = module(x, attention_mask=None, **given)
-    torch.testing.assert_close(update, layer(x, is_causal=True), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_to_belief2_the_outputs_do_not_change(family):
-    """*Belief2, proposition 1*, and nothing is shared with the source."""
-    model = model_of(family)
-    before = copy.deepcopy(model.state_dict())
-    ids = torch.randint(1, 61, (2, 9))
-    converted = convert(model, "belief2")
-    logits = model(ids).logits
-    torch.testing.assert_close(converted(ids).logits, logits, rtol=0, atol=3e-5)
-    for parameter in converted.parameters():
-        parameter.data.zero_()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_the_output_matrix_of_attentionx_changes_its_sign():
-    plain = model_of("gpt2")
-    turned = attentions(convert(plain, "attentionx", **NO_MASK))[0].c_proj.attention
-    old = attentions(plain)[0].c_proj
-    assert torch.equal(turned.proj.weight, -old.weight.T)
-    assert torch.equal(turned.proj.bias, old.bias) and turned.gamma == 3
-
-
-@pytest.mark.parametrize(
-    "implementation, key",
-    [
-        ("gau_belief", "belief"),
-        ("gau_belief", "belief2"),
-        ("gau_xsa", "belief_star"),
-        ("gau_attentionx", "attentionx"),
-    ],
-)
-def test_a_model_with_a_registered_attention_is_converted_as_one_of_that(implementation, key):
-    plain = model_of("qwen3", implementation)
-    ids = torch.randint(1, 61, (2, 9))
-    logits = convert(plain, key)(ids).logits
-    torch.testing.assert_close(logits, plain(ids).logits, rtol=0, atol=3e-5)
-
-
-@pytest.mark.parametrize(
-    "family, attention, options",
-    [
-        ("gpt2", "belief_star", {"signal": "concat"}),
-        ("mistral", "belief2", {"activation": "silu"}),
-        ("qwen3", "attentionx", NO_MASK),
-    ],
-)
-def test_a_converted_model_is_saved_and_comes_back(family, attention, options, tmp_path):
-    plain = AutoModelForCausalLM.from_config(config_of(family), dtype=torch.bfloat16)
-    model = convert(plain, attention, **options).eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(again) is type(model) and again.dtype == torch.bfloat16
-    assert again.config.gau_options == {**ATTENTION[attention].conversion_options, **options}
-    ids = torch.randint(1, 61, (2, 9))
-    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=0)
-    copied = pickle.loads(pickle.dumps(model))
-    torch.testing.assert_close(copied(ids).logits, model(ids).logits, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("key", ["belief_star", "belief2"])
-def test_every_weight_of_a_model_from_scratch_learns(key):
-    config = ours.GauLlamaConfig(**GROUPED, gau_attention=key)
-    model = AutoModelForCausalLM.from_config(config)
-    ids = torch.randint(1, 61, (2, 9))
-    model.train()(ids, labels=ids).loss.backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
-    assert model.get_input_embeddings().weight.std() > 0.01
-
-
-@pytest.mark.parametrize(
-    "attention, options, message",
-    [
-        ("belif", {}, "did you mean 'belief'"),
-        ("gaussian", {}, "a language model cannot have it"),
-        ("belief2", {"activatoin": "gelu"}, "did you mean 'activation'"),
-        ("belief", {}, "cannot convert a OPTForCausalLM: only GPT2LMHeadModel, Llama"),
-    ],
-)
-def test_it_says_what_it_cannot_convert(attention, options, message):
-    sizes = dict(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=8)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(OPTConfig(vocab_size=9, **sizes))
-    with pytest.raises(UserError, match=message):
-        convert(model, attention, **options)
-
-
 def test_a_model_remembers_the_attention_it_was_trained_with(tmp_path):
     model_of("llama", "gau_belief").save_pretrained(tmp_path)
     load = AutoModelForCausalLM.from_pretrained
     with pytest.warns(UserWarning, match="attn_implementation='gau_belief', which its weights"):
         load(tmp_path)
     with warnings.catch_warnings(action="error"):
-        loaded = load(tmp_path, attn_implementation="gau_belief")
-        convert(loaded, "belief2").save_pretrained(tmp_path / "converted")
-        load(tmp_path / "converted")
+        load(tmp_path, attn_implementation="gau_belief")
     with pytest.raises(UserError, match="'gau_beleif'; did you mean 'gau_belief'"):
         load(tmp_path, attn_implementation="gau_beleif")
 
@@ -361,10 +230,6 @@ def test_what_the_functions_cannot_do_is_refused():
         attend(nn.Linear(1, 1), q, k, k, None, is_causal=False)
     with pytest.raises(UserError, match="did you mean 'gamma'"):
         model_of("gpt2", "gau_attentionx", gau_options={"gama": 3.0})(torch.ones(1, 2).long())
-    with pytest.raises(UserError, match="the model has 'belief2': convert it"):
-        model_of("gpt2", "belief2").set_attn_implementation("sdpa")
-    with pytest.raises(UserError, match="add_cross_attention"):
-        ours.GauGPT2LMHeadModel(ours.GauGPT2Config(n_layer=1, add_cross_attention=True))
 
 
 SMALL = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

@@ -23,7 +23,6 @@ import uvicorn
 import store
 from arguments import sets
 from gaupipe.system.errors import UserError
-from stages.figures import key_attention
 from stages.view import page
 from stages.view.app import make_app
 from stages.view.gallery import stored_gallery
@@ -153,12 +152,10 @@ def test_what_the_server_answers(written):
             ("api/image/3?view=x", 404, "whole number"),
             (f"api/image/{MANY}", 404, "whole number"),
             (f"api/pixels/x/{MANY}.png", 404, "whole number"),
-            (f"api/epochs/{MANY}", 404, "whole number"),
             (f"api/gallery?page={MANY}", 404, "whole number"),
             ("api/gallery?order=x", 404, "should be one of"),
             ("api/student/3?student=standard", 404, "not one of none"),
             ("api/relevance/3?class=x", 404, "whole number"),
-            ("api/epochs/3", 404, "no snapshots"),
             ("api/pixels/x/3.png", 404, "still being read"),
         ):
             answer = get(f"{address}/{path}")
@@ -255,27 +252,6 @@ def test_a_file_that_does_not_fit_on_the_disk_leaves_nothing(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     assert in_process(*arguments, cwd=folder)[0] == 0
     assert len(list(folder.iterdir())) == len(before) + 1
-
-
-@pytest.mark.parametrize(
-    "name, content, message",
-    [
-        ("0x.npy", b"", "0x.npy: is no snapshot"),
-        (f"{'9' * 200}.npy", b"", "is no snapshot"),
-        ("0001.npy", b"junk", "0001.npy: the snapshot is damaged"),
-        ("0001.npy", b"", "0001.npy: the snapshot is damaged"),
-        (".0001.npy.partial-1.npy", b"", None),
-    ],
-)
-def test_a_snapshot_that_is_none(tmp_path, name, content, message):
-    (tmp_path / "key_attention").mkdir()
-    (tmp_path / "key_attention" / name).write_bytes(content)
-    if message is None:
-        assert key_attention.read(tmp_path).size == 0
-        return
-    with pytest.raises(UserError, match=message) as error:
-        key_attention.read(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("option", ["--head", "--query"])

@@ -42,8 +42,7 @@ KINDS = {
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
 SETTINGS = [*TINY, "data.train_images=60", "data.batch_size=20", "phase_a.max_epochs=2"]
-SETTINGS += ["phase_a.stop_accuracy=1", "phase_b.epochs=2", "baseline.epochs=1", "key_snapshots=3"]
-SNAPSHOTS = [0, 29, 59]
+SETTINGS += ["phase_a.stop_accuracy=1", "phase_b.epochs=2", "baseline.epochs=1"]
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +197,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on the digits, with a teacher, its store, a student and snapshots."""
+    """A run on the digits, with a teacher, its store and a student."""
     folder = tmp_path_factory.mktemp("browser") / "run"
     run_all(config.load("digits", SETTINGS), folder)
     return folder
@@ -327,9 +326,8 @@ def test_a_theme_that_is_chosen_goes_before_the_systems(page, browser):
 def test_a_link_shows_the_same(page, browser):
     page.open(
         "image=29&layer=1&head=1&query=9&direction=to&student=standard&show=teacher&opacity=0.3"
-        "&scale=one&order=sure&class=2&epoch=0&theme=dark"
+        "&scale=one&order=sure&class=2&theme=dark"
     )
-    page.until("!document.getElementById('epochs-card').hidden")
     other = Page(browser, page.address)
     other.open(page.page.url.partition("#")[2])
     for one in (page, other):
@@ -337,7 +335,6 @@ def test_a_link_shows_the_same(page, browser):
         assert one.page.evaluate("document.documentElement.dataset.theme") == "dark"
         assert one.page.get_attribute("[data-show=teacher]", "aria-pressed") == "true"
         assert one.page.is_checked("#scale") and one.page.input_value("#opacity") == "0.3"
-        assert "epoch 1 of 2" in one.text("#epoch-text")
     pictures = [
         one.page.evaluate("[...document.querySelectorAll('canvas')].map(c => c.toDataURL())")
         for one in (page, other)
@@ -380,19 +377,6 @@ def test_numbers_of_heads_and_rollout(page, run):
         assert f"entropy {entropy[head]:.2f} nats" in label
         assert f"distance {distance[head]:.2f} tokens" in label
     assert page.page.locator("#charts svg").count() == 2
-
-
-def test_snapshots(page, run):
-    page.open(f"image={SNAPSHOTS[1]}")
-    page.page.wait_for_selector("text=epoch 2 of 2")
-    assert page.page.locator("#epoch-maps canvas").count() == 2
-    page.page.fill("#epoch", "0")
-    page.page.wait_for_selector("text=epoch 1 of 2")
-    assert page.state()["epoch"] == "0"
-    page.open("image=1")
-    page.page.wait_for_selector("text=were kept of the images")
-    page.page.click(f"#epoch-note button:has-text('{SNAPSHOTS[2]}')")
-    page.page.wait_for_selector(f"h2:has-text('Image {SNAPSHOTS[2]}:')")
 
 
 def test_png_and_pixels(page, run):
@@ -451,6 +435,9 @@ def test_a_run_without_a_store_shows_its_students(browser, run, tmp_path, scheme
         page.page.select_option("#split", "train")
         page.until("document.querySelector('#page-text').textContent.endsWith('of 60')")
         assert page.state()["split"] == "train" and page.complaints == []
+        page.open("split=val&image=130")
+        page.until("document.querySelector('[aria-current]')?.dataset.id == 130")
+        assert page.text("#page-text").startswith("121")
         page.open("student=nobody&split=test")
         assert "no student “nobody”" in page.text("#banner")
         page.page.close()
@@ -467,7 +454,6 @@ def test_a_page_without_a_server(browser, run, tmp_path, in_process):
     assert page.page.locator(".thumb img").count() == 2
     seen = inspect_maps.attention(29, run_dir=run, student="standard", layer=1, head="1", query="2")
     same(json.loads(page.saved("#json")), seen)
-    page.page.wait_for_selector("text=epoch 2 of 2")
     page.page.select_option("#student", "")
     page.until("document.querySelectorAll('#panes canvas').length == 1")
     page.press("p")

@@ -15,9 +15,11 @@ import store
 from arguments import unpacked
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import alone_in
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
 from stages.any_vit import fitted, open_model
+from stages.runs import resources
 from stages.view.page import write_page
 from stages.view.serve import live_teacher, open_viewer
 from stages.view.viewer import Viewer
@@ -40,10 +42,10 @@ def pictures(tmp_path_factory):
     return folder
 
 
-def saved(folder, seed=0):
+def saved(folder, seed=0, **sizes):
     """A random ViT with a class token and two registers, as a folder."""
     torch.manual_seed(seed)
-    model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES))
+    model = randomised(timm.create_model("vit_tiny_patch16_224", reg_tokens=2, **SIZES | sizes))
     save_student(model, folder, mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=1.0)
     return f"local-dir:{folder}"
 
@@ -132,6 +134,17 @@ def test_the_page_shows_class_and_register_tokens(viewer, pictures, browser):  #
         page.page.close()
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
+def test_a_model_without_classes_has_a_page(pictures, browser, tmp_path):  # noqa: F811
+    job, _ = open_model(saved(tmp_path, num_classes=0), [pictures], to_look=True)
+    with serving(Viewer("x", {"x": lambda _: live_teacher(job)}, data=job.data)) as address:
+        page = Page(browser, f"{address}/")
+        page.open("image=1&head=1")
+        shown = json.loads(page.saved("#json"))
+        assert shown["predicted"] is None and page.complaints == []
+        page.page.close()
+
+
 def test_a_page_without_a_server_holds_the_maps(viewer, tmp_path):
     write_page(viewer, tmp_path / "page.html", [0, 1], "train", {"image": 0})
     text = (tmp_path / "page.html").read_text()
@@ -156,7 +169,7 @@ def test_a_store_of_a_model_round_trips(viewer, model, pictures, tmp_path, in_pr
     tolerance = 1e-3 if kind == "dense" else 6e-3
     np.testing.assert_allclose(np.ravel(shown["map"]), maps[1, 0, 0, 3:], atol=tolerance)
     np.testing.assert_allclose(list(shown["extra"].values()), maps[1, 0, 0, :3], atol=tolerance)
-    assert shown["label"] is None and list(shown["extra"]) == EXTRA
+    assert shown["label"] is None and list(shown["extra"]) == EXTRA and shown["by"] == model
     opened = open_viewer(str(url), None)
     opened.load_images()
     opened.gallery("train", "").read_all()
@@ -189,6 +202,34 @@ def test_an_unfinished_store_is_continued_by_its_own_model_alone(
     assert {path: path.read_bytes() for path in before} == before
 
 
+def test_a_store_says_whose_it_is_in_any_folder(tmp_path, pictures, in_process):
+    saved(tmp_path / "model")
+    command = ("export-maps", "--model", "local-dir:model", "--images", pictures, "--out", "s")
+    assert in_process(*command, "--image-size", 16, cwd=tmp_path)[0] == 0
+    schema = store.open(tmp_path / "s").schema
+    assert schema.grid == (2, 2) and schema.extra["teacher"] == f"local-dir:{tmp_path / 'model'}"
+    assert in_process("verify", tmp_path / "s", "--teacher", cwd=pictures)[0] == 0
+
+
+def test_two_exports_do_not_write_one_store(model, pictures, tmp_path, in_process):
+    command = ("export-maps", "--model", model, "--images", pictures, "--out", tmp_path)
+    with alone_in(tmp_path):
+        code, _, err = in_process(*command)
+    assert (code, err.count("\n")) == (2, 1) and "another process writes this store" in err
+    assert not any(tmp_path.iterdir()) and in_process(*command)[0] == 0
+
+
+@pytest.mark.parametrize("measure", ["free_disk", "available_memory"])
+def test_an_export_that_does_not_fit_is_refused(
+    model, pictures, tmp_path, in_process, monkeypatch, measure
+):
+    monkeypatch.setattr(resources, measure, lambda *_: 1)
+    command = ("export-maps", "--model", model, "--images", pictures, "--out", tmp_path / "s")
+    code, _, err = in_process(*command)
+    assert (code, err.count("\n")) == (2, 1) and "--force" in err and not any(tmp_path.iterdir())
+    assert in_process(*command, "--force")[0] == 0
+
+
 @pytest.mark.parametrize(
     "arguments,message",
     [
@@ -196,6 +237,7 @@ def test_an_unfinished_store_is_continued_by_its_own_model_alone(
         (["--model", "MODEL", "--images", "PICTURES"], "name the store with --out"),
         (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--views", 2], "--views"),
         (["--model", "MODEL", "--images", "PICTURES", "--out", "o", "--kind", "prior"], "or dense"),
+        (["--image-size", 32], "belongs to --model"),
         (["--model", "MODEL", "--images", "none", "--out", "o"], "no such file or folder"),
         (["--model", "resnet18.a1_in1k", "--images", "PICTURES", "--out", "o"], "not on this"),
     ],
@@ -215,6 +257,20 @@ def test_without_weights_the_page_says_that_they_are_random(pictures):
     assert "Random weights" in note and "--download" in note and job.shape.grid == (2, 2)
 
 
+def test_a_model_of_the_hub_is_taken_from_its_cache(pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="not on this machine: --download"):
+        open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert "Random" in open_model("hf-hub:timm/vit_tiny_patch16_224", [pictures], to_look=True)[1]
+    repository = tmp_path / "models--somebody--mine"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    saved(repository / "snapshots" / ("0" * 40))
+    job, note = open_model("hf-hub:somebody/mine", [pictures], to_look=True)
+    assert note == "" and job.teacher.prefix == 3 and job.data.image_size == 32
+
+
 def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     model = timm.create_model("vit_tiny_patch16_224", **SIZES | dict(img_size=256))
     size, note = fitted(model)
@@ -225,8 +281,9 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
     "source,arguments,message",
     [
         ("swin_tiny_patch4_window7_224", {}, "does not attend over all patches"),
-        ("resnet18", {}, "no attention"),
+        ("resnet18", {}, "0 attention maps"),
         ("no_such_model", {}, "timm has no weights"),
+        ("hf-hub:a/b/c", {}, "timm has no weights"),
         ("vit_tiny_patch16_224", dict(image_size=33), "--image-size 33"),
     ],
 )

@@ -107,7 +107,7 @@ def main(folder: Path) -> None:
         make_photos(folder)
         settings = [part for setting in TRAINING for part in ("--set", setting)]
         gaupipe("train", "--data", folder / "crops", "--run-dir", folder / "of_photos", *settings)
-        gaupipe("run", "digits", "--run-dir", folder / "of_digits", "--set", "key_snapshots=12")
+        gaupipe("run", "digits", "--run-dir", folder / "of_digits")
     (student,) = (folder / "of_photos" / "plain").glob("*/student")
     of_photos = "--model", student, "--images", folder / "photos", "--image-size", "160"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.fx
 import torch.nn.functional as F
-from timm.layers import Attention, apply_rot_embed_cat
+from timm.layers import Attention
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.system.errors import UserError
@@ -40,11 +41,6 @@ class StudentAttention(Attention):
 
     conversion_options: dict = {}
     """Options that stand in for the defaults where trained weights are taken over."""
-
-    num_prefix_tokens = 0
-    """Tokens at the beginning that have no rotary position: class and register tokens."""
-    rotate_half = False
-    """True if a rotary position turns channels of the two halves together, not neighbours."""
 
     def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
         super().__init__(dim, num_heads, **arguments)
@@ -91,8 +87,6 @@ class StudentAttention(Attention):
             if present is not weight:
                 present.data.copy_(weight)
         self.scale = old.scale
-        for name in ("num_prefix_tokens", "rotate_half"):
-            setattr(self, name, getattr(old, name, getattr(self, name)))
 
     def project(self, x: Tensor) -> tuple[Any, Any, Tensor]:
         """Queries, keys and values [B, H, T, d_m] of tokens x [B, T, d]; the first two are None for
@@ -106,14 +100,6 @@ class StudentAttention(Attention):
     def values(self, x: Tensor) -> Tensor:
         """V [B, H, T, d_m] of tokens x [B, T, d], for an attention with ``v`` alone."""
         return self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-    def rotate(self, x: Tensor, rope: Tensor) -> Tensor:
-        """Queries or keys [B, H, T, .] turned by rotary positions ``rope`` as timm's models make
-        them. What is wider than d_m (Z of "belief2") has no position."""
-        rotary, rest = x[..., : self.head_dim], x[..., self.head_dim :]
-        prefix, patches = rotary.tensor_split([self.num_prefix_tokens], dim=2)
-        patches = apply_rot_embed_cat(patches, rope, half=self.rotate_half)
-        return torch.cat([torch.cat([prefix, patches], dim=2), rest], dim=-1).to(x.dtype)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool
@@ -159,21 +145,14 @@ class StudentAttention(Attention):
         return self.proj_drop(self.combine(self.merge(heads, x), merge_heads(v)))
 
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rope: Tensor | None = None,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """The update [B, T, d] that a block adds to its tokens x [B, T, d].
 
         ``attn_mask``, broadcastable to [B, H, T, T], is boolean (True: may be seen) or added to the
-        scores; ``is_causal`` hides the future. Given both, both hold. ``rope``: rotary positions of
-        the tokens after the first :attr:`num_prefix_tokens`, see :meth:`rotate`.
+        scores; ``is_causal`` hides the future. Given both, both hold.
         """
         q, k, v = self.project(x)
-        if rope is not None and q is not None:
-            q, k = self.rotate(q, rope), self.rotate(k, rope)
         return self.output(self.attend(q, k, v, attn_mask, is_causal), v, x)
 
     def forward_with_map(
@@ -220,6 +199,7 @@ def fused_attention(
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
         attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
     plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
+    plain = plain and not has_torch_function((q,))  # as in gaupipe.capture, which sees torch's own
     if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:
         # a map no larger than q, k, v and heads of that width is faster than padding v
         return (q * (scale or q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
-import torch
 from torch import nn
 
 from gaupipe.attention import ATTENTION
@@ -15,28 +13,10 @@ from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:
-    """The class of an attention. Raises UserError for an unknown key and a wrong
-    :attr:`~gaupipe.attention.base.StudentAttention.compares`."""
+    """The class of an attention. Raises UserError for an unknown key."""
     if key not in ATTENTION:
         raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
-    check_compares(ATTENTION[key])
     return ATTENTION[key]
-
-
-@functools.cache
-def check_compares(cls: type[StudentAttention]) -> None:
-    """Raises UserError if a class has ``compares``, but its update does not depend on Q and K."""
-    if not cls.compares:
-        return
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.device("cpu"):
-        attention = cls(8, 2)
-        attention(torch.randn(1, 4, 8)).square().sum().backward()
-    gradient = attention.qkv.weight.grad
-    if gradient is None or not gradient[: 2 * attention.attn_dim].any():
-        raise UserError(
-            f"{cls.__name__}: its update does not depend on queries and keys: set compares = False "
-            "in the class"
-        )
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

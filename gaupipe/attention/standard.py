@@ -16,8 +16,10 @@ from gaupipe.system.errors import UserError
 
 
 class StandardAttention(StudentAttention):
-    """Multi-head attention; update MH W (*BeliefFormer, eqs. 6-9*). Without ``prior``, models of
-    ``gauvit`` have timm's own ``Attention`` in its place, see :func:`in_steps`.
+    """Multi-head attention; update MH W (*BeliefFormer, eqs. 6-9*).
+
+    Without ``prior``, models of ``gauvit`` have timm's own ``Attention`` in its place, see
+    :func:`in_steps`.
 
     With ``prior`` the scores are Q K' / sqrt(d_m) + log P, with P the expected map of a learned
     Gaussian for each head and query: raw numbers (``loc_scale``) ``prior`` [H, T, 4], at the start
@@ -68,17 +70,13 @@ class StandardAttention(StudentAttention):
         return log_factors(from_raw(self.prior, "loc_scale"), self.grid)
 
     def forward(
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        rope: Tensor | None = None,
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """As the base; log P is then a mask of fused attention, which is faster than the channels
         of :meth:`project`. An export has the channels: torch's to ONNX does not take the mask."""
-        special = attn_mask is not None or is_causal or rope is not None
+        special = attn_mask is not None or is_causal
         if not self.has_prior or special or torch.compiler.is_exporting():
-            return super().forward(x, attn_mask, is_causal, rope)
+            return super().forward(x, attn_mask, is_causal)
         assert self.grid is not None
         q, k, v = super().project(x)
         along_y, along_x = self.log_factors().split(self.grid, dim=-1)  # of [H, T, h + w]

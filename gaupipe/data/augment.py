@@ -221,16 +221,14 @@ def shift_and_flip(images: Tensor, shifts: np.ndarray, flips: np.ndarray) -> Ten
     """Views of the same size that start at pixel ``shifts`` [B, 2] (x, y) of their image, 0
     outside it, then mirrored from left to right where ``flips`` [B] says so."""
     height, width = images.shape[-2:]
-    views = torch.zeros_like(images)
-    for image, view, (x, y), flip in zip(
-        images, views, shifts.tolist(), flips.tolist(), strict=True
-    ):
-        seen = image[:, max(y, 0) : max(height + y, 0), max(x, 0) : max(width + x, 0)]
-        top, left = max(-y, 0), max(-x, 0)
-        if flip:
-            seen, left = seen.flip(-1), width - left - seen.shape[-1]
-        view[:, top : top + seen.shape[-2], left : left + seen.shape[-1]] = seen
-    return views
+    margin = int(np.abs(shifts).max(initial=0))
+    padded = F.pad(images, [margin])
+    views = [
+        image[:, margin + y : margin + y + height, margin + x : margin + x + width]
+        for image, (x, y) in zip(padded, shifts.tolist(), strict=True)
+    ]
+    pairs = zip(views, flips.tolist(), strict=True)
+    return torch.stack([view.flip(-1) if flip else view for view, flip in pairs])
 
 
 def _boxes(

@@ -139,7 +139,7 @@ class Batches:
         batches = [np.concatenate([*parts.values()]) for parts in order]
         draws = [np.full(len(ids), drawn) for ids in batches]
         wanted = requests(self.split, batches, augment, draws)
-        self.data.keep(training=not (wanted and wanted[0].crops))
+        self.data.keep(training=not augment.settings.full_size)
         nothing: Iterator[Any] = itertools.repeat(None)
         stored = nothing if maps is None else maps.prefetch(batches)
         images_of, stored = self._timed(self.loader(wanted), "data"), self._timed(stored, "maps")

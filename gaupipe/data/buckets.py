@@ -105,14 +105,9 @@ def check_buckets(images: int, count: int, batch_size: int, world: int | None = 
             f"processes as divide {count}, or another run with data.buckets a multiple of {world}"
         )
 
-    def has_too_few(number: int) -> bool:
-        buckets = Buckets(images, number)
-        return number > 1 and buckets.sizes().min() < 2 * buckets.steps(batch_size)
-
-    if has_too_few(count):
-        works = next(number for number in range(count, 0, -1) if not has_too_few(number))
+    steps = Buckets(images, count).steps(batch_size)
+    if count > 1 and Buckets(images, count).sizes().min() < 2 * steps:
         raise UserError(
             f"data.buckets: {count} buckets of {images} images are too many for batches of "
-            f"{batch_size}, which take two images of each: take at most {works}, or a larger "
-            "data.batch_size"
+            f"{batch_size}, which take two images of each: take fewer, or a larger data.batch_size"
         )

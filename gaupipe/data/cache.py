@@ -8,27 +8,27 @@ import hashlib
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 from google_crc32c import value as crc32c
-from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from gaupipe.system import signals
+from gaupipe.system import machine
 from gaupipe.system.files import alone_in, partial_prefix, whole_file, write_whole
 from gaupipe.system.progress import EpochProgress
 
 UNUSED_DAYS = 60
 """Images that nobody has read for so long are removed when others are kept."""
 
-SHA256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-DIGESTS = TypeAdapter(dict[str, tuple[str, SHA256]])
+MOST_BYTES = 20e9
+"""More bytes of decoded images are not kept; nor is what fills half of the free disk."""
 
 
 def cache_folder() -> Path:
@@ -53,10 +53,9 @@ def digests_file(root: Path) -> Path:
 def read_digests(path: Path) -> dict[str, tuple[str, str]]:
     """{file name: (stamp, SHA-256)}; empty where the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError):
-        if path.is_file():  # a pipe would be waited for
-            check, _, text = path.read_bytes().partition(b"\n")
-            if hashlib.sha256(text).hexdigest().encode() == check:
-                return DIGESTS.validate_json(text)
+        check, _, text = path.read_bytes().partition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() == check:
+            return json.loads(text)
     return {}
 
 
@@ -74,73 +73,92 @@ class ImageCache:
 
     The file begins with the 32 bytes of ``key``, which says what the images are, and the crc32c of
     each image, uint32 [N]; the pixels follow. It appears whole or not at all. Each process checks
-    an image when it reads it for the first time.
+    an image when it reads it for the first time. Nothing is kept unless ``enabled``.
     """
 
-    def __init__(self, name: str, key: bytes, shape: tuple[int, int, int, int]) -> None:
+    def __init__(
+        self, name: str, key: bytes, shape: tuple[int, int, int, int], enabled: bool = True
+    ) -> None:
         self.path = cache_folder() / "images" / name
-        self.key, self.shape = key, shape
+        self.key, self.shape, self.enabled = key, shape, enabled
         self.images: Tensor | None = None  # where nothing is mapped
         self.sums = np.empty(0, dtype=np.uint32)
         self.unchecked = np.ones(shape[0], dtype=bool)
-        self.inode = 0
 
     @property
-    def pixel_bytes(self) -> int:
-        """Of all images."""
-        return math.prod(self.shape)
+    def bytes(self) -> int:
+        """Bytes that the images take in the cache; 0 where :meth:`keep` keeps none."""
+        size, free = math.prod(self.shape), machine.free_disk(cache_folder())
+        fits = self.images is not None or size < min(MOST_BYTES, free / 2)
+        return size if self.enabled and fits else 0
 
     @property
     def _start(self) -> int:
         """Byte of the file at which the pixels begin."""
         return len(self.key) + 4 * self.shape[0]
 
+    def hold(self, images: Tensor) -> None:
+        """Takes images that are in memory alone."""
+        self.images, self.unchecked = images, np.zeros(len(images), dtype=bool)
+
     def open(self) -> bool:
         """Maps the images; False where the file is not there or holds others."""
         with contextlib.suppress(OSError, ValueError):
-            if not self.path.is_file():  # a pipe would be waited for
-                return False
             with self.path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                same_size = status.st_size == self._start + self.pixel_bytes
-                if not same_size or file.read(len(self.key)) != self.key:
+                size = os.fstat(file.fileno()).st_size
+                same_size = size == self._start + math.prod(self.shape)
+                if not (self.enabled and same_size and file.read(len(self.key)) == self.key):
                     return False
                 self.sums = np.fromfile(file, np.uint32, self.shape[0])
                 # torch wants memory that it may write to: "c" leaves the file alone
                 pixels = np.memmap(file, np.uint8, "c", self._start, self.shape)
-            self.images, self.inode = torch.from_numpy(pixels), status.st_ino
+            self.images = torch.from_numpy(pixels)
             os.utime(self.path)  # for _remove_unused; another user's file is refused here
         return self.images is not None
 
     def gather(self, numbers: np.ndarray) -> Tensor | None:
-        """Copies of the images of these numbers, uint8 [B, 3, height, width]; None where one of
-        them is damaged, or none is mapped."""
+        """Copies of the images of these numbers, uint8 [B, 3, height, width]; None where none is
+        mapped, or one of them is damaged, which removes the file."""
         if self.images is None:
             return None
         images = self.images[torch.from_numpy(numbers)]
         for position in np.flatnonzero(self.unchecked[numbers]).tolist():
             number = numbers[position]
             if crc32c(images[position].numpy()) != self.sums[number]:
+                _say(f"{self.path}: damaged; its images are decoded again")
+                self.images = None  # processes that have mapped the file keep theirs
+                with contextlib.suppress(OSError):
+                    self.path.unlink()
                 return None
             self.unchecked[number] = False
         return images
 
+    def keep(self, image_of: Callable[[int], Tensor]) -> None:
+        """Writes ``image_of(number)`` of all numbers, if there is room for them, and maps them. The
+        first of several processes does so, and the others wait. Raises what ``image_of`` raises."""
+        if self.images is not None or not self.bytes:
+            return
+        try:
+            with self._locked():
+                if not self.open() and self.bytes:
+                    self._make(image_of)
+        except OSError as error:
+            _say(
+                f"decoded images cannot be kept in {self.path.parent} ({error.strerror}): "
+                "they are decoded in every epoch; GAUPIPE_CACHE names another folder"
+            )
+            self.enabled = False
+
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Waits until no other process makes or removes the file. Raises OSError where the cache
-        cannot be written."""
+    def _locked(self) -> Iterator[None]:
+        """Waits until no other process makes or removes the file."""
         lock = self.path.with_suffix(".lock")
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()
-        if not lock.is_file():
-            raise OSError(None, "no file", str(lock))
         with alone_in(lock):
             yield
 
-    def make(self, image_of: Callable[[int], Tensor], threads: int) -> None:
-        """Writes ``image_of(number)`` of all numbers, computed in as many threads, and maps them.
-        Raises what it raises, and OSError where the cache cannot be written. The caller has
-        :meth:`locked` the cache."""
+    def _make(self, image_of: Callable[[int], Tensor]) -> None:
         for partial in self.path.parent.glob(f"{partial_prefix(self.path)}*"):  # of killed ones
             partial.unlink()
         _remove_unused(self.path.parent)
@@ -150,7 +168,7 @@ class ImageCache:
             whole_file(self.path) as partial,
             partial.open("wb") as file,
             EpochProgress("decoding images", count, 1) as progress,
-            ThreadPoolExecutor(threads) as pool,
+            ThreadPoolExecutor(max(1, machine.share_of_cores())) as pool,
         ):
             file.seek(self._start)
             for numbers in np.array_split(np.arange(count), -(-count // 128)):
@@ -160,18 +178,9 @@ class ImageCache:
                     sums[number] = crc32c(content)
                     file.write(content)
                 progress.advance(len(numbers))
-                signals.let_through()  # no step has been taken that could be saved
             file.seek(0)
             file.write(self.key + sums.tobytes())
         self.open()
-
-    def remove(self) -> None:
-        """Maps the images no more, and removes the file, unless another process has replaced it.
-        Processes that have mapped it keep the images."""
-        self.images = None
-        with contextlib.suppress(OSError), self.locked():
-            if self.path.stat().st_ino == self.inode:
-                self.path.unlink()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "images": None}
@@ -180,6 +189,10 @@ class ImageCache:
         """Another process maps the file itself."""
         self.__dict__.update(state)
         self.open()
+
+
+def _say(line: str) -> None:
+    print(f"data.cache: {line}", file=sys.stderr)
 
 
 def _remove_unused(folder: Path) -> None:

@@ -6,19 +6,14 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import stat
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from gaupipe.data.decoding import identify, refusing, suffix_of, suffixes
+from gaupipe.data.decoding import identify, is_image, refusing
 from gaupipe.system.errors import UserError
-
-LeftOut = list[tuple[str, str]]
-"""(why, path) of what is not among the images."""
 
 SAMPLE = 200
 """Images whose headers are read to see what the images are like."""
@@ -46,7 +41,7 @@ def layout(root: Path) -> Layout:
     val, test = folders.get("val") or folders.get("validation"), folders.get("test")
     if "train" in folders:
         return Layout(folders["train"], val, test)
-    if folders or not root.is_dir() or not any(entry.is_dir() for entry in _entries(root)):
+    if folders or not root.is_dir() or not any(map(Path.is_dir, root.iterdir())):
         moved = "; if the images of a run have moved, repeat its command (run, phase-a or train) "
         moved += "with --data NEW --run-dir RUN"
         raise UserError(
@@ -57,130 +52,63 @@ def layout(root: Path) -> Layout:
     return Layout(root, None, None)
 
 
-def training_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
-    """:func:`find_classes` of the training images. Raises UserError for a single class too."""
-    classes = find_classes(folder, left_out)
-    if len(classes) == 1:
-        inside = folder / min(classes)
-        below = any(entry.is_dir() for entry in _entries(inside))
-        instead = f"; if the folders in {inside} are the classes, name it" if below else ""
-        raise UserError(
-            f"data.root: {folder} holds one class only, {inside.name!r}; two or more are needed"
-            f"{instead}"
-        )
-    return classes
-
-
-def find_classes(folder: Path, left_out: LeftOut) -> dict[str, list[str]]:
+def find_classes(folder: Path) -> dict[str, list[str]]:
     """{class: its images} as torchvision's ImageFolder finds them, all sorted by name.
 
     Images are paths relative to ``folder``, with '/' between folders. They may lie in sub-folders
-    of their class. What is not among them is added to ``left_out``. Raises UserError for what
-    cannot be meant: no class folder, a class without images, a link to nothing in a class's place,
-    a class whose name is no text.
+    of their class. One line on stderr, once, tells of other files. Raises UserError for a folder
+    without class folders, and for a class without images.
     """
-    place = folder.resolve()
-    above = {_identity(os.stat(parent)) for parent in (place, *place.parents)}
-    start = len(os.path.join(folder, ""))
-    classes = {}
-    for entry, status in _visible(folder, above, left_out):
-        if status is None:
-            raise UserError(f"data.root: {entry.path} is a link that leads nowhere")
-        if not stat.S_ISDIR(status.st_mode):
-            left_out.append(("outside a class folder", entry.path))
-        elif any("\ud800" <= letter <= "\udfff" for letter in entry.name):  # Python's stand-ins
-            raise UserError(f"data.root: rename {entry.path!r}: the name is not UTF-8")
-        else:
-            images = _class_images(entry.path, above | {_identity(status)}, left_out)
-            classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
+    classes, others, start = {}, [], len(os.path.join(folder, ""))
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            others.append(str(entry))
+            continue
+        images: list[str] = []
+        for path in _files(entry):
+            # a link to nothing, too: it is refused when it is read
+            is_one = is_image(path) and (os.path.isfile(path) or not os.path.exists(path))
+            (images if is_one else others).append(path)
+        if not images:
+            raise UserError(
+                f"data.root: the class folder {entry} holds no image that Pillow reads; put "
+                "images there or remove it"
+            )
+        classes[entry.name] = sorted(path[start:].replace(os.sep, "/") for path in images)
     if not classes:
         raise UserError(
             f"data.root: {folder} holds no class folder; it should hold one folder of "
-            f"images for each class, as in {folder / 'cat' / '1.png'}"
+            "images for each class"
         )
+    if others and multiprocessing.parent_process() is None:
+        count = f"{len(others)} file{'s' * (len(others) > 1)}"
+        _say(f"data.root {folder}: left out {count} that are no images, such as {others[0]}")
     return classes
 
 
-def _class_images(folder: str, entered: set[tuple[int, int]], left_out: LeftOut) -> list[str]:
-    """Paths of the images of a class. No folder is entered twice."""
-    others: LeftOut = []
-    images, folders = [], [folder]
-    while folders:
-        for entry, status in _visible(folders.pop(), entered, others):
-            suffix = suffix_of(entry.name)
-            if status and stat.S_ISDIR(status.st_mode):
-                entered.add(_identity(status))
-                folders.append(entry.path)
-            elif status and not stat.S_ISREG(status.st_mode):
-                others.append(("pipe or device", entry.path))
-            elif suffix in suffixes():
-                images.append(entry.path)  # a link to nothing too: it is refused when it is read
-            else:
-                others.append((suffix or "without suffix", entry.path))
-    if not images:
-        instead = f", only {_counted(others)}" if others else ""
-        raise UserError(
-            f"data.root: the class folder {folder} holds no image that Pillow reads"
-            f"{instead}; put images there or remove it"
-        )
-    left_out += others
-    return images
+def _files(folder: Path) -> Iterator[str]:
+    """Paths of the files below a folder. Links are followed, but no folder is entered twice, nor
+    one around it. Hidden ones are left out."""
+    entered = {os.path.realpath(parent) for parent in Path(os.path.abspath(folder)).parents}
+    for place, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (os.path.join(place, name) for name in names if not name.startswith("."))
 
 
-def _visible(
-    folder: str | Path, entered: set[tuple[int, int]], left_out: LeftOut
-) -> Iterator[tuple[os.DirEntry, os.stat_result | None]]:
-    """Entries of a folder and their status, without hidden ones and links to folders that have been
-    ``entered``."""
-    for entry in _entries(folder):
-        status = status_of(entry.path)
-        if entry.name.startswith("."):
-            left_out.append(("hidden", entry.path))
-        elif status and _identity(status) in entered:
-            left_out.append(("link to a folder read already", entry.path))
-        else:
-            yield entry, status
-
-
-def say_left_out(root: Path, left_out: LeftOut) -> None:
-    """Says in one line on stderr, once, what a folder holds besides images.
-
-    Worker processes leave it to the process that started them.
-    """
-    if left_out and multiprocessing.parent_process() is None:
-        [(most, _)] = Counter(why for why, _ in left_out).most_common(1)
-        example = next(path for why, path in left_out if why == most)
-        _say(f"data.root {root}: left out {_counted(left_out)}; for example {example}")
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 @functools.cache
 def _say(line: str) -> None:
-    print(" ".join(line.split()), file=sys.stderr)
-
-
-def _counted(left_out: LeftOut) -> str:
-    """'.txt (3), hidden (1)', the most frequent first."""
-    counts = Counter(why for why, _ in left_out).most_common()
-    rest = sum(count for _, count in counts[6:])
-    shown = [*counts[:6], ("others", rest)] if rest else counts
-    return ", ".join(f"{why} ({count})" for why, count in shown)
-
-
-def _entries(folder: str | Path) -> list[os.DirEntry]:
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
-
-
-def status_of(path: str) -> os.stat_result | None:
-    """Status of the file that a link leads to; None for a link that leads nowhere."""
-    try:
-        return os.stat(path)
-    except OSError:
-        return None
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
+    print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -216,14 +144,13 @@ class FolderFacts:
 def facts_of(root: Path) -> FolderFacts:
     """Looks at a folder. No pixels are read. Raises UserError for a folder that cannot be meant,
     and for a sampled file that is no image."""
-    left_out: LeftOut = []  # it is said when the images are read
     folders = layout(root)
-    classes = training_classes(folders.train, left_out)
+    classes = find_classes(folders.train)
     names = [name for images in classes.values() for name in images]
     sampled = dict.fromkeys(names[i * len(names) // SAMPLE] for i in range(SAMPLE))
     widths, heights = zip(*(_size(folders.train / name) for name in sampled), strict=True)
     val, test = (
-        sum(map(len, find_classes(folder, left_out).values())) if folder else None
+        sum(map(len, find_classes(folder).values())) if folder else None
         for folder in (folders.val, folders.test)
     )
     return FolderFacts(
@@ -237,5 +164,5 @@ def facts_of(root: Path) -> FolderFacts:
 
 def _size(path: Path) -> tuple[int, int]:
     """(width, height) of an image file."""
-    with refusing(str(path)), open(path, "rb") as file, identify(file, str(path)) as image:
+    with refusing(str(path)), open(path, "rb") as file, identify(file) as image:
         return image.size

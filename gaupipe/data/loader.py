@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,20 +20,20 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.signals import spare_worker, spared
 
-FEW_SECONDS = 5.0
-"""Decoding an epoch that takes less is not worth starting processes."""
+FEW_IMAGES = 2_000
+"""Decoding an epoch of fewer images is not worth starting processes."""
 
 MOST_WORKERS = 16
 
 
-@dataclass(frozen=True)
-class Request:
-    """The images of a batch: their positions in the source and ids; for crops of full-size images
-    also what draws them, and in which epochs."""
+class Request(NamedTuple):
+    """The images of a batch: their positions in the source and ids; and, for crops of full-size
+    images, what draws them and in which epochs."""
 
     positions: np.ndarray
     ids: np.ndarray
-    crops: tuple[Augment, np.ndarray] | None = None
+    augment: Augment | None = None
+    epochs: np.ndarray | None = None
 
 
 @dataclass
@@ -56,27 +56,24 @@ def requests(
     split: Split,
     batches: Sequence[np.ndarray],
     augment: Augment | None = None,
-    views: Sequence[np.ndarray] = (),
+    epochs: Sequence[np.ndarray] = (),
 ) -> list[Request]:
     """The request for each batch of image ids. With crops of full-size images it asks for those
-    that ``augment`` draws for these ``views``."""
-    crop = augment.settings.resized_crop if augment else None
-    if not (augment and crop and crop.full_size and isinstance(split.source, FileImages)):
-        return [Request(split.positions[ids], ids) for ids in batches]
-    return [
-        Request(split.positions[ids], ids, (augment, drawn))
-        for ids, drawn in zip(batches, views, strict=True)
-    ]
+    that ``augment`` draws in these ``epochs``."""
+    if augment and augment.settings.full_size and isinstance(split.source, FileImages):
+        drawn = zip(batches, epochs, strict=True)
+        return [Request(split.positions[ids], ids, augment, of_ids) for ids, of_ids in drawn]
+    return [Request(split.positions[ids], ids) for ids in batches]
 
 
 def fetch(source: Source, request: Request) -> Loaded:
     """The images of a batch. Raises UserError for one that cannot be read."""
-    ids = torch.from_numpy(request.ids)
-    if request.crops and isinstance(source, FileImages):
-        augment, epochs = request.crops
-        images, labels, places = source.cropped(request.positions, augment, request.ids, epochs)
-        return Loaded(images, labels, ids, places)
-    return Loaded(*source.__getitems__(request.positions.tolist()), ids)
+    positions, ids, augment, epochs = request
+    if augment is None or epochs is None or not isinstance(source, FileImages):
+        return Loaded(*source.__getitems__(positions.tolist()), torch.from_numpy(ids))
+    pixels = map(source.pixels, positions.tolist())
+    images, places = augment.crops(pixels, ids, epochs, source.size)
+    return Loaded(images, torch.from_numpy(source.labels[positions]), torch.from_numpy(ids), places)
 
 
 def view_of(split: Split, image_id: int, augment: Augment, epoch: int) -> np.ndarray:
@@ -124,8 +121,8 @@ class Loader:
         """The batches in their order. Raises the UserError of an image that cannot be read."""
         if not requests:
             return
-        in_memory = not isinstance(self.source, FileImages) or self.source.is_kept
-        decodes = requests[0].crops is not None or not in_memory
+        of_files = isinstance(self.source, FileImages) and self.source.cache.images is None
+        decodes = requests[0].augment is not None or of_files
         made_for = self.number_of_workers(decodes), decodes
         if self._loader is None or self._made_for != made_for:
             self._made_for = made_for
@@ -142,8 +139,9 @@ class Loader:
         """The processes that read images, which may have to be decoded."""
         if self.workers != "auto":
             return self.workers
-        is_slow = isinstance(self.source, FileImages) and self.source.seconds() >= FEW_SECONDS
-        if not (decodes and is_slow):
+        source = self.source
+        few = not isinstance(source, FileImages) or len(source.positions) < FEW_IMAGES
+        if few or not decodes:
             return 0
         cores = machine.share_of_cores()
         # without a GPU the cores train, too

@@ -18,14 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from gaupipe.data.files import FileImages, HubImages, ImageFiles
-from gaupipe.data.folder import (
-    LeftOut,
-    find_classes,
-    layout,
-    say_left_out,
-    training_classes,
-)
+from gaupipe.data.files import FileImages
+from gaupipe.data.folder import find_classes, layout
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
@@ -146,27 +140,21 @@ def _folder_sources(
     settings: DataSettings,
 ) -> tuple[FileImages, FileImages | None, FileImages | None]:
     """The images of a folder, as :func:`gaupipe.data.folder.layout` finds them."""
-    root = settings.root or Path("data")
-    left_out: LeftOut = []
-    folders = layout(root)
-    training = training_classes(folders.train, left_out)
-    held_out = {
-        folder: find_classes(folder, left_out) for folder in (folders.val, folders.test) if folder
-    }
-    for folder, classes in held_out.items():
+    folders = layout(settings.root or Path("data"))
+    training = find_classes(folders.train)
+
+    def images_of(folder: Path | None) -> FileImages | None:
+        if folder is None:
+            return None
+        classes = find_classes(folder)
         if unknown := sorted(classes.keys() - training.keys()):
             raise UserError(
                 f"data.root: {folder} has the class {unknown[0]!r}, which {folders.train} lacks"
             )
+        return labelled_images(folder, classes, [*training], settings)
 
-    names = [*training]
-    train = labelled_images(folders.train, training, names, settings)
-    others: dict[Path | None, FileImages] = {
-        folder: labelled_images(folder, classes, names, settings)
-        for folder, classes in held_out.items()
-    }
-    say_left_out(root, left_out)
-    return train, others.get(folders.val), others.get(folders.test)
+    train = labelled_images(folders.train, training, [*training], settings)
+    return train, images_of(folders.val), images_of(folders.test)
 
 
 def labelled_images(
@@ -177,14 +165,14 @@ def labelled_images(
     numbers = {name: number for number, name in enumerate(names)}
     files = [file for images in classes.values() for file in images]
     labels = [numbers[name] for name, images in classes.items() for _ in images]
-    return FileImages(ImageFiles(folder, files), np.asarray(labels), settings, names)
+    return FileImages(folder, files, np.asarray(labels), settings, names)
 
 
 def _timm_sources(settings: DataSettings, download: bool) -> tuple[Source, Source | None]:
-    if not settings.name.startswith(("torch/", "hfds/")):
+    if not settings.name.startswith("torch/"):
         raise UserError(
             f"data.name: unknown data set {settings.name!r}; known: digits, fashion_mnist, "
-            "folder (with data.root), torch/NAME and hfds/NAME as timm's create_dataset names them"
+            "folder (with data.root), torch/NAME as timm's create_dataset names it"
         )
     train = _timm_data_set(settings, download, "train")
     test = _timm_data_set(settings, download, "validation", "test")
@@ -218,7 +206,7 @@ def _timm_data_set(settings: DataSettings, download: bool, *splits: str) -> Any:
 
 
 def _timm_source(data_set: Any, settings: DataSettings) -> Source:
-    """The images of timm's data set, whichever way it keeps them: an array, a reader or files."""
+    """The images of a data set of torchvision, which keeps them in an array or in files."""
     pixels, size = getattr(data_set, "data", None), settings.image_size
     numbers = getattr(data_set, "class_to_idx", {})  # ImageNet has several names of a class
     first = {number: name for name, number in reversed(numbers.items())}
@@ -228,13 +216,10 @@ def _timm_source(data_set: Any, settings: DataSettings) -> Source:
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         array = ArrayImages(pixels, data_set.targets, class_names)
         return array.resized(size or pixels.shape[-1], settings.interpolation)
-    if reader := getattr(data_set, "reader", None):
-        labels = reader.dataset[reader.label_key]
-        return FileImages(HubImages(settings.name, reader), labels, settings)
     files = _files(data_set)
     start = len(os.path.join(data_set.root, ""))
-    images = ImageFiles(Path(data_set.root), [str(path)[start:] for path, _ in files])
-    return FileImages(images, np.asarray([label for _, label in files]), settings, class_names)
+    names, labels = [str(path)[start:] for path, _ in files], [label for _, label in files]
+    return FileImages(Path(data_set.root), names, np.asarray(labels), settings, class_names)
 
 
 def _files(data_set: Any) -> list[tuple[str, int]]:

@@ -53,7 +53,7 @@ class Split:
     def path(self, image_id: int) -> str:
         """The path of an image's file; the image id where the images are in no files."""
         if isinstance(self.source, FileImages):
-            return self.source.files.name(int(self.positions[image_id]))
+            return self.source.path(int(self.positions[image_id]))
         return str(image_id)
 
     def image(self, image_id: int) -> np.ndarray:
@@ -157,9 +157,10 @@ def load_data(settings: DataSettings, download: bool = False) -> ImageData:
     train, val, test = open_sources(settings, download)
     labels = train.labels
     if len(np.unique(labels)) < 2:
+        name = train.class_names[0] if train.class_names else labels[0]
         raise UserError(
-            f"data set {settings.name}: its training images are all of one class; "
-            "two or more are needed"
+            f"data set {settings.name}: the training images are all of the class {name!r}; "
+            "two or more are needed (in a folder each, if they are files)"
         )
     if val is not None:
         positions, held_out = np.arange(len(labels)), np.arange(len(val))
@@ -237,13 +238,6 @@ def _stratified(
     from sklearn.model_selection import train_test_split
 
     labels = source.labels[positions]
-    if (single := np.flatnonzero(np.bincount(labels) == 1)).size:
-        [label, *_] = single.tolist()
-        name = source.class_names[label] if source.class_names else label
-        raise UserError(
-            f"the class {name!r} has one training image, which cannot be split: add another one, "
-            "or take the class out"
-        )
     try:
         rest, taken = train_test_split(positions, test_size=share, stratify=labels, random_state=0)
     except ValueError as error:

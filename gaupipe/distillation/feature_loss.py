@@ -15,7 +15,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.augment import Mix, mixed_map
@@ -90,21 +89,18 @@ class FeatureLoss:
         direction: str = "teacher_student",
         compiled: bool = False,
     ) -> None:
+        check_maps(student)
         blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
-        self.student = student
+        self.student, self.temperature, self.direction = student, temperature, direction
         self.attentions = [in_steps(block.attn) for block in blocks]
-        check_maps(self.attentions)
-        prefix, first = student.num_prefix_tokens, self.attentions[0]
+        self.prefix, first = student.num_prefix_tokens, self.attentions[0]
         self.patches: int = student.patch_embed.num_patches
-        fused = (
+        self.fused = (
             (temperature, direction) == (1.0, "teacher_student")
-            and not (prefix or first.attn_drop.p)
+            and not (self.prefix or first.attn_drop.p)
             and self.patches > 1
             and has_normaliser_kernel(first.proj.weight.device, compiled)
         )
-        self.compare: Any = compare_fused
-        if not fused:
-            self.compare = partial(compare_maps, prefix, temperature, direction)
 
     def __call__(self, images: Tensor, teacher: TeacherMaps) -> tuple[Tensor, Tensor]:
         divergences: dict[int, Tensor] = {}
@@ -113,67 +109,57 @@ class FeatureLoss:
             if teacher.layers[layer] is None:
                 return attention(tokens)
             steps = self.attentions[layer]
-            hidden = steps.hidden_keys(self.patches, tokens.device)  # [T, T]
-            projected = steps.project(tokens)  # [B, H, prefix + T, d_m] each
-            heads, divergence = self.compare(steps, projected, teacher, layer, hidden)
+            q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
+            compare = self.compare_fused if self.fused else self.compare_maps
+            heads, divergence = compare(layer, q, k, v, teacher)
             divergences.setdefault(layer, divergence)  # one that is computed again is not kept
-            return steps.output(heads, projected[2], tokens)  # [B, prefix + T, d]
+            return steps.output(heads, v, tokens)  # [B, prefix + T, d]
 
         logits = run_blocks(self.student, images, attend)
         return logits, sum(divergences.values(), logits.new_zeros((), dtype=torch.float32))
 
+    def compare_maps(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+    ) -> tuple[Tensor, Tensor]:
+        """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the student's map,
+        which is made again for the gradient."""
+        attention = self.attentions[layer]
+        hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
 
-def check_maps(attentions: Sequence[StudentAttention]) -> None:
-    """Raises UserError for attentions without maps."""
-    for attention in attentions:
-        if not attention.has_map:
-            raise UserError(
-                f"{type(attention).__name__} compares no queries with keys, so it has no attention "
-                "map to compare with a teacher's: set phase_b.gamma=0"
-            )
+        def compare(q: Tensor, k: Tensor) -> Tensor:
+            # softmax over the scores of patches is the whole row's, renormalised over patches
+            log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
+            maps = teacher.map(layer)
+            return feature_loss(log_map, maps, self.temperature, self.direction, hidden)
+
+        of_patches = q[..., self.prefix :, :], k[..., self.prefix :, :]
+        divergence = checkpoint(compare, *of_patches, use_reentrant=False, preserve_rng_state=False)
+        return attention.attend(q, k, v, None, False), divergence
+
+    def compare_fused(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`compare_maps` for KL(teacher || student), without the student's map.
+
+        With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P
+        k) - H(P): only the log-normaliser Z [B, H, T] of the student's map is needed.
+        """
+        attention = self.attentions[layer]
+        hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
+        heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
+        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), k)
+        towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
+        return heads, (log_normaliser - towards - entropy).mean()
 
 
-def compare_maps(
-    prefix: int,
-    temperature: float,
-    direction: str,
-    attention: StudentAttention,
-    projected: tuple[Tensor, Tensor, Tensor],
-    teacher: TeacherMaps,
-    layer: int,
-    hidden: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the student's map,
-    which is made again for the gradient."""
-    q, k, v = projected
-
-    def compare(q: Tensor, k: Tensor) -> Tensor:
-        # softmax over the scores of patches is the whole row's, renormalised over patches
-        log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
-        return feature_loss(log_map, teacher.map(layer), temperature, direction, hidden)
-
-    of_patches = q[..., prefix:, :], k[..., prefix:, :]
-    divergence = checkpoint(compare, *of_patches, use_reentrant=False, preserve_rng_state=False)
-    return attention.attend(q, k, v, None, False), divergence
-
-
-def compare_fused(
-    attention: StudentAttention,
-    projected: tuple[Tensor, Tensor, Tensor],
-    teacher: TeacherMaps,
-    layer: int,
-    hidden: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`compare_maps` for KL(teacher || student), without the student's map.
-
-    With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P k)
-    - H(P): only the log-normaliser Z [B, H, T] of the student's map is needed.
-    """
-    q, k, v = projected
-    heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
-    pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), k)
-    towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
-    return heads, (log_normaliser - towards - entropy).mean()
+def check_maps(student: VisionTransformer) -> None:
+    """Raises UserError for a student whose attention has no maps."""
+    first: Any = student.blocks[0]
+    if not in_steps(first.attn).has_map:
+        raise UserError(
+            f"{type(first.attn).__name__} compares no queries with keys, so it has no attention "
+            "map to compare with a teacher's: set phase_b.gamma=0"
+        )
 
 
 class _MapTimesKeys(torch.autograd.Function):

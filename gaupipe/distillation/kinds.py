@@ -7,8 +7,8 @@ Gaussian, E embedding width, K keys of a query.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,14 @@ import store
 from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
 from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
 from gaupipe.settings import ExportSettings, Settings
-from gaupipe.settings.augment import AugmentSettings
-from gaupipe.system.errors import UserError
+from gaupipe.settings.sections import problem
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
 from gaupipe.teachers.vit import VitMaps
 
 Grid = tuple[int, int]
-Rows = Callable[[int, Sequence[int] | None], Tensor]
-"""(block, heads or None for all of them) -> map."""
 Stored = dict[str, np.ndarray]
 """Arrays [B, ...] by name, as ``store.Store.gather`` returns them."""
-
 
 Attention = GaussianMaps | VitMaps
 """The attention that a teacher's ``forward_with_maps`` returns."""
@@ -42,6 +39,10 @@ class StoredGaussians:
     def __init__(self, gaussians: Tensor, grid: Grid) -> None:
         self.gaussians, self.grid = gaussians, grid
 
+    def rows(self, layer: int) -> Tensor:
+        """A block's whole map [B, H, T, T] float32 as it is stored; rows sum to 1."""
+        return self.map(layer)
+
     def axes(
         self,
         layer: int,
@@ -50,7 +51,7 @@ class StoredGaussians:
         new_grid: Grid | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The two factors ([B, H, T, h], [B, H, T, w]) of a block's :meth:`map`."""
-        gaussians = of_block(self.gaussians, layer, heads).float()
+        gaussians = of_heads(self.gaussians[:, layer].float(), heads)
         return expected_axes(move(gaussians, geometry, self.grid, new_grid), new_grid or self.grid)
 
     def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
@@ -61,9 +62,9 @@ class StoredGaussians:
 
 class StoredRows:
     """Maps of a batch on a ``grid`` (h, w), read from a store. ``rows`` gives the map [B, H, P + T,
-    P + T] float32 of a block and of some heads; P class and register tokens come first."""
+    P + T] float32 of a block; P class and register tokens come first."""
 
-    def __init__(self, rows: Rows, grid: Grid, prefix: int = 0) -> None:
+    def __init__(self, rows: Callable[[int], Tensor], grid: Grid, prefix: int = 0) -> None:
         self.rows, self.grid, self.prefix = rows, grid, prefix
 
     def axes(self, layer, heads=None, geometry=None, new_grid=None) -> None:
@@ -71,7 +72,7 @@ class StoredRows:
 
     def map(self, layer, heads=None, geometry=None, new_grid=None) -> Tensor:
         """As :meth:`StoredGaussians.map`: from patches to patches, renormalised."""
-        patches, _ = without_prefix(self.rows(layer, heads), self.prefix)
+        patches, _ = without_prefix(of_heads(self.rows(layer), heads), self.prefix)
         return move_map(patches, geometry, self.grid, new_grid)
 
 
@@ -79,9 +80,8 @@ StoredAttention = StoredGaussians | StoredRows
 Reader = Callable[[Stored], StoredAttention]
 
 
-def of_block(values: Tensor, layer: int, heads: Sequence[int] | None) -> Tensor:
-    """One block, and of its heads those chosen, of [B, L, H, ...]: [B, H, ...]."""
-    values = values[:, layer]
+def of_heads(values: Tensor, heads: Sequence[int] | None) -> Tensor:
+    """The heads chosen of [B, H, ...]; None is all."""
     return values if heads is None else values[:, list(heads)]
 
 
@@ -109,60 +109,26 @@ class GaussianKind:
         """The tensors that are stored once for all images."""
         return {}
 
+    def gaussians(
+        self, schema: store.Schema, shared: dict[str, Tensor]
+    ) -> Callable[[dict[str, Tensor]], Tensor]:
+        """A function from the arrays of a batch to its Gaussians, by the ``shared`` tensors of
+        :meth:`decoder`."""
+        return lambda stored: stored["gaussians"].float()
+
     def reader(self, maps: store.Store, device: torch.device) -> Reader:
-        """A function from the arrays of a batch to its attention."""
-        grid = maps.schema.grid
-        return lambda stored: StoredGaussians(_tensor(stored, "gaussians", device).float(), grid)
-
-
-class DenseKind(GaussianKind):
-    """The maps themselves, [B, L, H, T, T]."""
-
-    name = "dense"
-    takes_any_map = True
-
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
-        return {"maps": attention.maps(dtype)}
-
-    def reader(self, maps, device) -> Reader:
-        def decode(stored: Stored) -> StoredRows:
-            values = _tensor(stored, "maps", device)  # [B, L, H, T, T]
-
-            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
-                part = of_block(values, layer, heads).float()
-                coarse = maps.schema.encoding == "uint8"
-                return part / part.sum(-1, keepdim=True) if coarse else part
-
-            return StoredRows(rows, maps.schema.grid, maps.schema.prefix_tokens)
-
-        return decode
-
-
-class TopKKind(GaussianKind):
-    """The largest keys of each query with their weights, [B, L, H, T, K] each. What is left of a
-    row is spread evenly over the other keys."""
-
-    name = "topk"
-    takes_any_map = True
-
-    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
-        keys, weights = top_k(attention.maps(), k)
-        return {"keys": keys, "weights": weights}
-
-    def reader(self, maps, device) -> Reader:
-        schema = maps.schema
-
-        def decode(stored: Stored) -> StoredRows:
-            keys = torch.from_numpy(stored["keys"].astype(np.int64)).to(device)
-            weights = _tensor(stored, "weights", device)  # both [B, L, H, T, K]
-
-            def rows(layer: int, heads: Sequence[int] | None) -> Tensor:
-                of_keys, of_weights = (of_block(each, layer, heads) for each in (keys, weights))
-                return from_top_k(of_keys, of_weights.float(), schema.tokens)
-
-            return StoredRows(rows, schema.grid, schema.prefix_tokens)
-
-        return decode
+        """A function from the arrays of a batch to its attention. Raises UserError for a decoder
+        that is not a teacher's."""
+        shared = to_device(maps.decoder(), device)
+        try:
+            gaussians = self.gaussians(maps.schema, shared)
+        except (KeyError, RuntimeError, TypeError) as error:  # torch's, for the arrays of others
+            raise UserError(
+                f"{maps.url}: its decoder is not that of a teacher of gaupipe: {one_line(error)}"
+            ) from None
+        return lambda stored: StoredGaussians(
+            gaussians(to_device(stored, device)), maps.schema.grid
+        )
 
 
 class EmbeddingKind(GaussianKind):
@@ -184,23 +150,17 @@ class EmbeddingKind(GaussianKind):
     def decoder(self, teacher) -> dict[str, Tensor]:
         return {**teacher.decoder.state_dict(), "prior": teacher.prior.detach()}
 
-    def reader(self, maps, device) -> Reader:
-        weights, prior = shared_weights(maps, device)  # prior [L, H, T, P]
-        with teachers_decoder(maps):
-            layers, embedding, hidden = weights["weight1"].shape
-            if embedding != maps.schema.embedding_dim:
-                raise ValueError(
-                    f"weight1 is for embeddings of {embedding} numbers, the store has "
-                    f"{maps.schema.embedding_dim}"
-                )
-            network = Decoder(layers, embedding, hidden, prior[0].numel()).to(device)
-            network.load_state_dict(weights)
+    def gaussians(self, schema, shared):
+        weights, prior = dict(shared), prior_of(schema, shared)
+        del weights["prior"]
+        hidden = weights["bias1"].shape[-1]
+        network = Decoder(schema.layers, schema.embedding_dim, hidden, prior[0].numel())
+        network.to(prior.device).load_state_dict(weights)
 
         @torch.no_grad()
-        def decode(stored: Stored) -> StoredGaussians:
-            raw = network(_tensor(stored, "embeddings", device).float())
-            raw = raw.view(len(raw), *prior.shape) + prior  # [B, L, H, T, P]
-            return StoredGaussians(from_raw(raw, maps.schema.parametrisation), maps.schema.grid)
+        def decode(stored: dict[str, Tensor]) -> Tensor:
+            raw = network(stored["embeddings"].float()).unflatten(-1, prior.shape[1:])
+            return from_raw(raw + prior, schema.parametrisation)  # [B, L, H, T, 4]
 
         return decode
 
@@ -224,48 +184,58 @@ class PriorKind(GaussianKind):
     def decoder(self, teacher) -> dict[str, Tensor]:
         return {"prior": teacher.prior.detach()}
 
+    def gaussians(self, schema, shared):
+        gaussians = from_raw(prior_of(schema, shared), schema.parametrisation)  # [L, H, T, 4]
+        return lambda stored: gaussians.expand(len(stored["labels"]), *gaussians.shape)
+
+
+class DenseKind(GaussianKind):
+    """The maps themselves, [B, L, H, T, T]."""
+
+    name = "dense"
+    takes_any_map = True
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        return {"maps": attention.maps(dtype)}
+
+    def rows(self, schema: store.Schema, stored: dict[str, Tensor], layer: int) -> Tensor:
+        """The map [B, H, P + T, P + T] of a block, from the arrays of a batch."""
+        rows = stored["maps"][:, layer].float()
+        return rows / rows.sum(-1, keepdim=True) if schema.encoding == "uint8" else rows
+
     def reader(self, maps, device) -> Reader:
-        _, prior = shared_weights(maps, device)
-        shared = from_raw(prior, maps.schema.parametrisation)  # [L, H, T, 4]
+        schema = maps.schema
 
-        def decode(stored: Stored) -> StoredGaussians:
-            images = len(stored["labels"])
-            return StoredGaussians(shared.expand(images, *shared.shape), maps.schema.grid)
+        def read(stored: Stored) -> StoredRows:
+            rows = partial(self.rows, schema, to_device(stored, device))
+            return StoredRows(rows, schema.grid, schema.prefix_tokens)
 
-        return decode
-
-
-def _tensor(stored: Stored, name: str, device: torch.device) -> Tensor:
-    return torch.from_numpy(stored[name]).to(device)
+        return read
 
 
-def shared_weights(maps: store.Store, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """The weights of a store's decoder, and its prior [L, H, T, P]. Raises UserError for a
-    decoder that is not a teacher's."""
-    schema = maps.schema
-    with teachers_decoder(maps):
-        weights = {
-            name: torch.from_numpy(array).to(device) for name, array in maps.decoder().items()
-        }
-        prior = weights.pop("prior")
-        shape = (schema.layers, schema.heads, schema.tokens, RAW_SIZE[schema.parametrisation])
-        if prior.shape != shape:
-            raise ValueError(f"prior has the shape {tuple(prior.shape)}, {shape} is right")
-    return weights, prior
+class TopKKind(DenseKind):
+    """The largest keys of each query with their weights, [B, L, H, T, K] each. What is left of a
+    row is spread evenly over the other keys."""
+
+    name = "topk"
+
+    def arrays(self, attention, k, dtype=torch.float32) -> dict[str, Tensor]:
+        keys, weights = top_k(attention.maps(), k)
+        return {"keys": keys, "weights": weights}
+
+    def rows(self, schema, stored, layer) -> Tensor:
+        keys, weights = stored["keys"][:, layer].long(), stored["weights"][:, layer].float()
+        return from_top_k(keys, weights, schema.tokens)
 
 
-@contextlib.contextmanager
-def teachers_decoder(maps: store.Store) -> Iterator[None]:
-    """Turns what a foreign decoder's arrays cause into one line."""
-    try:
-        yield
-    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, UserError) or type(error).__module__.startswith("store."):
-            raise
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{maps.url}: its decoder is not that of a teacher of gaupipe: {reason}"
-        ) from None
+def to_device(arrays: Stored, device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+
+
+def prior_of(schema: store.Schema, shared: dict[str, Tensor]) -> Tensor:
+    """The prior [L, H, T, P] of a store's decoder."""
+    size = RAW_SIZE[schema.parametrisation]
+    return shared["prior"].expand(schema.layers, schema.heads, schema.tokens, size)
 
 
 KINDS: dict[str, GaussianKind] = {
@@ -299,37 +269,35 @@ def chosen(
     try:
         export = ExportSettings.model_validate({**export.model_dump(), **asked})
     except ValidationError as error:
-        problem = error.errors()[0]
-        reason = problem["msg"].removeprefix("Value error, ")
-        raise UserError(f"--{problem['loc'][0]} {problem['input']}: {reason}") from None
+        raise UserError(f"--{problem(error, ExportSettings)}") from None
     name = export.kind or default_kind(settings, export.encoding)
     kind = store.KINDS[name]
-    k = export.k or kind.default_k
-    if export.k is None and k is not None and tokens is not None:
-        k = min(k, tokens)
+    k = export.k or (kind.default_k and min(kind.default_k, tokens or kind.default_k))
     encoding = export.encoding or kind.default_encoding
     return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
 
 
+def planned_export(settings: Settings, teacher: nn.Module, grid: Grid) -> ExportSettings:
+    """The store that the settings ask for of a teacher with maps on a ``grid`` (h, w). Raises
+    UserError as :func:`check_export`."""
+    export = chosen(settings, tokens=grid[0] * grid[1])
+    check_export(export, settings, teacher, grid, prefix="export.")
+    return export
+
+
 def check_export(
-    export: ExportSettings,
-    augment: AugmentSettings,
-    teacher: nn.Module,
-    grid: Grid,
-    per_image: bool = False,
-    prefix: str = "--",
+    export: ExportSettings, settings: Settings, teacher: nn.Module, grid: Grid, prefix: str = "--"
 ) -> None:
     """Raises UserError for a store that cannot hold what a teacher shows.
 
     export     from :func:`chosen`
-    augment    the settings that draw the views
     teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
     grid       (h, w) of the teacher's maps
-    per_image  true for a teacher with parameters of single images
     prefix     of ``kind``, ``k`` and ``views`` in messages
     """
     name, k = str(export.kind), export.k
-    if (refusal := KINDS[name].refusal(teacher, per_image)) is not None:
+    refusal = KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
+    if refusal is not None:
         raise UserError(f"{prefix}kind {name}: {refusal}")
     if k is not None and store.KINDS[name].default_k is None:
         raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
@@ -340,7 +308,7 @@ def check_export(
             f"{prefix}views {export.views}: Gaussians of images move with their views by "
             "themselves; views are for a teacher that sees them: a trained ViT"
         )
-    if export.views is not None and not augment.draws_views:
+    if export.views is not None and not settings.augment.draws_views:
         raise UserError(
             f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
             "be the image itself: set augment, or leave out the views"

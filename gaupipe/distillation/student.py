@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.attention.standard import in_steps
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.feature_loss import check_maps
-from gaupipe.distillation.warm_start import hand_over, warm_start
+from gaupipe.distillation.kinds import planned_export
+from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
@@ -71,8 +71,7 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
     """Raises UserError if maps with the ``grid``, ``layers`` and ``heads`` of ``schema`` cannot be
     compared with the student's as the settings say. ``where`` names the store."""
     if phase.gamma:
-        blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
-        check_maps([in_steps(block.attn) for block in blocks])
+        check_maps(student)
     shape = MapShape.of(student)
     layers = layer_map(phase, shape.layers, schema.layers)
     if len(layers) != shape.layers or any((layer or 0) >= schema.layers for layer in layers):
@@ -101,15 +100,17 @@ def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where
         )
 
 
-def check_student(settings: Settings, data: ImageData, shape: MapShape, weights: Any) -> None:
-    """Raises UserError before phase A for a student that phase B could not train with a teacher's
-    maps of a ``shape`` and the ``weights`` (state_dict) of its ViT. Nothing is computed: the
-    student is built on the meta device."""
-    phase, student = settings.phase_b, build_student(settings, data, "meta")
+def check_student(settings: Settings, data: ImageData, teacher: Any, weights: Any) -> None:
+    """Raises UserError before phase A for a student that phase B could not train with the maps of a
+    ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
+    maps. Nothing is computed: the student is built on the meta device."""
+    phase, shape = settings.phase_b, MapShape.of(teacher)
+    student = build_student(settings, data, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":
-        (hand_over if phase.warm_start == "exact" else warm_start)(student, weights)
+        WARM_STARTS[phase.warm_start](student, weights)
     build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
+    planned_export(settings, teacher, shape.grid)
 
 
 def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:

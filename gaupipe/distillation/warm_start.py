@@ -1,24 +1,16 @@
-"""A student that starts from the teacher: its weights and, if asked for, Q and K fitted to the
-shared prior."""
+"""A student that starts from the teacher's weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from gaupipe.attention.base import StudentAttention
 from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.standard import in_steps
-from gaupipe.distillation.losses import feature_loss
 from gaupipe.system.errors import UserError
-from gaupipe.vit.forward import embed
-
-FIT_STEPS, FIT_BATCH, FIT_LR = 150, 64, 1e-2
-"""Adam's steps a block, images a step, and rate, of :func:`fit_queries_and_keys`."""
 
 
 @torch.no_grad()
@@ -96,55 +88,5 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     return parts
 
 
-def fit_queries_and_keys(
-    student: VisionTransformer, maps: Iterable[Tensor | None], images: Tensor, seed: int = 0
-) -> list[float | None]:
-    """Trains Q and K alone, block after block, until the student's attention maps look
-    like given ones on these images.
-
-    maps    for each block [N or 1, H or 1, T, T] float32, probabilities over keys of patches; None
-            leaves a block as it is
-    images  [N, C, height, width], on the student's device
-
-    Returns each block's divergence from its map (*GauTransformer, eq. 9*) over the last batch. The
-    draws of batches depend on ``seed`` alone.
-    """
-    student.eval()
-    divergences: list[float | None] = []
-    x = embed(student, images).detach()
-    block: Any  # timm says Module
-    for block, wanted in zip(student.blocks, maps, strict=True):
-        with torch.no_grad():
-            tokens = block.norm1(x)
-        divergence = None
-        if wanted is not None:
-            divergence = _fit(in_steps(block.attn), wanted, tokens, student.num_prefix_tokens, seed)
-        divergences.append(divergence)
-        with torch.no_grad():
-            x = x + block.ls1(block.attn(tokens))
-            x = x + block.ls2(block.mlp(block.norm2(x)))
-    return divergences
-
-
-def _fit(
-    attention: StudentAttention, wanted: Tensor, tokens: Tensor, prefix: int, seed: int
-) -> float:
-    """Fits the attention's map on tokens [N, prefix + T, d] to one map, or to one for each image;
-    its last divergence."""
-    generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.Adam(attention.parameters(), lr=FIT_LR)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, FIT_STEPS)
-    hidden = attention.hidden_keys(wanted.shape[-1], tokens.device)
-    loss = tokens.new_tensor(torch.nan)  # before the first step
-    for _ in range(FIT_STEPS):
-        batch = torch.randint(len(tokens), (min(FIT_BATCH, len(tokens)),), generator=generator)
-        q, k, _v = attention.project(tokens[batch.to(tokens.device)])
-        log_map = attention.log_map(q[..., prefix:, :], k[..., prefix:, :], None, False)
-        target = wanted if len(wanted) == 1 else wanted[batch.to(wanted.device)]
-        loss = feature_loss(log_map, target.expand_as(log_map), hidden=hidden)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    optimizer.zero_grad()
-    return loss.item()
+WARM_STARTS = {"teacher": warm_start, "exact": hand_over}
+"""The function of each ``phase_b.warm_start``."""

@@ -24,11 +24,13 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.sections import (
     Count,
     Fraction,
+    ModelName,
     Positive,
     Rate,
     Scope,
     Section,
     Weight,
+    attention_of,
     problem,
     section_of,
 )
@@ -61,14 +63,9 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     "pretrained": "name the weights in model.name",
     **dict.fromkeys(
-        (
-            *("pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path"),
-            *("cache_dir", "features_only", "out_indices", "scriptable", "exportable", "no_jit"),
-            *("dynamic_img_size", "dynamic_img_pad"),
-        ),
-        "gaupipe trains the whole model, at one image size",
+        ("features_only", "dynamic_img_size", "dynamic_img_pad", "patch_drop_rate"),
+        "every token needs its place on the grid",
     ),
-    "patch_drop_rate": "every token needs its place on the grid",
 }
 """Keywords of timm.create_model that are not for ``model.args``, and what to do instead."""
 
@@ -76,8 +73,8 @@ Size = Annotated[int, Field(gt=0, le=10_000)]
 
 
 class KnownModelArgs(BaseModel):
-    """The types of keywords of timm's VisionTransformer, which takes any other value silently or
-    after minutes."""
+    """Sizes and rates of timm's VisionTransformer, which takes other values silently or after
+    minutes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     depth: Annotated[Size, Field(le=1000)] = 1
@@ -90,18 +87,6 @@ class KnownModelArgs(BaseModel):
     proj_drop_rate: Fraction = 0
     attn_drop_rate: Fraction = 0
     drop_path_rate: Fraction = 0
-    qkv_bias: bool | None = None
-    qk_norm: bool | None = None
-    scale_attn_norm: bool | None = None
-    scale_mlp_norm: bool | None = None
-    proj_bias: bool | None = None
-    class_token: bool | None = None
-    no_embed_class: bool | None = None
-    pre_norm: bool | None = None
-    final_norm: bool | None = None
-    fc_norm: bool | None = None
-    fix_init: bool | None = None
-    rezero: bool = False
 
 
 class Scaling(BaseModel):
@@ -148,7 +133,7 @@ class DataSettings(Section):
     """The data set, and how its images become tensors."""
 
     name: str = "digits"
-    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` or ``hfds/NAME`` of timm's
+    """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` of timm's
     ``create_dataset``."""
     root: Annotated[Path | None, Scope.MACHINE] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
@@ -205,7 +190,7 @@ class ModelSettings(Section):
     changed with ``phase_b.model_args``. With ``phase_a.teacher: gaussian`` the teacher has
     GauAttention, with ``phase_a.teacher: vit`` standard attention."""
 
-    name: str = "gauvit_pico_patch2_8"
+    name: ModelName = "gauvit_pico_patch2_8"
     """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
     ``gauvit_tiny_patch16_224`` are trained from the start. Any other ViT's name, such as
     ``vit_tiny_patch16_224.augreg_in21k``, or ``local-dir:FOLDER`` means that the student is
@@ -286,7 +271,7 @@ class PhaseASettings(Section):
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
     that is a trained ViT."""
 
-    teacher: str = "gaussian"
+    teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
     ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
@@ -354,11 +339,6 @@ class PhaseASettings(Section):
     def learns_of_images(self) -> bool:
         """True if the teacher has parameters of single images."""
         return self.learns_gaussians and self.per_image != "none"
-
-    @property
-    def shares_prior(self) -> bool:
-        """True if the teacher has Gaussians that all images share."""
-        return self.learns_gaussians and self.prior
 
 
 class ExportSettings(Section):
@@ -431,14 +411,12 @@ class PhaseBSettings(Section):
     that the maps belong to the image."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
-    warm_start: Annotated[Literal["none", "teacher", "prior", "exact"], Scope.TEACHER] = "none"
+    warm_start: Annotated[Literal["none", "teacher", "exact"], Scope.TEACHER] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
-    has Gaussians itself gets the teacher's. ``prior`` is for ``phase_a.teacher: gaussian``: it
-    copies the same weights as ``teacher``, and fits Q and K to the attention of the shared prior.
-    ``exact`` is for ``phase_a.per_image: none`` and students with ``attention_options: {prior:
-    true}``: the prior goes into the scores and Q is 0, so that the student computes what the
-    teacher does before its first step."""
+    has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
+    students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
+    so that the student computes what the teacher does before its first step."""
     temperature: Annotated[Rate, Scope.TEACHER] = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
@@ -505,9 +483,6 @@ class Settings(Section):
     checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    key_snapshots: Annotated[Count, Scope.WATCH] = 0
-    """Number of training images for which gaupipe saves the average attention of each key after
-    every epoch of both phases."""
     download: Annotated[bool, Scope.MACHINE] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
@@ -550,21 +525,13 @@ class Settings(Section):
         model, phase = (values.get(name) or {} for name in ("model", "phase_b"))
         if not (isinstance(model, dict) and isinstance(phase, dict)):
             return values
-        if str(model.get("name", "gauvit_")).startswith("gauvit_"):
+        name = str(model.get("name", "gauvit_"))
+        if name.startswith("gauvit_") or "student" in phase:
             return values
-        return {**values, "phase_b": {"student": "standard", **phase}}
+        return {**values, "phase_b": attention_of(name) | phase}
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
-        if self.phase_b.warm_start == "prior" and not self.phase_a.shares_prior:
-            raise ValueError(
-                "phase_b.warm_start=prior needs phase_a.teacher=gaussian and phase_a.prior=true"
-            )
-        if self.phase_b.warm_start == "prior" and self.phase_b.student == "gaussian":
-            raise ValueError(
-                "phase_b.warm_start=prior fits Q and K, which the student gaussian does not have: "
-                "take phase_b.warm_start=teacher, which copies the Gaussians"
-            )
         if self.phase_b.warm_start == "exact":
             self._check_exact()
         return self

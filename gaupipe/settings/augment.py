@@ -88,6 +88,11 @@ class AugmentSettings(Section):
         return any(views)
 
     @property
+    def full_size(self) -> bool:
+        """True where crops are parts of image files at their full size."""
+        return self.resized_crop is not None and self.resized_crop.full_size
+
+    @property
     def operations(self) -> tuple[str, ...]:
         """Names of the operations that RandAugment draws from."""
         moving = GEOMETRIC_OPERATIONS if self.geometry == "ignore" else ()

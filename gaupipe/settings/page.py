@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import textwrap
 from collections.abc import Iterator
 from functools import partial
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
-
-from pydantic.fields import FieldInfo
+from typing import Any, NamedTuple
 
 from gaupipe.settings import Settings
 from gaupipe.settings.sections import Section, section_of
 
-WORDS = {bool: "true or false", str: "text", int: "whole number", float: "number"}
+KINDS = {"boolean": "true or false", "string": "text", "integer": "whole number"}
+LIMITS = {
+    "exclusiveMinimum": "above",
+    "minimum": "at least",
+    "exclusiveMaximum": "below",
+    "maximum": "at most",
+}
 
 
 class Setting(NamedTuple):
@@ -36,17 +37,18 @@ def sections(
     """(name, defaults, settings) of every section, in the order of the settings file. A section
     that may be null is a setting too."""
     defaults = defaults or Settings()
-    effects, values = docstrings(type(defaults)), defaults.model_dump(mode="json")
+    values = defaults.model_dump(mode="json")
+    schemas = type(defaults).model_json_schema()["properties"]
     settings, inside = [], []
     for field, info in type(defaults).model_fields.items():
         name, inner = f"{place}.{field}".strip("."), section_of(info.annotation)
-        effect = effects.get(field, "")
+        effect = _markdown(info.description or "")
         if inner:
             inside.append((getattr(defaults, field) or inner(), name))
             effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{name.replace('.', '')})."
         if inner is None or info.annotation is not inner:
-            words = type_words(info.annotation, tuple(info.metadata))
-            settings.append(Setting(name, words, json.dumps(values[field]), effect))
+            words, default = type_words(schemas[field]), json.dumps(values[field])
+            settings.append(Setting(name, words, default, effect))
     yield place, defaults, settings
     for section in inside:
         yield from sections(*section)
@@ -57,14 +59,14 @@ def page() -> str:
     texts = []
     before: dict[str, str] = {}
     for place, defaults, settings in sections():
-        text = f"## {place or 'The run'}\n\n{_wrapped(_markdown(type(defaults).__doc__ or ''))}\n"
+        text = f"## {place or 'The run'}\n\n{_markdown(type(defaults).__doc__ or '')}\n"
         if same := before.get(repr(defaults)):
             text += f"\nThe settings are those of [{same}](#{same.replace('.', '')}).\n"
         elif settings:
             text += "\n| setting | type | default | effect |\n|---|---|---|---|\n"
             text += "".join(
-                f"| `{name}` | {words} | `{default}` | {_cell(effect)} |\n"
-                for name, words, default, effect in settings
+                "| `{}` | {} | `{}` | {} |\n".format(*(one.replace("|", "\\|") for one in setting))
+                for setting in settings
             )
         before[repr(defaults)] = place
         texts.append(text)
@@ -85,71 +87,28 @@ def as_text(prefix: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """The text under each field of a class, in Markdown and on one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        field.target.id: _markdown(str(below.value.value))
-        for field, below in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
-
-
-def type_words(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
-    """An annotation in words, such as ``whole number above 0 or null``."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return type_words(arguments[0], (*metadata, *arguments[1:]))
-    if origin in (Union, UnionType):
-        return _listed(
-            ["null" if kind is NoneType else type_words(kind, metadata) for kind in arguments]
-        )
-    if origin is Literal:
-        return _listed([f"`{value}`" for value in arguments])
-    if origin in (list, tuple):
-        fixed = origin is tuple and Ellipsis not in arguments
-        return f"list{f' of {len(arguments)}' if fixed else ''} (each: {type_words(arguments[0])})"
-    if origin is dict or annotation is dict:
-        return "keywords"
-    if section_of(annotation):
-        return "section"
-    return f"{WORDS.get(annotation, 'path')} {_bounds(metadata)}".strip()
-
-
-def _bounds(metadata: tuple[Any, ...]) -> str:
-    """The limits of a number, in words."""
-    constraints = [
-        constraint
-        for item in metadata
-        for constraint in (item.metadata if isinstance(item, FieldInfo) else (item,))
-    ]
-    limits = {
-        name: getattr(constraint, name)
-        for constraint in constraints
-        for name in ("gt", "ge", "lt", "le")
-        if getattr(constraint, name, None) is not None
-    }
-    if limits.keys() == {"ge", "le"}:
-        return f"from {limits['ge']} to {limits['le']}"
-    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    return " and ".join(f"{words[name]} {value}" for name, value in limits.items())
+def type_words(schema: dict[str, Any]) -> str:
+    """The JSON schema of a setting in words, such as ``whole number above 0 or null``."""
+    if "anyOf" in schema:
+        return _listed([type_words(one) for one in schema["anyOf"]])
+    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return _listed([f"`{value}`" for value in values])
+    if "$ref" in schema or schema["type"] == "object":
+        return "section" if "$ref" in schema else "keywords"
+    if schema["type"] == "array":
+        several = schema.get("prefixItems", [])
+        count = f" of {len(several)}" if several else ""
+        return f"list{count} (each: {type_words(several[0] if several else schema['items'])})"
+    limits = [f"{word} {schema[name]}" for name, word in LIMITS.items() if name in schema]
+    if {"minimum", "maximum"} <= schema.keys():
+        limits = [f"from {schema['minimum']} to {schema['maximum']}"]
+    kind = schema.get("format", schema["type"])
+    return f"{KINDS.get(kind, kind)} {' and '.join(limits)}".strip()
 
 
 def _markdown(docstring: str) -> str:
     """A docstring on one line, its code in Markdown's quotes."""
     return re.sub(r"``([^`]*)``", r"`\1`", " ".join(docstring.split()))
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def _listed(values: list[str]) -> str:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
+import os
 from collections.abc import Sequence
 from enum import Flag, auto
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 
 Positive = Annotated[int, Field(gt=0)]
@@ -15,6 +27,31 @@ Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
+
+LOCAL = "local-dir:"
+
+
+def with_whole_path(name: str) -> str:
+    """The ``name`` of a model, ``local-dir:FOLDER`` with the folder's absolute path: later commands
+    find it from any working directory."""
+    if not name.startswith(LOCAL):
+        return name
+    return LOCAL + os.path.abspath(os.path.expanduser(name.removeprefix(LOCAL)))
+
+
+def attention_of(name: str) -> dict[str, Any]:
+    """``student`` and ``attention_options`` of a model, as the config.json of a ``local-dir:``
+    says; any other model has standard attention."""
+    own = {}
+    if name.startswith(LOCAL):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            config = Path(with_whole_path(name).removeprefix(LOCAL)) / "config.json"
+            own = json.loads(config.read_bytes())["model_args"]
+    options = own.get("attention_options") or {}
+    return {"student": own.get("attention", "standard"), "attention_options": options}
+
+
+ModelName = Annotated[str, AfterValidator(with_whole_path)]
 
 
 class Scope(Flag):
@@ -48,7 +85,9 @@ class Section(BaseModel):
     """A group of settings that refuses unknown keys and numbers that are not finite, and cannot be
     changed once made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

@@ -4,10 +4,9 @@ reads them."""
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -17,32 +16,12 @@ from gaupipe.system.files import flush
 SUMS = "SHA256SUMS"
 
 
-class _HashedFile:
-    """A file opened for writing that digests what is written to it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest = file, hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self._digest.update(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def hexdigest(self) -> str:
-        return self._digest.hexdigest()
-
-
 def save(state: Any, path: Path) -> str:
     """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
     :func:`flush` of the folder brings the name there."""
-    with path.open("wb") as file:
-        hashed = _HashedFile(file)
-        torch.save(state, hashed)  # type: ignore[arg-type]  # it asks for no more than write and flush
-        file.flush()
-        os.fsync(file.fileno())
-    return hashed.hexdigest()
+    torch.save(state, path)
+    flush(path)
+    return sha256(path)
 
 
 def sha256(path: Path) -> str:

@@ -21,6 +21,11 @@ class Stopped(BaseException):
         self.number, self.where = signal.Signals(number), where
 
 
+def one_line(error: BaseException) -> str:
+    """The type and the text of another library's error, at most 200 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def mistake_of(error: BaseException) -> str | None:
     """The line about an error that the user can mend; None for any other, which is a bug."""
     store = sys.modules.get("store")  # where it has not been imported, it has raised nothing

@@ -97,15 +97,19 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def alone_in(parent: Path) -> Iterator[bool]:
-    """Waits until no other process replaces a folder in ``parent``; False where the file system
-    knows no locks."""
-    descriptor = os.open(parent, os.O_RDONLY)
+def alone_in(folder: Path, busy: str = "") -> Iterator[bool]:
+    """Locks a file or folder itself, without a file for it; False where the file system knows no
+    locks. Waits until no other process holds it or, with the text ``busy``, raises UserError."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         alone = False
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # a killed process no longer holds it
+        try:  # a killed process no longer holds it
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if busy else 0))
             alone = True
+        except BlockingIOError:
+            raise UserError(f"{folder}: {busy}") from None
+        except OSError:
+            pass
         yield alone
     finally:
         os.close(descriptor)

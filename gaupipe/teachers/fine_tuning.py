@@ -15,8 +15,9 @@ from gaupipe.settings import Settings
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
+from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
-from gaupipe.vit.saving import WEIGHTS, load_folder
+from gaupipe.vit.saving import WEIGHTS
 
 RIGHT = "a gauvit name, local-dir:FOLDER or a timm name with weights"
 REMEDY = f"model.name should be {RIGHT}"
@@ -62,7 +63,10 @@ def with_weights(
     arguments = {**sizes, **model.args, **phase.model_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
     if trained and device is None:
-        vit = load(model.name, arguments, settings.download)
+        trained_vit = pretrained(
+            model.name, arguments, settings.download, RIGHT, "--download", REMEDY
+        )
+        vit = checked(model.name, trained_vit)
     else:
         vit = untrained(model.name, arguments, device)
     stored = untrained(model.name, {}, "meta").state_dict()
@@ -70,23 +74,15 @@ def with_weights(
     for name in stored.keys() ^ vit.state_dict().keys():
         if not name.startswith("head."):
             raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
-    if (phase.student, phase.attention_options) != ("standard", {}):
+    built = getattr(vit, "gaupipe_args", {})
+    own = built.get("attention", "standard"), built.get("attention_options") or {}
+    if (phase.student, phase.attention_options) != own:
         vit = convert(vit, phase.student, **phase.attention_options)
     torch.manual_seed(settings.seed)
     head: Any = vit.get_classifier()
     nn.init.trunc_normal_(head.weight, std=0.02)
     nn.init.zeros_(head.bias)
     return vit
-
-
-def load(name: str, arguments: dict[str, Any], download: bool) -> VisionTransformer:
-    """A ViT with its trained weights."""
-    if name.startswith(LOCAL):
-        return checked(name, load_folder(folder_of(name, REMEDY), REMEDY, arguments))
-    try:
-        return checked(name, pretrained(name, arguments, download, RIGHT, "--download"))
-    except UserError as error:
-        raise UserError(f"model.name: {error}") from None
 
 
 def untrained(name: str, arguments: dict[str, Any], device: str | None) -> VisionTransformer:
@@ -96,16 +92,8 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
         source = f"{LOCAL}{folder_of(name, REMEDY)}"
     else:
         published(name, RIGHT)
-    try:
-        with torch.device(device or "cpu"):
-            return checked(name, timm.create_model(source, **arguments))
-    except UserError:
-        raise
-    except Exception as error:  # whatever timm makes of keywords or of a foreign folder
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(
-            f"model.name: timm cannot build {name} with {arguments}: {reason}"
-        ) from None
+    with torch.device(device or "cpu"):
+        return checked(name, created(source, arguments))
 
 
 def checked(name: str, model: Any) -> VisionTransformer:

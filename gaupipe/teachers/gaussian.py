@@ -6,13 +6,11 @@ C classes.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -26,7 +24,8 @@ from gaupipe.maps.gaussians import (
     outer,
     sample,
 )
-from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
+from gaupipe.teachers.vit import sha256_of
 from gaupipe.vit.forward import run_blocks
 
 AT_ONCE = 2**18
@@ -134,15 +133,10 @@ class Teacher(nn.Module):
             f"blocks.{layer}.attn.prior": prior[layer] for layer in range(self.layers)
         }
 
-    def sha256(self, per_image: BucketedState | None = None) -> str:
+    def sha256(self, per_image: ImageState | None = None) -> str:
         """A digest of the weights and of the per-image parameters. Collective."""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
-        if per_image is not None:
-            digest.update(" ".join(["buckets", *per_image.sha256s()]).encode())
-        return digest.hexdigest()
+        buckets = [] if per_image is None else ["buckets", *per_image.sha256s()]
+        return sha256_of(self.state_dict(), " ".join(buckets))
 
     def gaussians(self, parameters: Tensor | None) -> Tensor:
         """Gaussians [B, L, H, T, 4] of the images with these parameters ``[B, *per_image_shape]``;

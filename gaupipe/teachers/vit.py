@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from gaupipe.attention import ATTENTION
 from gaupipe.data.splits import ImageData
 from gaupipe.maps.views import without_prefix
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.capture import AttentionReader, attention_map, use_fused_attention
 
 SETTING = "phase_a.teacher"
@@ -72,7 +72,12 @@ class VitTeacher(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.name = name
         use_fused_attention(self.model)
-        self._check_images(data)
+        if model.num_classes not in (0, data.num_classes):
+            raise UserError(
+                f"{SETTING}: {name} predicts {model.num_classes} classes, {data.name} has "
+                f"{data.num_classes}: fine-tune it, or take its maps alone with "
+                "phase_a.teacher_args={num_classes: 0} and phase_b.alpha=0"
+            )
         self.num_classes = data.num_classes
         self.predicts = self.model.num_classes > 0
         self._adapt_normalisation(data)
@@ -160,44 +165,20 @@ class VitTeacher(nn.Module):
             "mean": [] if self.rescale is None else self.offset.flatten().tolist(),
             "std": [] if self.rescale is None else self.rescale.flatten().tolist(),
         }
-        digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        return digest.hexdigest()
-
-    def _check_images(self, data: ImageData) -> None:
-        model, start = self.model, f"{SETTING}: {self.name}"
-        if not hasattr(model, "forward_features") or not hasattr(model, "num_classes"):
-            raise UserError(f"{start} ({type(model).__name__}) is not a vision transformer of timm")
-        size = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        pixels = (data.image_size, data.image_size)
-        if size is not None and tuple(size) != pixels:
-            raise UserError(
-                f"{start} takes images of {size[0]} x {size[1]} pixels, {data.name} has "
-                f"{pixels[0]} x {pixels[1]}: set data.image_size={size[0]}, or "
-                f"phase_a.teacher_args={{img_size: {pixels[0]}}}"
-            )
-        channels = getattr(model, "in_chans", data.channels)
-        if channels != data.channels:
-            raise UserError(
-                f"{start} takes images of {channels} channels, {data.name} has {data.channels}: "
-                f"set phase_a.teacher_args={{in_chans: {data.channels}}}"
-            )
-        if model.num_classes not in (0, data.num_classes):
-            raise UserError(
-                f"{start} predicts {model.num_classes} classes, {data.name} has "
-                f"{data.num_classes}: fine-tune it, or take its maps alone with "
-                "phase_a.teacher_args={num_classes: 0} and phase_b.alpha=0"
-            )
-        for name, weight in model.state_dict().items():
-            if weight.is_floating_point() and not weight.is_meta:
-                self._finite(weight, f"the weights {name}")
+        text = json.dumps(described, sort_keys=True, default=str)
+        return sha256_of(self.model.state_dict(), text)
 
     def _adapt_normalisation(self, data: ImageData) -> None:
         """From the data set's normalisation to the one that the model was trained with."""
-        mean, std = (torch.tensor(v, dtype=torch.float64) for v in (data.mean, data.std))
-        new_mean, new_std = self._statistics("mean", mean), self._statistics("std", std)
+        config = getattr(self.model, "pretrained_cfg", None) or {}
+
+        def pair(name: str, of_data: Sequence[float]) -> tuple[Tensor, Tensor]:
+            old = torch.tensor(of_data, dtype=torch.float64)
+            new = torch.tensor(config.get(name) or of_data, dtype=torch.float64)
+            # weights of three channels, summed to one
+            return old, new if len(new) == len(old) else new.mean().expand(len(old))
+
+        (mean, new_mean), (std, new_std) = pair("mean", data.mean), pair("std", data.std)
         same = torch.equal(mean, new_mean) and torch.equal(std, new_std)
         # (x * std + mean - new_mean) / new_std
         rescale = None if same else (std / new_std).float().view(-1, 1, 1)
@@ -205,62 +186,31 @@ class VitTeacher(nn.Module):
         self.register_buffer("rescale", rescale, persistent=False)
         self.register_buffer("offset", offset, persistent=False)
 
-    def _statistics(self, name: str, default: Tensor) -> Tensor:
-        """The "mean" or "std" of the channels that the model was trained with; the ``default``
-        [channels] where its weights do not say."""
-        values = (getattr(self.model, "pretrained_cfg", None) or {}).get(name)
-        if values is None:
-            return default
-        try:
-            statistics = torch.tensor(list(values), dtype=torch.float64)
-        except (TypeError, ValueError):
-            statistics = torch.empty(0)
-        if len(statistics) in (1, 3) and len(statistics) != len(default):
-            # weights of three channels, summed to one
-            statistics = statistics.mean().expand(len(default))
-        valid = statistics.isfinite() & ((name == "mean") | (statistics > 0))
-        if len(statistics) != len(default) or not valid.all():
-            raise UserError(
-                f"{SETTING}: {self.name}: its pretrained_cfg has the {name} {values!r}: should be "
-                f"a number{' above 0' * (name == 'std')} for each of {len(default)} channels"
-            )
-        return statistics
-
     @torch.no_grad()
     def _shape_of_maps(self, data: ImageData) -> tuple[tuple[int, int], int, int, int]:
-        """(grid, blocks, heads, prefix) as two blank images show them."""
-        start = f"{SETTING}: {self.name} ({type(self.model).__name__})"
-        images = torch.zeros(2, data.channels, data.image_size, data.image_size)
+        """(grid, blocks, heads, prefix) as a blank image shows them."""
+        model, size = self.model, data.image_size
+        start = f"{SETTING}: {self.name} ({type(model).__name__})"
+        images = torch.zeros(1, data.channels, size, size)
         try:
-            _, maps = self._features(images.to(next(self.model.parameters()).device))
+            _, maps = self._features(images.to(next(model.parameters()).device))
         except (AssertionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(
-                f"{start} cannot take images of {data.image_size} x {data.image_size} pixels: "
-                f"{' '.join(str(error).split())[:200]}"
+                f"{start} cannot take the images of {data.name} ({one_line(error)}): set "
+                "data.image_size, or "
+                f"phase_a.teacher_args={{img_size: {size}, in_chans: {data.channels}}}"
             ) from None
-        grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
-        blocks = len(getattr(self.model, "blocks", maps))
-        if not maps:
-            problem = "shows no attention maps: it never calls scaled_dot_product_attention"
-        elif grid is None:
-            problem = "has no grid of patches"
-        elif blocks != len(maps):
-            problem = (
-                f"has {len(maps)} attention maps in {blocks} blocks; a teacher has one in each"
+        grid = getattr(getattr(model, "patch_embed", None), "grid_size", (0, 0))
+        prefix, heads = getattr(model, "num_prefix_tokens", 0), maps[0].shape[1] if maps else 0
+        tokens, blocks = prefix + grid[0] * grid[1], getattr(model, "blocks", maps)
+        shapes = [tuple(map.shape) for map in maps]
+        if not maps or shapes != [(1, heads, tokens, tokens)] * len(blocks):
+            raise UserError(
+                f"{start} does not attend over all patches once in every block: {len(maps)} "
+                f"attention maps, of the shapes {sorted({*shapes})}, in {len(blocks)} blocks of "
+                f"{grid[0]} x {grid[1]} patches: {READABLE}"
             )
-        else:
-            prefix, heads = getattr(self.model, "num_prefix_tokens", 0), maps[0].shape[1]
-            tokens = prefix + grid[0] * grid[1]
-            right = (2, heads, tokens, tokens)
-            wrong = [block for block, map in enumerate(maps) if map.shape != right]
-            if not wrong:
-                return tuple(grid), len(maps), heads, prefix
-            problem = (
-                f"does not attend over all patches in every block: two images of {grid[0]} x "
-                f"{grid[1]} patches should give maps {[*right]}, block {wrong[0]} gives "
-                f"{[*maps[wrong[0]].shape]} (windows, pooled keys, or another number of heads)"
-            )
-        raise UserError(f"{start} {problem}: {READABLE}")
+        return tuple(grid), len(maps), heads, prefix
 
 
 def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
@@ -269,3 +219,12 @@ def weights_of_patches(model: VisionTransformer) -> dict[str, Tensor]:
     if "pos_embed" in weights:
         weights["pos_embed"] = weights["pos_embed"][:, -model.patch_embed.num_patches :]
     return weights
+
+
+def sha256_of(weights: dict[str, Tensor], described: str) -> str:
+    """A digest of a state_dict and of a text that says what it is used in."""
+    digest = hashlib.sha256(described.encode())
+    for name, tensor in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -122,7 +122,7 @@ class Epoch:
         self.sums: dict[str, Tensor] = {}
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
-        loop.steps.begin_line(state.epoch and state.epoch["line"])
+        loop.steps.begin_line()
         if state.epoch:
             self._load(state.epoch)
         self._seed()
@@ -195,15 +195,12 @@ class Epoch:
             "batches": self.batches,
             "seconds": began - self.started,
             "processor_seconds": processor_began - self.processor_started,
-            "line": self.loop.steps.state(),
             "generators": distributed.all_gather_dict(generators),
             "ranks": distributed.all_gather_object({"images": self.images, "sums": sums}),
         }
         update.state.save(self.loop.folder / "checkpoint")
-        duration = time.monotonic() - began
-        self.started += duration
+        self.started += time.monotonic() - began
         self.processor_started += time.process_time() - processor_began
-        self.loop.steps.pause(duration)
         update.pauses.saved()
         if update.pauses.signal:
             where = f"in epoch {self.number + 1}, after batch {self.batches} of {update.steps}"

@@ -2,8 +2,7 @@
 and trackio, each an extra of the same name.
 
 A logger has ``log(step, values)``, numbers by name after so many batches of the training, and
-``close()``. It never gets a step twice, also of a training that goes on from a checkpoint
-(:mod:`gaupipe.training.step_log`).
+``close()``.
 """
 
 from __future__ import annotations
@@ -11,21 +10,23 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gaupipe.system.errors import UserError
+from gaupipe.system.files import write_whole
+
+MODULES = {"tensorboard": "torch.utils.tensorboard.writer", "wandb": "wandb", "trackio": "trackio"}
+"""By the names of ``log.to`` and of the extras."""
 
 
 class TensorBoard:
-    """Event files in ``folder``/tensorboard."""
+    """Event files in a folder, written by torch's ``SummaryWriter``."""
 
-    needs = "torch.utils.tensorboard.writer"
-
-    def __init__(self, folder: Path, name: str, run: str, config: Mapping[str, Any]) -> None:
-        module = importlib.import_module(self.needs)
-        self.writer = module.SummaryWriter(str(folder / "tensorboard"))
+    def __init__(self, writer: Any) -> None:
+        self.writer = writer
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for key, value in values.items():
@@ -36,19 +37,13 @@ class TensorBoard:
         self.writer.close()
 
 
-class WandB:
-    """A run of Weights & Biases, continued under its id; variables such as WANDB_MODE count."""
+class Service:
+    """A run of Weights & Biases, whose variables such as WANDB_MODE count, or of trackio, which has
+    the same interface."""
 
-    needs = "wandb"
-
-    def __init__(self, folder: Path, name: str, run: str, config: Mapping[str, Any]) -> None:
-        self.module = importlib.import_module(self.needs)
-        options = {"project": "gaupipe", "config": dict(config), "resume": "allow"}
+    def __init__(self, module: Any, **options: Any) -> None:
         with contextlib.redirect_stdout(sys.stderr):  # a command's results go to stdout
-            self.run = self.module.init(**options, **self._identity(folder, name, run))
-
-    def _identity(self, folder: Path, name: str, run: str) -> dict[str, Any]:
-        return {"dir": str(folder), "name": name, "id": run}
+            self.run = module.init(project="gaupipe", resume="allow", **options)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.run.log(dict(values), step=step)
@@ -58,25 +53,29 @@ class WandB:
             self.run.finish()
 
 
-class Trackio(WandB):
-    """A run of trackio, which has the interface of Weights & Biases. It is continued under its
-    name, which therefore ends in the run's id."""
-
-    needs = "trackio"
-
-    def _identity(self, folder: Path, name: str, run: str) -> dict[str, Any]:
-        return {"name": f"{name} {run}".replace("/", " ")}  # it is a folder's name
-
-
-LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
-"""By the names of ``log.to`` and of the extras."""
+def open_logger(
+    logger: str, folder: Path, name: str, config: Mapping[str, Any]
+) -> TensorBoard | Service:
+    """The logger of the training in ``folder``. A service knows the training by an id, which the
+    file ``folder``/log_id keeps for the time when the training is continued."""
+    module = importlib.import_module(MODULES[logger])
+    if logger == "tensorboard":
+        return TensorBoard(module.SummaryWriter(str(folder / "tensorboard")))
+    path = folder / "log_id"
+    if not path.is_file():
+        write_whole(path, uuid.uuid4().hex[:8])
+    run = path.read_text()
+    if logger == "wandb":
+        return Service(module, config=dict(config), dir=str(folder), name=name, id=run)
+    # trackio continues a run by its name, of which it makes a file
+    return Service(module, config=dict(config), name=f"{name} {run}".replace("/", " "))
 
 
 def check(names: Sequence[str]) -> None:
     """Raises UserError for a logger whose package cannot be imported."""
     for name in names:
         try:
-            importlib.import_module(LOGGERS[name].needs)
+            importlib.import_module(MODULES[name])
         except ImportError as error:
             raise UserError(
                 f"log.to: {name} is not installed ({error}): pip install 'gaupipe[{name}]', or "

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import create_optimizer_v2, get_optimizer_info, param_groups_weight_decay
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 
 from gaupipe.settings import OptimSettings
@@ -27,21 +27,15 @@ def build_optimizer(
     updates them as AdamW does. Raises UserError for what timm cannot make.
     """
     try:
-        if extra_groups:  # timm asks for all groups, or makes them itself
-            undecayed = {"no_weight_decay_list": vit.no_weight_decay()}
-            decayed = param_groups_weight_decay(vit, optim.weight_decay, **undecayed)
-            others = [{**group, "use_fallback": True} for group in extra_groups]
-            groups: dict[str, Any] = {"param_group_fn": lambda _vit: [*decayed, *others]}
-        else:
-            groups = {}
         optimizer = create_optimizer_v2(
             vit,
             opt=optim.name,
             lr=optim.lr,
             weight_decay=optim.weight_decay,
-            **groups,
             **_checked_args(optim),
         )
+        for group in extra_groups:
+            optimizer.add_param_group({**group, "use_fallback": True})
     except (AssertionError, ValueError, TypeError, ImportError) as error:
         given = f" with {optim.args}" if optim.args else ""
         raise UserError(f"optim.name: timm cannot make {optim.name!r}{given}: {error}") from None

@@ -13,7 +13,7 @@ from torch import nn
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
 
 Network = TypeVar("Network", bound=nn.Module)
 """A ViT, or the teacher with Gaussians."""
@@ -29,7 +29,7 @@ class TrainingState(Generic[Network]):
     schedule: Any
     optim: OptimSettings
     precision: str = "float32"
-    per_image: BucketedState | None = None
+    per_image: ImageState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """Settings, data and teacher; a checkpoint with other ones is refused."""
     metrics: list[dict[str, Any]] = field(default_factory=list)

@@ -7,8 +7,7 @@ import contextlib
 import json
 import math
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.training.loggers import LOGGERS
+from gaupipe.training.loggers import open_logger
 from gaupipe.training.update import Update
 
 
@@ -38,8 +37,8 @@ class StepLog:
         waits_data      share of the time that the training waited for images
         waits_maps      share of the time that the training waited for stored maps
 
-    A training that goes on from a checkpoint removes the lines after it. Loggers are told no step
-    twice: ``folder``/log.json has how far they were told.
+    A training that goes on from a checkpoint removes the lines after it, and begins a line. It
+    tells the loggers again what comes after the checkpoint.
     """
 
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
@@ -51,7 +50,6 @@ class StepLog:
 
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.told = read_told(self.folder / "log.json")
         self.begin_line()
         self.update.log_norm = bool(self.every)
         distributed.on_main(self._open)
@@ -62,10 +60,10 @@ class StepLog:
         if self.every:
             remove_later(self.folder / "steps.jsonl", self.update.batch)
         parts = 2 if self.folder.name == "phase_a" else 3  # from the run directory on
-        name, run = "/".join(self.folder.resolve().parts[-parts:]), self.told["run"]
+        name = "/".join(self.folder.resolve().parts[-parts:])
         for logger in self.settings.log.to:
             try:
-                opened = LOGGERS[logger](self.folder, name, run, flatten(self.settings))
+                opened = open_logger(logger, self.folder, name, flatten(self.settings))
             except Exception as error:  # packages of others raise their own
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
@@ -76,22 +74,10 @@ class StepLog:
             logger.close()
         self._loggers = []
 
-    def begin_line(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Begins a line, or goes on with what :meth:`state` returned in the middle of an epoch."""
+    def begin_line(self) -> None:
+        """The next batch is the first of a line."""
         self.images, self.sums = 0, {}
         self._since, self._waited = time.monotonic(), dict(self.batches.waited)
-        if saved:
-            self.images, self._since = saved["images"], self._since - saved["seconds"]
-            self.sums = {name: one.to(self.update.device) for name, one in saved["sums"].items()}
-
-    def state(self) -> dict[str, Any]:
-        """The batches since the last line."""
-        sums = {name: total.cpu() for name, total in self.sums.items()}
-        return {"images": self.images, "sums": sums, "seconds": time.monotonic() - self._since}
-
-    def pause(self, seconds: float) -> None:
-        """Leaves out time that is none of the training's."""
-        self._since += seconds
 
     def batch(self, epoch: int, images: int, losses: Mapping[str, Tensor]) -> None:
         """Counts a batch of this many images, with the means of its losses over them."""
@@ -110,7 +96,7 @@ class StepLog:
             for name, value in metrics.items()
             if isinstance(value, int | float) and name != "epoch"
         }
-        self._tell("epochs", metrics["epoch"], numbers)
+        self._tell(numbers)
 
     def _write(self, epoch: int) -> None:
         seconds = max(time.monotonic() - self._since, 1e-9)
@@ -129,30 +115,12 @@ class StepLog:
         }
         with (self.folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
-        self._tell("steps", step, {f"step/{name}": value for name, value in values.items()})
+        self._tell({f"step/{name}": value for name, value in values.items()})
         self.begin_line()
 
-    def _tell(self, event: str, number: int, values: Mapping[str, float]) -> None:
-        for logger in self._new(event, number):
+    def _tell(self, values: Mapping[str, float]) -> None:
+        for logger in self._loggers:
             logger.log(self.update.batch, values)
-
-    def _new(self, event: str, number: int) -> Sequence[Any]:
-        """The loggers, unless they were told of this event before. From now on they were."""
-        if not self._loggers or number <= self.told[event]:
-            return ()
-        self.told[event] = number
-        write_whole(self.folder / "log.json", json.dumps(self.told) + "\n")
-        return self._loggers
-
-
-def read_told(path: Path) -> dict[str, Any]:
-    """{"run": the id under which loggers know a training, and the last of its "steps" and "epochs"
-    that they were told}; a new one where there is no such file, or a damaged one."""
-    fresh: dict[str, Any] = {"run": uuid.uuid4().hex[:8], "steps": 0, "epochs": 0}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        written = json.loads(path.read_bytes())
-        return {name: type(value)(written[name]) for name, value in fresh.items()}
-    return fresh
 
 
 def remove_later(path: Path, step: int) -> None:

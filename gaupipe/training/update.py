@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,6 @@ class Update:
         anew for every epoch, so that ranks sum gradients in the same order after an
         interruption."""
         self.losses = distributed.data_parallel(losses)
-        if isinstance(self.losses, DistributedDataParallel) and self.batch % self.steps:
-            return Rehearsed(self.losses, self.parameters)
         return self.losses
 
     @contextlib.contextmanager
@@ -115,45 +112,8 @@ class Update:
     def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
         state = self.state
         where = f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps}"
-        if self.batch == 0:
-            return (
-                f"{where}, before any weight has changed: the weights start too large for "
-                f"{state.precision}: lower model.init_std and model.pos_embed_std, or set "
-                "precision=float32"
-            )
         return (
-            f"{where} (lr {state.lr:.3g}, {state.precision}, "
-            f"clip_grad {state.optim.clip_grad}): lower optim.lr or raise optim.warmup_epochs; the "
-            "last checkpoint is kept"
+            f"{where} (lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}): "
+            "lower optim.lr or raise optim.warmup_epochs, and where it is the first step "
+            "model.init_std; the last checkpoint is kept"
         )
-
-
-class Rehearsed(nn.Module):
-    """DistributedDataParallel ``losses`` for an epoch that goes on in its middle.
-
-    DistributedDataParallel sums the gradients of its first backward pass in another order than
-    those of later ones, which three ranks or more see in the last bits. So the first batch goes
-    forward and back once without effect.
-    """
-
-    def __init__(self, losses: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
-        super().__init__()
-        self.losses, self.trained, self.rehearsed = losses, parameters, False
-
-    def forward(self, *arguments: Any) -> Any:
-        if not self.rehearsed:
-            self._rehearse(arguments)
-        self.rehearsed = True
-        return self.losses(*arguments)
-
-    def _rehearse(self, arguments: tuple) -> None:
-        waits = self.losses.require_backward_grad_sync
-        self.losses.require_backward_grad_sync = True
-        device = self.trained[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            losses = self.losses(*arguments)
-            (losses["loss"] if isinstance(losses, dict) else losses).backward()
-        self.losses.require_backward_grad_sync = waits
-        for tensor in (*self.trained, *arguments):
-            if isinstance(tensor, Tensor):
-                tensor.grad = None

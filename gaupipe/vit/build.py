@@ -8,10 +8,11 @@ from typing import Any
 
 import timm
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.settings import ModelSettings
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.initialisation import start_weights
 
 
@@ -55,7 +56,7 @@ def build_vit(
         settings = f"model.args and {setting}" if changed else "model.args"
         raise UserError(
             f"{settings}: {model.name} cannot be built for {data.image_size}-pixel images with "
-            f"{args}: {_reason(error)}"
+            f"{args}: {one_line(error)}"
         ) from None
     return vit
 
@@ -72,9 +73,10 @@ def _check_patches(patch: tuple[int, int], image_size: int, setting: str) -> Non
         )
 
 
-def _reason(error: Exception) -> str:
-    """The first line of an error, with its type where that says more."""
-    text = (str(error).splitlines() or [""])[0]
-    if isinstance(error, ValueError | RuntimeError) and text:
-        return text
-    return f"{type(error).__name__} {text}".strip()
+def created(name: str, arguments: dict[str, Any], **weights: Any) -> nn.Module:
+    """``timm.create_model`` with the keywords ``arguments`` and ``weights``. Raises UserError for
+    whatever timm or the hub makes of them."""
+    try:
+        return timm.create_model(name, **arguments, **weights)
+    except Exception as error:
+        raise UserError(f"timm cannot build {name} with {arguments}: {one_line(error)}") from None

@@ -17,13 +17,10 @@ from timm.layers import to_2tuple
 from timm.models import (
     build_model_with_cfg,
     generate_default_cfgs,
-    list_models,
-    load_pretrained,
     model_entrypoint,
     register_model,
     vision_transformer,
 )
-from timm.models.eva import Eva
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
 
@@ -31,7 +28,6 @@ from gaupipe.attention import ATTENTION
 from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
-from gaupipe.vit.convert import convert
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -39,19 +35,17 @@ TIMM_ARGUMENTS = {
 }
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
-EVA_MODELS = frozenset(list_models(module="eva"))
-"""timm's entrypoints that build an ``Eva``."""
 
+class AttentionLayers(dict):
+    """timm's attentions and ours, by the names of ``attn_layer``."""
 
-class Layers(dict):
-    """timm's ``ATTN_LAYERS``, which names the nearest of ours for a misspelt ``attn_layer``."""
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[choice("attn_layer", key, self)] if "gau" in key else super().get(key, default)
+    def get(self, name: str, _default: Any = None) -> Any:
+        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
+        return self[choice("attn_layer", name, self)]
 
 
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = Layers(vision_transformer.ATTN_LAYERS)
+vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
@@ -261,17 +255,12 @@ def gauvit_converted(
     attention: str = "standard",
     attention_options: dict | None = None,
     **kwargs,
-) -> VisionTransformer | Eva:
-    """Any of timm's entrypoints that :func:`convert` can convert, ``base``, with another attention
-    and its options. What :func:`convert` makes of a timm model is saved under this name."""
+) -> VisionTransformer:
+    """Any of timm's entrypoints of a ``VisionTransformer``, ``base``, with another attention and
+    its options. What :func:`gaupipe.models.convert` makes of a timm model is saved under this
+    name."""
     options = dict(attention_options or {})
-    entrypoint: Any = model_entrypoint(base)
-    if base in EVA_MODELS:  # they have no keyword for the attention
-        model: Any = convert(entrypoint(pretrained=False, **kwargs), attention, **options)
-        if pretrained:
-            load_pretrained(model, model.pretrained_cfg, model.num_classes)
-    else:
-        attention_type = bind_options(attention_class(attention), options)
-        model = entrypoint(pretrained=pretrained, attn_layer=attention_type, **kwargs)
+    attention_type = bind_options(attention_class(attention), options)
+    model: Any = model_entrypoint(base)(pretrained, attn_layer=attention_type, **kwargs)
     model.gaupipe_args = dict(kwargs, base=base, attention=attention, attention_options=options)
     return model

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -13,16 +11,14 @@ from typing import Any
 
 import timm
 import torch
-from safetensors import safe_open
-from timm.models import save_for_hf
-from timm.models.eva import Eva
+from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.system import digests
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
+from gaupipe.vit.build import created
 
 STUDENT_FILES = ("config.json", "model.safetensors")
 """The files that timm reads from a student's folder."""
@@ -36,7 +32,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def save_student(
-    model: VisionTransformer | Eva,
+    model: nn.Module,
     folder: str | Path,
     label_names: list[str] | None = None,
     **data_config,
@@ -50,11 +46,8 @@ def save_student(
     (``mean``, ``std``, ``crop_pct``, ...). Raises UserError for a model that ``timm.create_model``
     did not build and for a folder that holds something else than a student.
     """
-    if not hasattr(model, "pretrained_cfg"):
-        raise UserError(
-            "save_student: the model was built by its class, which timm cannot name; build it with "
-            "timm.create_model"
-        )
+    if not (isinstance(model, VisionTransformer) and hasattr(model, "pretrained_cfg")):
+        raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
     if folder.exists() and not _is_replaceable(folder):
         raise UserError(
@@ -90,15 +83,14 @@ def _is_replaceable(folder: Path) -> bool:
     return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
-def architecture_of(model: VisionTransformer | Eva) -> tuple[str, dict]:
+def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
-    fc_norm = "use_fc_norm" if isinstance(model, Eva) else "fc_norm"
     now: dict[str, Any] = dict(
         img_size=list(model.patch_embed.img_size),
         patch_size=list(model.patch_embed.patch_size),
         num_classes=model.num_classes,
         global_pool=model.global_pool,
-        **{fc_norm: not isinstance(model.fc_norm, nn.Identity)},
+        fc_norm=not isinstance(model.fc_norm, nn.Identity),
     )  # what timm lets one change after construction
     notes = vars(model)  # what timm and gaupipe note of how it was built
     if "gaupipe_args" not in notes:
@@ -128,55 +120,21 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
         digests.check(file)
     try:
         check_sizes(folder, weights)
-        model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
-        check_normalisation(model.pretrained_cfg)
     except OSError:
         raise
     except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
-        reason = f"is damaged, or no model that timm reads ({_reason(error)})"
+        reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
-    if not arguments:
-        return model
-    try:
-        return timm.create_model(f"local-dir:{folder}", pretrained=True, **arguments).eval()
-    except Exception as error:
-        reason = f"cannot be built with {arguments}: {_reason(error)}"
-        raise UserError(f"{folder}: {reason}") from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return created(f"local-dir:{folder}", arguments or {}, pretrained=True).eval()
 
 
 def check_sizes(folder: Path, weights: Path) -> None:
-    """Raises ValueError unless a folder's config.json describes a model with these ``weights``.
-
-    timm adapts weights to another size without a word. The meta device takes no memory.
-    """
-    config = json.loads((folder / "config.json").read_bytes())
-    if weights.suffix == ".bin":
-        tensors = torch.load(weights, map_location="meta", weights_only=True)
-        stored = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    else:
-        with safe_open(weights, "pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
-    depth = config.get("model_args", {}).get("depth", 1)
-    if depth > len(stored):
-        raise ValueError(f"{depth} blocks cannot have {len(stored)} weights in all")
+    """Raises ValueError unless a folder's config.json describes a model with these ``weights``:
+    timm adapts weights to another size without a word. The meta device takes no memory."""
     with torch.device("meta"):
-        model = timm.create_model(f"local-dir:{folder}")
-    built = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        built = timm.create_model(f"local-dir:{folder}").state_dict()
+    stored = load_state_dict(str(weights))
     for name in sorted(built.keys() | stored.keys()):
-        if (here := built.get(name)) != (there := stored.get(name)):
+        here, there = (tuple(of[name].shape) if name in of else None for of in (built, stored))
+        if here != there:
             raise ValueError(f"{name} is {there} in {weights.name}, {here} by config.json")
-
-
-def check_normalisation(config: Any) -> None:
-    """Raises ValueError unless ``mean`` and ``std`` of a ``pretrained_cfg`` are lists of finite
-    numbers, those of ``std`` positive."""
-    for key, lowest in (("mean", -math.inf), ("std", 0)):
-        values = config.get(key) or []
-        if not isinstance(values, list | tuple) or not all(
-            type(value) in (int, float) and lowest < value < math.inf for value in values
-        ):
-            raise ValueError(f"{key} is {values!r}, should be a list of numbers such as [0.5]")

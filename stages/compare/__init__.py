@@ -1,6 +1,6 @@
 """Compare: a plain ViT, distilled students and controls over several seeds, side by side.
 
-run -> {workers -> costs, report -> differences, tables, figures} -> trainings -> {cells, passages}
+run -> {workers -> costs, report -> measures, tables, figures} -> trainings -> rows
 """
 
 from stages.compare.run import run

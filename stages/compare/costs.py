@@ -45,7 +45,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
     data = load_data(settings.data)
-    teacher = None if training.baseline else training.teacher
+    teacher = None if training.row.plain else training.teacher
     job = phase_b.build(settings, data, teacher, None if teacher is None else str(training.maps))
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)

@@ -2,139 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from gaupipe.system.progress import epochs_in
-from stages.compare.cells import BASELINE, Cell
-from stages.compare.differences import Difference, corrected, front
-from stages.compare.passages import COSTS, Run, Spread, compare_at
-from stages.compare.trainings import Comparison, Training
+from gaupipe.system.errors import UserError
+from stages.compare.measures import differences, first_passages, front, spread
+from stages.compare.rows import BASELINE
+from stages.compare.trainings import Training
 
 SHARES = (0.95, 0.98, 1.0)
-"""Shares of the reference's final accuracy, on the same seed, at which cells are compared by
+"""Shares of the reference's final accuracy, on the same seed, at which rows are compared by
 default."""
 
-CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
-"""Metrics of which the results have the value after each epoch."""
 
-
-def report(comparison: Comparison, targets: Sequence[float] = ()) -> dict[str, Any]:
-    """All results of a comparison, as JSON values. Scripts read the keys.
-
-    The reference is the plain ViT. ``targets`` are accuracies to compare at, by default the
-    :data:`SHARES`.
-    """
-    goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
-    differences = corrected(against_reference(comparison))
-    fronts = corrected(against_front(comparison))
-    return {
-        "data": comparison.settings.data.name,
-        "seeds": comparison.seeds,
-        "reference": BASELINE,
-        "rows": [
-            _cell_results(comparison, cell, goals)
-            | {
-                "difference": _as_json(differences.get(cell.name)),
-                "above_front": _as_json(fronts.get(cell.name)),
-            }
-            for cell in comparison.cells
-        ],
-    }
-
-
-def against_reference(comparison: Comparison) -> dict[str, Difference]:
-    """By cell its final accuracy minus that of the plain ViT with the same seed."""
-    reference = {run.seed: run.curve[-1] for run in comparison.runs[BASELINE]}
-    return {
-        name: Difference.of([run.curve[-1] - reference[run.seed] for run in runs])
-        for name, runs in comparison.runs.items()
-        if name != BASELINE and not comparison.failures_of(name)
-    }
-
-
-def against_front(comparison: Comparison) -> dict[str, Difference]:
-    """By cell its final accuracy minus what the baselines reach for as many multiply-adds with the
-    same seed. Baselines are the plain cells of standard attention; they themselves and cells
-    cheaper than all of them are left out."""
-    runs = {
-        name: runs for name, runs in comparison.runs.items() if not comparison.failures_of(name)
-    }
-    baselines = {
-        cell.name
-        for cell in comparison.cells
-        if cell.plain and comparison.trainings[cell.name][0].settings.phase_b.student == "standard"
-    }
-
-    def above(run: Run) -> float | None:
-        same_seed = [of[comparison.seeds.index(run.seed)] for of in map(runs.get, baselines) if of]
-        costs = [other.cost("multiply_adds") for other in same_seed]
-        reached = front(costs, [other.curve[-1] for other in same_seed], run.cost("multiply_adds"))
-        return None if reached is None else run.curve[-1] - reached
-
-    result = {}
-    for name in runs.keys() - baselines:
-        differences = [value for value in map(above, runs[name]) if value is not None]
-        if len(differences) == len(runs[name]):
-            result[name] = Difference.of(differences)
-    return result
-
-
-def _as_json(difference: Difference | None) -> dict[str, Any] | None:
-    return {**asdict(difference), "verdict": difference.verdict} if difference else None
-
-
-def _in_json(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: asdict(it) if isinstance(it, Spread) else it for name, it in values.items()}
-
-
-def _cell_results(
-    comparison: Comparison, cell: Cell, goals: Sequence[dict[str, float]]
+def report(
+    trainings: Sequence[Sequence[Training]],
+    outcomes: Mapping[Path, dict[str, Any] | str],
+    targets: Sequence[float] = (),
 ) -> dict[str, Any]:
-    runs, trainings = comparison.runs[cell.name], comparison.trainings[cell.name]
-    failures = sorted(set(comparison.failures_of(cell.name)))
-    best = comparison.best_trials.get(cell.name)
-    trials = [
-        {"settings": changes, "val_acc": score, "taken": changes is best}
-        for changes, score in comparison.trials.get(cell.name, [])
-    ]
-    compared = [(goal, compare_at(runs, comparison.runs[BASELINE], **goal)) for goal in goals]
+    """All results of a comparison. Scripts read the keys.
+
+    trainings   for each row its training with each seed
+    outcomes    by the folder of a training its run, or why it failed
+    targets     accuracies to compare at; by default the :data:`SHARES` of the reference's
+
+    The reference is the plain ViT. Of a row with a training that failed there are no values.
+    Raises UserError where that is the reference.
+    """
+    rows = [_row(of_row, outcomes) for of_row in trainings]
+    reference = next(row for row in rows if row["row"] == BASELINE)
+    if reference["failed"]:
+        reason = reference["failed"][0]
+        raise UserError(f"{BASELINE}, which the others are compared with, failed: {reason}")
+    goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
+    whole = [row for row in rows if not row["failed"]]
+    for row in whole:
+        passages = [goal | first_passages(row["runs"], reference["runs"], **goal) for goal in goals]
+        row["at"] = passages
+    beside, above = {}, {}
+    baselines = [row for row in whole if row["plain"] and row["attention"] == "standard"]
+    for row in whole:
+        if row is not reference:
+            pairs = zip(row["runs"], reference["runs"], strict=True)
+            beside[row["row"]] = [_accuracy(run) - _accuracy(other) for run, other in pairs]
+        if row not in baselines and None not in (values := _above(row, baselines)):
+            above[row["row"]] = values
+    for key, table in ("difference", differences(beside)), ("above_front", differences(above)):
+        for row in rows:
+            row[key] = table.get(row["row"])
+    return {"reference": BASELINE, "rows": rows}
+
+
+def _row(trainings: Sequence[Training], outcomes: Mapping[Path, Any]) -> dict[str, Any]:
+    """A row before it is compared with others."""
+    row, runs = trainings[0].row, [outcomes[training.folder] for training in trainings]
+    failures = sorted({run for run in runs if isinstance(run, str)})
+    runs = [] if failures else runs
     return {
-        "row": cell.name,
-        "plain": cell.plain,
-        "like": cell.like,
-        "settings": cell.settings,
+        "row": row.name,
+        "plain": row.plain,
+        "attention": trainings[0].settings.phase_b.student,
+        "settings": row.settings,
         "failed": failures,
-        "trials": trials,
-        "final": _in_json(final_values(runs)),
-        "at": [] if failures else [goal | _in_json(passages) for goal, passages in compared],
-        "runs": [] if failures else [*map(_run_results, runs, trainings)],
+        "final": final_values(runs),
+        "at": [],
+        "runs": runs,
     }
 
 
-def final_values(runs: Sequence[Run]) -> dict[str, Spread]:
-    """How the runs of a cell ended, and what they cost, phase A counted. The test split's accuracy
-    is there only with ``--test``."""
+def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How the runs of a row ended, and what they cost, phase A counted, as :func:`spread`. The test
+    split's accuracy is there only with ``--test``."""
     values = {
-        "val_acc": [run.curve[-1] for run in runs],
-        "val_loss": [run.metrics[-1]["val_loss"] for run in runs],
-        "test_acc": [run.test_acc for run in runs],
-        "epochs": [len(run.metrics) for run in runs],
-        "phase_a_epochs": [epochs_in(run.phase_a) for run in runs],
-        "parameters": [run.costs["parameters"] for run in runs],
-        **{name: [run.cost(name) for run in runs] for name in COSTS},
+        "val_acc": [_accuracy(run) for run in runs],
+        "val_loss": [run["val_loss"][-1] for run in runs],
+        "test_acc": [run["test_acc"] for run in runs],
+        "epochs": [len(run["val_acc"]) for run in runs],
+        "phase_a_epochs": [run["phase_a_epochs"] for run in runs],
+        "parameters": [run["costs"]["parameters"] for run in runs],
+        "multiply_adds": [_cost(run, "multiply_adds") for run in runs],
+        "processor_seconds": [_cost(run, "processor_seconds") for run in runs],
     }
-    return {name: Spread.of(numbers) for name, numbers in values.items()}
+    return {name: spread(numbers) for name, numbers in values.items()}
 
 
-def _run_results(run: Run, training: Training) -> dict[str, Any]:
-    return {
-        "seed": run.seed,
-        "folder": str(training.folder.relative_to(training.root)),
-        "phase_a_epochs": epochs_in(run.phase_a),
-        "test_acc": run.test_acc,
-        **{name: [entry[name] for entry in run.metrics] for name in CURVES},
-        "costs": run.costs,
-        "phase_a_costs": run.phase_a_costs,
-    }
+def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:
+    """For each seed the final accuracy of a row minus what the baselines reach for as many
+    multiply-adds; None where the row is cheaper than all of them."""
+    values = []
+    for number, run in enumerate(row["runs"]):
+        others = [other["runs"][number] for other in baselines]
+        points = [(_cost(other, "multiply_adds"), _accuracy(other)) for other in others]
+        reached = front(points, _cost(run, "multiply_adds"))
+        values.append(None if reached is None else _accuracy(run) - reached)
+    return values
+
+
+def _accuracy(run: Mapping[str, Any]) -> float:
+    return run["val_acc"][-1]
+
+
+def _cost(run: Mapping[str, Any], name: str) -> float:
+    return run["costs"][name] + run["phase_a_costs"].get(name, 0)

@@ -12,14 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import store
 from gaupipe.data.splits import load_data
@@ -30,125 +30,102 @@ from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
 from stages import evaluate, export_maps, phase_b
 from stages.compare import costs
-from stages.compare.passages import Run
 from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
 from stages.phase_a import gaussian as phase_a
 
-Job = Callable[[list[Training]], tuple[str, str]]
-"""Work for some trainings: returns (a line on the result, why it failed), either may be empty."""
+Job = Callable[[list[Training]], str]
+"""Work for some trainings; returns a line on the result, which may be empty."""
 
 
-class Workers:
-    """Trains in this process, or in ``jobs`` processes at once. Shows a bar over the trainings, and
-    a line for each that ends."""
+def train(trainings: Iterable[Training], jobs: int) -> dict[Path, dict[str, Any] | str]:
+    """By the folder of each training its run, or why it failed. Finished trainings are read, not
+    trained again. Others are trained in this process, or in ``jobs`` processes at once. Shows a
+    bar, and a line for each training that ends."""
+    by_folder = {training.folder: training for training in trainings}
+    unfinished = [training for training in by_folder.values() if not training.finished]
+    failures: dict[Path, str] = {}
+    console = Console(file=sys.stderr, highlight=False)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    with _pool(jobs) as results, bar:
+        for what, job in ("teachers", _teach), ("students", _train):
+            left = [training for training in unfinished if training.folder not in failures]
+            groups = _by_teacher(left) if job is _teach else [[training] for training in left]
+            task = bar.add_task(what, total=len(groups))
+            for number, (group, result) in enumerate(results(job, groups), 1):
+                try:
+                    line = result()
+                except (UserError, store.StoreError) as error:
+                    line = " ".join(str(error).split())
+                    failures |= dict.fromkeys((training.folder for training in group), line)
+                if line:
+                    named = f"{group[0].row.name}, seed {group[0].settings.seed}"
+                    console.print(f"{number}/{len(groups)} {named}: {line}", soft_wrap=True)
+                bar.advance(task)
+    return {folder: failures.get(folder) or one.read() for folder, one in by_folder.items()}
 
-    def __init__(self, jobs: int) -> None:
-        self.console = Console(file=sys.stderr, highlight=False)
-        self.pool = None
-        if jobs > 1:
-            context = multiprocessing.get_context("spawn")
-            end, self.alive = context.Pipe(duplex=False)
-            threads = max(1, (os.cpu_count() or 1) // jobs)
-            self.pool = ProcessPoolExecutor(jobs, context, _start_worker, (jobs, threads, end))
 
-    def __enter__(self) -> Workers:
-        return self
+@contextlib.contextmanager
+def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Callable]]]]:
+    """A function of (job, groups) that yields each group, as its job ends, with a function that
+    returns the job's result or raises its error."""
+    if jobs == 1:
+        yield lambda job, groups: ((group, partial(job, group)) for group in groups)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _start_worker, (jobs,)) as pool:
 
-    def __exit__(self, exception: Any, *_details: Any) -> None:
-        if self.pool:
-            if exception:
-                self.alive.close()
-            self.pool.shutdown(cancel_futures=True)
+        def results(job: Job, groups: list) -> Iterator[tuple[list, Callable]]:
+            futures = {pool.submit(job, group): group for group in groups}
+            return ((futures[future], future.result) for future in as_completed(futures))
 
-    def train(self, trainings: Iterable[Training], failures: dict[Path, str]) -> dict[Path, Run]:
-        """The finished runs by folder. Finished trainings are read, not trained again. A training
-        that failed is missing; the reason goes into ``failures``."""
-        by_folder = {training.folder: training for training in trainings}
-        runs = {folder: one.read() for folder, one in by_folder.items() if one.finished}
-        unfinished = [one for folder, one in by_folder.items() if folder not in runs]
-        columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()
-        progress = Progress(
-            *columns,
-            TimeElapsedColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        )
-        with progress as bar:
-            self._work(bar, "teachers", _teach, _by_teacher(unfinished), failures)
-            students = [[training] for training in unfinished if training.folder not in failures]
-            self._work(bar, "students", _train, students, failures)
-        return runs | {one.folder: one.read() for one in unfinished if one.finished}
-
-    def _work(
-        self,
-        bar: Progress,
-        what: str,
-        job: Job,
-        groups: list[list[Training]],
-        failures: dict[Path, str],
-    ) -> None:
-        """One job for every group of trainings, and a line for each job that ends."""
-        task = bar.add_task(what, total=len(groups))
-        for number, (group, (line, failure)) in enumerate(self._results(job, groups), 1):
-            if failure:
-                failures.update({training.folder: failure for training in group})
-            if line or failure:
-                text = f"{number}/{len(groups)} {group[0].label}: {failure or line}"
-                bar.console.print(text, soft_wrap=True)
-            bar.advance(task)
-
-    def _results(
-        self, job: Job, groups: list[list[Training]]
-    ) -> Iterator[tuple[list[Training], tuple[str, str]]]:
-        """Each group with what its job returned, as the jobs end."""
-        if self.pool is None:
-            yield from ((group, job(group)) for group in groups)
-            return
-        futures = {self.pool.submit(job, group): group for group in groups}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            yield results
+        except BaseException:  # such as Ctrl-C, which a terminal sends to all processes
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():
+                worker.kill()
+            raise
 
 
 def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
     """The trainings that learn from a teacher, those of one teacher together."""
     groups: dict[Path, list[Training]] = {}
     for training in trainings:
-        if not training.baseline:
+        if not training.row.plain:
             groups.setdefault(training.teacher.path, []).append(training)
     return list(groups.values())
 
 
-def _start_worker(jobs: int, threads: int, end: Connection) -> None:
-    """Prepares a worker process, which ends when the first process is gone or has closed its side
-    of the pipe. A terminal sends Ctrl-C to all processes; the first one answers it."""
+def _start_worker(jobs: int) -> None:
+    """Prepares a worker process, which ends when the first process is gone. That one answers
+    Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(threads)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // jobs))
     machine.jobs = jobs
 
     def watch() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            end.recv()
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _teach(group: list[Training]) -> tuple[str, str]:
+def _teach(group: list[Training]) -> str:
     """Phase A of the teacher that the whole group learns from, and every store the group reads."""
     stores = {training.maps: training for training in group if not training.exported}
     settings, teacher = as_teacher(group[0].settings), group[0].teacher
-
-    def work() -> str:
+    if not stores:
+        return ""
+    with _logged(teacher.path.with_suffix(".log")):
         resume = teacher.phase_a.exists()
         metrics = phase_a.run(settings, teacher.path, resume=resume, students=False)
         for training in stores.values():
             _export(training, metrics)
-        line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
-        accuracy = metrics[-1]["train_acc"]  # None of a teacher without a head
-        return line if accuracy is None else f"{line}, training accuracy {accuracy:.4f}"
-
-    return _logged(teacher.path.with_suffix(".log"), work) if stores else ("", "")
+    line = f"teacher, {epochs_in(metrics)} epochs, {total_seconds(metrics):.0f} s"
+    accuracy = metrics[-1]["train_acc"]  # None of a teacher without a head
+    return line if accuracy is None else f"{line}, training accuracy {accuracy:.4f}"
 
 
 def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
@@ -161,15 +138,14 @@ def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
 
-def _train(group: list[Training]) -> tuple[str, str]:
+def _train(group: list[Training]) -> str:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
     folder, settings = training.folder, training.settings
-
-    def work() -> str:
+    teacher, maps, phase_a_costs = None, None, {}
+    with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", config.dump(settings))
-        teacher, maps, phase_a_costs = None, None, {}
-        if not training.baseline:
+        if not training.row.plain:
             teacher, maps = training.teacher, str(training.maps)
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
@@ -179,21 +155,16 @@ def _train(group: list[Training]) -> tuple[str, str]:
             write_whole(folder / TEST_FILE, json.dumps(score_test_split(training)) + "\n")
         spent = {"student": costs.of_student(training, metrics), "phase_a": phase_a_costs}
         write_whole(folder / COSTS_FILE, json.dumps(spent) + "\n")
-        epochs, seconds = len(metrics), total_seconds(metrics)
-        accuracy = metrics[-1]["val_acc"]
-        return f"validation accuracy {accuracy:.4f} after {epochs} epochs, {seconds:.0f} s"
-
-    return _logged(folder / "log.txt", work)
+    epochs, seconds, accuracy = len(metrics), total_seconds(metrics), metrics[-1]["val_acc"]
+    return f"validation accuracy {accuracy:.4f} after {epochs} epochs, {seconds:.0f} s"
 
 
-def _logged(log: Path, work: Callable[[], str]) -> tuple[str, str]:
-    """Work with its progress sent to a file: (the line it returns, the user's mistake)."""
+@contextlib.contextmanager
+def _logged(log: Path) -> Iterator[None]:
+    """Sends the progress of a training to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a", buffering=1) as file, contextlib.redirect_stderr(file):
-        try:
-            return work(), ""
-        except (UserError, store.StoreError) as error:
-            return "", " ".join(str(error).split())
+        yield
 
 
 def score_test_split(training: Training) -> dict[str, float]:

@@ -6,12 +6,10 @@ Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -20,15 +18,12 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import check_export, chosen
-from gaupipe.distillation.student import MapShape, check_student
-from gaupipe.maps.gaussians import expected_map, move
+from gaupipe.distillation.student import check_student
+from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
-from gaupipe.teachers.fine_tuning import with_images_of_weights
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.image_buckets import BucketedState
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
@@ -36,7 +31,6 @@ from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
-from stages.figures.key_attention import save_snapshot
 from stages.phase_a import trained_vit
 from stages.phase_a.job import TeacherJob, started, write_digest
 from stages.runs import ranks
@@ -74,7 +68,7 @@ def run(
     run = RunDirectory(run_dir)
 
     def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = with_images_of_weights(run.with_baseline(settings))
+        request = run.settled(settings)
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
@@ -83,7 +77,7 @@ def run(
             return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
-    job = ranks.resolve(run_dir, resolve)
+    job = ranks.resolve(resolve)
     if isinstance(job, trained_vit.TeacherTraining):
         return trained_vit.run(job, run, resume)
     if not job.settings.phase_a.learns_gaussians:
@@ -103,10 +97,7 @@ def check(
     with torch.device("meta"):  # what does not fit is said before it is allocated
         teacher = build_teacher(settings, data)
     if students:
-        check_student(settings, data, MapShape.of(teacher), teacher.weights())
-        per_image = settings.phase_a.learns_of_images
-        export = chosen(settings)
-        check_export(export, settings.augment, teacher, teacher.grid, per_image, prefix="export.")
+        check_student(settings, data, teacher, teacher.weights())
     if not force:  # before any per-image parameter is made
         plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
         check_resources(plan, run.path)
@@ -166,14 +157,12 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             losses = epoch.means()
 
             trained = replace(job, teacher=state.kept)
-            maps = maps_of(trained)
             train_acc = score_teacher(trained, evaluation, seen=True)["acc"]
             val_acc = None  # an image that is not trained has the shared prior alone
             if phase.prior:
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
-            save_snapshot(folder, epoch.number + 1, settings, data, maps)
             unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
             running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
         if per_image is not None:
@@ -203,23 +192,6 @@ class Draws:
         )
 
 
-def maps_of(job: TeacherJob[Teacher]) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """The maps of each block, [B, H, T, T], of training images and their ids."""
-
-    def maps(_images: Tensor, image_ids: Tensor) -> list[Tensor]:
-        gaussians = gaussians_of(job, image_ids, len(image_ids))
-        return list(expected_map(gaussians, job.teacher.grid).unbind(1))
-
-    return maps
-
-
-@torch.no_grad()
-def gaussians_of(job: TeacherJob[Teacher], image_ids: Tensor | None, count: int) -> Tensor:
-    """Gaussians [count, L, H, T, 4] of training images, or the shared prior's for None."""
-    gaussians = job.teacher.gaussians(None if image_ids is None else job.parameters(image_ids))
-    return gaussians.expand(count, *gaussians.shape[1:])
-
-
 @torch.no_grad()
 def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> dict[str, float]:
     """Accuracy and loss of the teacher: with the per-image parameters, or (unseen images) with the
@@ -231,7 +203,7 @@ def score_teacher(job: TeacherJob[Teacher], batches: Batches, *, seen: bool) -> 
     def predictions():
         for batch in batches.of_rank():
             [(bucket, _)] = batch.parts
-            gaussians = gaussians_of(job, batch.ids if seen else None, len(batch))
+            gaussians = teacher.gaussians(job.parameters(batch.ids) if seen else None)
             generator = draws.generators[bucket]
             yield teacher.predict(batch.images, gaussians, passes, generator), batch.labels
 
@@ -253,7 +225,16 @@ def build(
     teacher = build_teacher(settings, data)
     per_image = None
     if with_images and settings.phase_a.learns_of_images:
-        per_image = build_per_image(settings, data, teacher.per_image_shape, folder, to_read)
+        rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
+        per_image = ImageState(
+            buckets,
+            torch.zeros(teacher.per_image_shape),
+            lr=rows.lr,
+            folder=folder / "rows",
+            initial_std=rows.initial_std,
+            seed=settings.seed,
+            numbers=range(buckets.count) if to_read else None,
+        )
     return TeacherJob(settings, data, device, teacher.to(device), per_image)
 
 
@@ -269,26 +250,6 @@ def build_teacher(settings: Settings, data: ImageData) -> Teacher:
         (sizes.embedding, sizes.hidden) if phase.per_image == "embedding" else None,
         LABEL_PASSES if phase.mode == "stochastic" else None,
     )
-
-
-def build_per_image(
-    settings: Settings, data: ImageData, shape: tuple[int, ...], folder: Path, to_read: bool
-) -> BucketedState:
-    """The start of the per-image parameters, of this ``shape``."""
-    rows, buckets = settings.phase_a.rows, Buckets(len(data.train), settings.data.num_buckets)
-
-    def make(bucket: int, image_ids: np.ndarray) -> ImageState:
-        return ImageState(
-            len(image_ids),
-            torch.zeros(shape),
-            lr=rows.lr,
-            folder=folder / "rows" / f"bucket-{bucket:04d}",
-            initial_std=rows.initial_std,
-            seed=settings.seed,
-            drawn_as=torch.from_numpy(image_ids),
-        )
-
-    return BucketedState(buckets, range(buckets.count) if to_read else buckets.of_rank(), make)
 
 
 def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:

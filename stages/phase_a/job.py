@@ -19,7 +19,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.files import write_whole
 from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.image_buckets import BucketedState
+from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.vit import VitTeacher
 from gaupipe.training.state import TrainingState
 from stages.runs.directory import RunDirectory, say_if_afresh
@@ -35,7 +35,7 @@ class TeacherJob(Generic[Kind]):
     data: ImageData
     device: torch.device
     teacher: Kind
-    per_image: BucketedState | None = None
+    per_image: ImageState | None = None
 
     @property
     def shape(self) -> MapShape:

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
-from torch import nn
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import check_export, chosen
-from gaupipe.distillation.student import MapShape, check_student
+from gaupipe.distillation.student import check_student
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
@@ -101,15 +99,13 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
     if settings.phase_a.teacher == "vit":
         vit = build_model(settings, data, "meta")
         if students:
-            check_student(settings, data, MapShape.of(vit), weights_of_patches(vit))
-            check_store(settings, vit)
+            check_student(settings, data, vit, weights_of_patches(vit))
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         return training(settings, data)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
-        check_student(settings, data, job.shape, job.teacher.weights() if warm else {})
-        check_store(settings, job.teacher)
+        check_student(settings, data, job.teacher, job.teacher.weights() if warm else {})
         if settings.phase_b.alpha and not job.teacher.predicts:
             raise UserError(
                 f"phase_b.alpha: the teacher {settings.phase_a.teacher} predicts no classes: set "
@@ -125,32 +121,16 @@ def training(settings: Settings, data: ImageData) -> TeacherTraining:
     return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
 
 
-def check_store(settings: Settings, teacher: nn.Module) -> None:
-    """Raises UserError for a store of the settings that cannot hold the teacher's maps."""
-    height, width = grid = MapShape.of(teacher).grid
-    export = chosen(settings, tokens=height * width)
-    check_export(export, settings.augment, teacher, grid, prefix="export.")
-
-
 def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
     """Trains the teacher ``vit`` in a run directory. Returns its metrics, one dict per epoch."""
     state = training_state(job)
     with started(run, job.settings, job.data, state, resume):
         train(job, state, run.phase_a)
-        distributed.on_main(partial(keep, job, state.kept, run.phase_a / "teacher"))
-        teacher = distributed.main_first(
-            lambda: build(job.settings, job.data, run.phase_a / "teacher")
-        )
+        folder = run.phase_a / "teacher"
+        distributed.on_main(partial(save_student, state.kept, folder, **job.data.data_config))
+        teacher = distributed.main_first(lambda: build(job.settings, job.data, folder))
         write_digest(run, teacher)
     return state.metrics
-
-
-def keep(job: TeacherTraining, vit: VisionTransformer, folder: Path) -> None:
-    """Writes the finished teacher ``vit`` as a folder that timm loads, unless it is there whole."""
-    try:
-        build(job.settings, job.data, folder)
-    except UserError:
-        save_student(vit, folder, **job.data.data_config)
 
 
 def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:

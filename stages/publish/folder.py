@@ -10,20 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import HfApi
 
+import store
 from gaupipe import __version__
 from gaupipe.data.splits import load_data
-from gaupipe.settings import Settings
+from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
+from gaupipe.teachers.pretrained import LOCAL
 from gaupipe.vit.saving import STUDENT_FILES
+from stages import export_maps
 from stages.evaluate import metrics, predictions
 from stages.publish import model_card
 from stages.runs.directory import STUDENT_NAME
-from stages.students import check_data, load_student
+from stages.students import TrainedStudent, check_data, load_student, stores_of
 
 CARD = "README.md"
 
@@ -57,30 +60,25 @@ def run(
         raise UserError(f"--out {out}: is there already; name a new folder, or remove it")
     hub, repo = (None, None) if repo is None else check_hub(repo)
     student = load_student(run_dir, name, distilled)
-    settings = student.settings
-    data = load_data(settings.data, settings.download)
+    data = load_data(student.settings.data, student.settings.download)
     check_data(student, data)
     splits = {"validation": data.val, "test": data.test}
     scores = {
         split: {
             "images": len(images),
-            **metrics(*predictions(student.model, images, data, settings)),
+            **metrics(*predictions(student.model, images, data, student.settings)),
         }
         for split, images in splits.items()
         if images is not None
     }
     model_name = out.name if out is not None and STUDENT_NAME.fullmatch(out.name) else student.name
-    card = model_card.write(student, data, scores, title=repo or model_name)
-    with contextlib.ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            folder = stack.enter_context(replaced(out))
+    settings = published_settings(student)
+    card = model_card.write(student, data, scores, settings, title=repo or model_name)
+    with tempfile.TemporaryDirectory() if out is None else replaced(out) as place:
+        folder = Path(place)
         for file in STUDENT_FILES:
             shutil.copy(student.folder / "student" / file, folder)
-        # a student's settings differ from its run's, which train the teacher, by --set
-        published = student.run.settings() if student.distilled else settings
-        (folder / model_card.SETTINGS).write_text(config.dump(without_paths(published)))
+        (folder / "settings.yaml").write_text(config.dump(settings))
         digests.write(folder)
         (folder / CARD).write_text(card, "utf-8")  # which is for editing, so without a digest
         if out is None:
@@ -88,20 +86,36 @@ def run(
     return out if repo is None else upload(hub, out, repo, private)
 
 
-def without_paths(settings: Settings) -> Settings:
-    """The settings for another machine: of each path its last part alone, no device, no
-    loggers."""
-    data, phase = settings.data, settings.phase_a
+def published_settings(student: TrainedStudent) -> Settings:
+    """The settings of a student and of the store it learned from, for another machine: of each path
+    its last part alone, no device, no loggers."""
+    settings = student.settings
+    data, phase, export = settings.data, settings.phase_a, settings.export
     if data.root is not None:
         data = data.model_copy(update={"root": Path(data.root.name)})
-    teacher = model_card.without_folders(phase.teacher)
+    for url, teacher_sha256 in stores_of(student) if student.distilled else ():
+        with contextlib.suppress(store.StoreError):  # it may be gone
+            schema = store.open(url, teacher_sha256=teacher_sha256).schema
+            export = export_maps.stored_export(url) or export
+            if student.has_other_teacher and "teacher" in schema.extra:
+                named = {key: schema.extra.get(key) or {} for key in ("teacher", "teacher_args")}
+                phase = PhaseASettings.model_validate(named)
+            break
+    teacher, model = map(without_folders, (phase.teacher, settings.model.name))
     changes = {
+        "model": settings.model.model_copy(update={"name": model}),
         "data": data,
         "phase_a": phase.model_copy(update={"teacher": teacher}),
+        "export": export,
         "device": Settings().device,
         "log": Settings().log,
     }
     return settings.model_copy(update=changes)
+
+
+def without_folders(model: str) -> str:
+    """The name of a model, without the folders above that of a ``local-dir:`` one."""
+    return LOCAL + Path(model).name if model.startswith(LOCAL) else model
 
 
 # ---- the Hub -------------------------------------------------------------------------------------
@@ -142,11 +156,10 @@ def upload(hub: HfApi | None, folder: Path, repo: str | None, private: bool) -> 
     assert hub is not None and repo is not None
     with in_one_line(f"--repo {repo}: not uploaded"):
         address = hub.create_repo(repo, private=private, exist_ok=True)
-        stays = {CARD} if hub.file_exists(address.repo_id, CARD) else set()
-        files = [path for path in sorted(folder.iterdir()) if path.name not in stays]
-        hub.create_commit(
-            address.repo_id,
-            [CommitOperationAdd(path.name, path) for path in files],
+        hub.upload_folder(
+            folder_path=folder,
+            repo_id=address.repo_id,
+            ignore_patterns=CARD if hub.file_exists(address.repo_id, CARD) else None,
             commit_message=f"A student of gaupipe {__version__}",
         )
     return str(address)

@@ -49,11 +49,6 @@ class Choices:
             self.reasons[key] = reason if given is self else "as you set it"
         return self.given(key)
 
-    def number(self, key: str, value: int, reason: str = "") -> int:
-        """:meth:`choose` of a number above 0; ``value`` for anything that the settings refuse."""
-        given = self.choose(key, value, reason)
-        return given if type(given) is int and given > 0 else value
-
     def given(self, key: str, otherwise: Any = None) -> Any:
         """The value of ``a.b``; ``otherwise`` where it is not set."""
         value: Any = self.tree
@@ -66,7 +61,7 @@ class Choices:
         ``plain``, reads."""
         keys = [key for key in self.reasons if not (plain and key.startswith(WITH_A_TEACHER))]
         shown = {key: f"{key}={json.dumps(self.given(key))}".replace('"', "") for key in keys}
-        width = max(map(len, shown.values()))
+        width = min(40, max(map(len, shown.values())))  # a model's folder may be longer
         return [f"{shown[key]:<{width}}  {self.reasons[key]}" for key in keys]
 
 
@@ -96,10 +91,8 @@ def _choose_images(choices: Choices, facts: FolderFacts) -> int:
         share = min(max(0.2 if images < 1000 else 0.1, of_each_class), 0.5)
         reason = f"this share of the {images:,} training images is for validation"
         share = choices.choose("data.val_fraction", share, reason)
-        held_out = share if isinstance(share, float) and 0 < share < 1 else 0.1
-        images = max(1, images - math.ceil(images * held_out))
-    given = choices.given("data.train_images")
-    return min(images, given) if type(given) is int and given > 0 else images
+        images = max(1, images - math.ceil(images * share))
+    return min(images, choices.given("data.train_images") or images)
 
 
 def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int, int]:
@@ -108,13 +101,12 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
     size = size or max(8, facts.shorter // 4 * 4)
     reason = f"of images of {facts.width} x {facts.height} pixels; larger ones take longer"
     size = choices.choose("data.image_size", size, reason) or FILE_IMAGE_SIZE
-    size = size if type(size) is int and size > 0 else FILE_IMAGE_SIZE
     patch = 16 if size > 128 else next(row[2] for row in table if size >= row[0])
     fitting = [number for number in range(1, 2 * patch + 1) if size % number == 0]
     patch = min(fitting, key=lambda number: abs(number - patch))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
-    patch = min(size, choices.number("model.args.patch_size", patch, reason))
-    return size, (size // patch) ** 2
+    patch = choices.choose("model.args.patch_size", patch, reason)
+    return size, (size // min(size, patch if isinstance(patch, int) else max(patch))) ** 2
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
@@ -122,10 +114,10 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     if choices.given("model.name") is not None:
         return 144
     choices.choose("model.name", "gauvit_pico_patch2_8")
-    dim = choices.number("model.args.embed_dim", dim, "the width")
-    depth = choices.number("model.args.depth", depth, "the number of blocks")
+    dim = choices.choose("model.args.embed_dim", dim, "the width")
+    depth = choices.choose("model.args.depth", depth, "the number of blocks")
     heads = next(number for number in range(max(1, dim // 32), 0, -1) if dim % number == 0)
-    heads = choices.number("model.args.num_heads", heads)
+    heads = choices.choose("model.args.num_heads", heads)
     choices.choose("model.args.mlp_ratio", 2)
     choices.choose("model.init", "mimetic", "attention starts as trained attention looks")
     return depth * heads
@@ -142,7 +134,7 @@ def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -
     choices.choose("phase_b.optim.args.layer_decay", 0.75, reason)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
-    choices.choose("augment.resized_crop.scale", [0.5, 1.0], reason)
+    choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
 
 
 def _choose_batch(choices: Choices, images: int) -> None:
@@ -163,8 +155,8 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     choices.choose("phase_a.stop_accuracy", 1.0)
     attention = "standard" if choices.given("phase_b.attention_options") else "belief"
     choices.choose("phase_b.student", attention, "its attention; timm loads standard by itself")
-    student = choices.number("phase_b.epochs", round(epochs * 2 / 3), "of the student")
-    half = choices.number("phase_a.max_epochs", max(1, student // 2), "of the teacher")
+    student = choices.choose("phase_b.epochs", round(epochs * 2 / 3), "of the student")
+    half = choices.choose("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))
     choices.choose("baseline.epochs", together, "of a training without a teacher")
     choices.choose("phase_b.alpha", 0.0)
@@ -194,7 +186,7 @@ def _choose_augmentation(
     moves = choices.given("augment.crop_padding") and choices.given("phase_a.teacher") == "vit"
     epochs = choices.given("phase_b.gamma_epochs")
     fit = int(MOST_BYTES / view_bytes)
-    if learns and moves and fit > 1 and type(epochs) is int:
+    if learns and moves and fit > 1 and epochs:
         reason = "views of each image whose maps are stored; moved maps fit shifts badly"
         choices.choose("export.views", min(max(2, epochs), fit), reason)
 

@@ -26,10 +26,6 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where runs go that were not given a folder."""
 
-TOKEN = ".gaupipe-shared-"
-"""How the names begin of files that show whether processes see the same folder
-(:mod:`stages.runs.ranks`). A killed process may leave one."""
-
 STUDENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
@@ -129,7 +125,7 @@ class RunDirectory:
             )
         if not (folder / "config.yaml").is_file():
             settings = with_buckets(settings, distributed.world_size())
-        return settings, folder
+        return (settings if distilled else self.with_baseline(settings, name)), folder
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
         """The settings that a student was trained with; with the folder of the images that the run
@@ -155,7 +151,7 @@ class RunDirectory:
         elif self.path.is_file() or (
             self.path.is_dir()
             and not all(
-                path.name == "lock" or path.name.startswith((TOKEN, partial_prefix(self.config)))
+                path.name == "lock" or path.name.startswith(partial_prefix(self.config))
                 for path in self.path.iterdir()
             )
         ):
@@ -195,19 +191,22 @@ class RunDirectory:
             write_whole(self.config, config.dump(with_data(before, root=root)))
 
     def settled(self, settings: Settings) -> Settings:
-        """The settings with what the world decides: the number of buckets, where the settings leave
-        it open, and the epochs of the baseline. They belong to the run from its start on."""
-        if not self.config.is_file():
-            return with_buckets(settings, distributed.world_size())
-        before = config.load(self.config)
-        return with_buckets(with_epochs(settings, before.baseline.epochs), before.data.buckets)
+        """The :func:`settled` settings of this run, with its number of buckets."""
+        return settled(settings, config.load(self.config) if self.config.is_file() else None)
 
-    def with_baseline(self, settings: Settings) -> Settings:
-        """The :meth:`settled` settings of a run that begins with phase A, with the epochs of the
-        baseline: where they leave it open, those of both phases together."""
-        settled = self.settled(settings)
-        begins = not self.config.is_file()
-        return with_epochs(settled, settled.baseline_epochs) if begins else settled
+    def with_baseline(self, settings: Settings, name: str) -> Settings:
+        """The settings with the epochs of the baseline of this name. Where they leave these open,
+        a run with phase A gives a new baseline those of both phases together; one that was begun
+        has the epochs it began with."""
+        if settings.baseline.epochs is not None:
+            return settings
+        begun = self.student(name, distilled=False) / "config.yaml"
+        if begun.is_file():
+            epochs = config.load(begun).baseline.epochs
+        else:
+            epochs = settings.baseline_epochs if self.phase_a.exists() else None
+        baseline = settings.baseline.model_copy(update={"epochs": epochs})
+        return settings.model_copy(update={"baseline": baseline})
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
@@ -216,12 +215,15 @@ class RunDirectory:
         return locked(self.path, "run", shared)
 
 
-def with_epochs(settings: Settings, epochs: int | None) -> Settings:
-    """The settings with these epochs of the baseline, where they leave it open."""
-    if settings.baseline.epochs is not None:
-        return settings
-    baseline = settings.baseline.model_copy(update={"epochs": epochs})
-    return settings.model_copy(update={"baseline": baseline})
+def settled(settings: Settings, before: Settings | None = None) -> Settings:
+    """The settings with what is decided where they leave it open, and belongs to a run from its
+    start on: how trained weights expect images, and the number of buckets, which is that of the run
+    ``before`` or follows from the number of processes."""
+    if not settings.model.name.startswith("gauvit_"):
+        from gaupipe.teachers.fine_tuning import with_images_of_weights  # with timm
+
+        settings = with_images_of_weights(settings)
+    return with_buckets(settings, before.data.buckets if before else distributed.world_size())
 
 
 def with_buckets(settings: Settings, count: int | None) -> Settings:
@@ -254,6 +256,7 @@ def last_used() -> RunDirectory:
 @contextlib.contextmanager
 def locked(folder: Path, what: str, shared: bool = False) -> Iterator[None]:
     """:func:`lock_of_process` of rank 0, for all ranks."""
+    distributed.check_same({what: folder}, "every process should get the same folder")
     with contextlib.ExitStack() as held:
         distributed.on_main(lambda: held.enter_context(lock_of_process(folder, what, shared)))
         yield

@@ -28,6 +28,10 @@ ACTIVATIONS = 14
 """Float32 numbers that a training step keeps for each token, block and unit of the model's width:
 12 to 18 were measured with ``gauvit_tiny_patch16_224`` and different attentions on a CPU."""
 
+SMALLER = "choose another --run-dir, fewer data.train_images or another phase_a.per_image"
+LIGHTER = "lower data.batch_size or data.train_images, take a smaller model"
+"""What to do where the disk or the memory is too small for a run."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -143,30 +147,30 @@ def check_resources(plan: Plan, run_dir: Path) -> None:
     """Raises UserError, in one line, if the disk or the memory cannot hold phase A. What the run
     has written already counts as free."""
     written = run_dir / "phase_a"
-    check_disk("phase A", plan.disk_bytes, written, "choose another --run-dir")
+    check_disk("phase A", plan.disk_bytes, written, SMALLER)
     check_memory("phase A", plan.memory_bytes)
 
 
-def check_disk(job: str, needed: int, written: Path, elsewhere: str) -> None:
-    """Raises UserError if the disk cannot hold the ``needed`` bytes of a job. The bytes in the
-    folder ``written`` count as free; ``elsewhere`` says how to choose another place."""
+def check_disk(job: str, needed: int, written: Path, remedy: str) -> None:
+    """Raises UserError, which says a ``remedy``, if the disk cannot hold the ``needed`` bytes of a
+    job. The bytes in the folder ``written`` count as free."""
     folder = written.parent
     free = free_disk(folder) + size_on_disk(written)
     if needed > free:
         raise UserError(
             f"{folder}: {job} needs {gigabytes(needed)} of disk, {gigabytes(free)} are free: "
-            f"{elsewhere}, fewer data.train_images or another phase_a.per_image, or --force"
+            f"{remedy}, or --force"
         )
 
 
-def check_memory(job: str, needed: int) -> None:
-    """Raises UserError if the memory of this machine cannot hold the ``needed`` bytes of each of
-    its processes."""
+def check_memory(job: str, needed: int, remedy: str = LIGHTER) -> None:
+    """Raises UserError, which says a ``remedy``, if the memory of this machine cannot hold the
+    ``needed`` bytes of each of its processes."""
     available, needed = available_memory(), needed * distributed.launch().local_world_size
     if available is not None and needed > available:
         raise UserError(
             f"{job} needs {gigabytes(needed)} of memory, {gigabytes(available)} are available: "
-            "lower data.batch_size or data.train_images, take a smaller model, or --force"
+            f"{remedy}, or --force"
         )
 
 

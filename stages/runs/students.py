@@ -4,6 +4,7 @@ included, so that a command that was interrupted is continued as it was asked fo
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,7 @@ from gaupipe.settings.load import check_used, dump
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from stages.runs.directory import RunDirectory, check_name
+from stages.runs.directory import RunDirectory, check_name, lock_of_process
 
 REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
 """The files of a student before its training begins."""
@@ -67,12 +68,6 @@ def begin(
         check_maps(maps_url, distilled)
         new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
         settings, folder = run.with_overrides(named, distilled, new)
-        created = not folder.exists()
-        if not (resume or created):
-            raise UserError(
-                f"{folder} already exists: --resume continues it, --name NAME trains another "
-                "student beside it"
-            )
         if not distilled:
             check_used(new, settings)
         attention = settings.phase_b.student
@@ -81,10 +76,19 @@ def begin(
                 f"--name {named}: is the name of an attention, and this student's is {attention}: "
                 "choose another name"
             )
+        recorded, created = recorded_store(folder), not folder.exists()
+        url = maps_url or (recorded["url"] if resume and recorded else None)
+        url = None if url == str(run.maps) else url
         if not resume:
-            folder.mkdir(parents=True)
-            write_whole(folder / "config.yaml", dump(settings))
-        return StudentRequest(run, named, settings, folder, created, distilled, maps_url, resume)
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                raise UserError(
+                    f"{folder} already exists: --resume continues it, --name NAME trains another "
+                    "student beside it"
+                ) from None
+            write_request(folder, settings, (url, "") if url else None)
+        return StudentRequest(run, named, settings, folder, created, distilled, url, resume)
 
     return distributed.broadcast(distributed.on_main(resolve))
 
@@ -99,13 +103,37 @@ def check_maps(maps_url: str | None, distilled: bool) -> None:
         )
 
 
-def is_used_elsewhere(folder: Path) -> bool:
-    """True if another process that is alive has locked the folder."""
+def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
+    """Writes what a student's training was asked for: config.yaml, and maps.json with the url of
+    the ``maps`` and the sha256 of their teacher, "" until they are read. The path of a store beside
+    the student is relative, so that both may be moved."""
+    write_whole(folder / "config.yaml", dump(settings))
+    if maps is not None:
+        url, teacher_sha256 = maps
+        if "://" not in url:
+            inside = Path(os.path.abspath(url)).is_relative_to(folder.absolute().parents[1])
+            url = os.path.relpath(url, folder) if inside else os.path.abspath(url)
+        source = {"url": url, "teacher_sha256": teacher_sha256}
+        write_whole(folder / "maps.json", json.dumps(source) + "\n")
+
+
+def recorded_store(folder: Path) -> dict[str, str] | None:
+    """``url`` and ``teacher_sha256`` of the store that the student in ``folder`` learned from, by
+    its maps.json; None for a student that learned from none."""
+    path = folder / "maps.json"
+    if not path.is_file():
+        return None
     try:
-        process = int((folder / "lock").read_text())
-    except (OSError, ValueError):
-        return False
-    return process != os.getpid() and Path(f"/proc/{process}").exists()
+        learned = json.loads(path.read_bytes())
+        url, teacher_sha256 = str(learned["url"]), str(learned["teacher_sha256"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(
+            f"{path} is damaged: it should name the url and the teacher_sha256 of the store that "
+            "the student learned from; remove it"
+        ) from None
+    if "://" not in url:
+        url = os.path.normpath(folder / url)
+    return {"url": url, "teacher_sha256": teacher_sha256}
 
 
 @contextlib.contextmanager
@@ -116,9 +144,9 @@ def removed_if_refused(folder: Path, created: bool) -> Iterator[None]:
         yield
     except Exception:
         names = {path.name for path in folder.glob("*")}
-        mine = created and not is_used_elsewhere(folder)
-        if mine and distributed.is_main() and names <= REQUEST_FILES:
-            shutil.rmtree(folder, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other students are beside it
+        if created and distributed.is_main() and names <= REQUEST_FILES:
+            # another process may train there, other students may be beside it
+            with contextlib.suppress(UserError, OSError), lock_of_process(folder, "student"):
+                shutil.rmtree(folder)
                 folder.parent.rmdir()
         raise

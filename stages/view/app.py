@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -19,7 +20,7 @@ from starlette.staticfiles import StaticFiles
 
 from gaupipe.system.errors import UserError
 from stages.view.page import STATIC, colours
-from stages.view.viewer import TEACHER, Viewer
+from stages.view.viewer import Viewer
 from store import StoreError
 
 HOSTS = ["127.0.0.1", "localhost"]
@@ -33,6 +34,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 PNG = b"\x89PNG"
+Answer = Callable[[SimpleNamespace], dict | bytes]
 
 
 async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Response:
@@ -43,43 +45,25 @@ async def with_headers(request: Request, answer: RequestResponseEndpoint) -> Res
     return response
 
 
-class Asked(NamedTuple):
-    """What an address asks for. An empty student is the store's teacher or, where there is no
-    store, the first model; a class that is not named is None."""
-
-    image: int
-    view: int
-    split: str
-    student: str
-    order: str
-    label: int | None
-    page: int
-
-
-def asked(request: Request) -> Asked:
-    query = {**request.path_params, **request.query_params}
-
-    def number(name: str, default: str = "0") -> int:
-        text = query.get(name, default)
+def asked(request: Request) -> SimpleNamespace:
+    """The image, view, split, student, order, label and page of an address. An empty student is the
+    store's teacher or, where there is no store, the first model; a class that is not named is
+    None."""
+    query = {"image": "0", "view": "0", "page": "0", "split": "train", "student": "", "order": "id"}
+    query |= {**request.path_params, **request.query_params}
+    numbers = {}
+    for name in ("image", "view", "page", *(["class"] if query.get("class") else [])):
+        text = query[name]
         if not (text.isascii() and text.isdecimal() and len(text) < 10):
             raise UserError(f"{name} {text[:20]!r}: should be a whole number")
-        return int(text)
-
-    return Asked(
-        number("image"),
-        number("view"),
-        query.get("split", "train"),
-        query.get("student", ""),
-        query.get("order", "id"),
-        number("class") if query.get("class") else None,
-        number("page"),
-    )
+        numbers[name] = int(text)
+    return SimpleNamespace(**query | numbers, label=numbers.get("class"))
 
 
 def make_app(viewer: Viewer) -> Starlette:
     """The pages of one viewer. Answers are computed on threads, as they read files."""
 
-    answers: dict[str, Callable[[Asked], dict | bytes]] = {
+    answers: dict[str, Answer] = {
         "/api/about": lambda a: {**viewer.about(), "colours": colours()},
         "/api/status": lambda a: viewer.status(a.split, a.student),
         "/api/gallery": lambda a: viewer.page(a.split, a.student, a.order, a.label, a.page),
@@ -89,7 +73,6 @@ def make_app(viewer: Viewer) -> Starlette:
         "/api/relevance/{image}": lambda a: viewer.relevance(
             a.student, a.image, a.label, a.view, a.split
         ),
-        "/api/epochs/{image}": lambda a: viewer.epochs(a.student or TEACHER, a.image),
     }
     routes = [Route(path, partial(respond, answer)) for path, answer in answers.items()]
     return Starlette(
@@ -106,7 +89,7 @@ def make_app(viewer: Viewer) -> Starlette:
     )
 
 
-def respond(answer: Callable[[Asked], dict | bytes], request: Request) -> Response:
+def respond(answer: Answer, request: Request) -> Response:
     content = answer(asked(request))
     if isinstance(content, dict):
         return JSONResponse(content)

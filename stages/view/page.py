@@ -16,7 +16,7 @@ from stages.view.viewer import Viewer
 STATIC = Path(__file__).parent / "static"
 MODULES = (
     "dom", "wire", "rows", "state", "source", "draw", "numbers", "gallery", "grid", "charts",
-    "epochs", "stage", "facts", "keys", "main",
+    "stage", "facts", "keys", "main",
 )  # fmt: skip
 """In an order in which no module needs a later one."""
 
@@ -73,11 +73,6 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
     stored = viewer.stored is not None and split == "train"
     views = range(viewer.about()["views"] if stored else 1)
     has_pixels = viewer.data is not None
-    snapshots = [
-        who
-        for who, (_, images, _) in viewer.snapshots.items()
-        if split == "train" and image in images
-    ]
     explained = [name for name in viewer.models if viewer.model(name).explains]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views] if stored else [],
@@ -92,7 +87,6 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
             name: [encoded(viewer.relevance(name, image, None, view, split)) for view in views]
             for name in explained
         },
-        "epochs": {who: encoded(viewer.epochs(who, image)) for who in snapshots},
     }
 
 

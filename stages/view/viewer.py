@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
@@ -21,27 +20,17 @@ import store
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
 from stages.any_vit import PreparedImages
-from stages.figures.key_attention import epochs_in, read
 from stages.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, stored_gallery
 from stages.view.wire import pack
 
-TEACHER = "teacher"
 MOST_LIKELY = 5
 """Classes whose probabilities are shown."""
 LARGE = 16_000_000
 """Weights of an image above which they are sent as float16."""
 Load = Callable[[ImageData | None], LiveMaps]
 """Opens a model on a data set; on its own where that is None."""
-
-
-class Snapshots(NamedTuple):
-    """The average attention of each key after each of ``epochs``, for ``images``."""
-
-    folder: Path
-    images: list[int]
-    epochs: list[int]
 
 
 class Viewer:
@@ -72,7 +61,6 @@ class Viewer:
         self.students = list(models) if run else []
         self.token = secrets.token_hex(6)
         self.data_error = ""
-        self.snapshots = self._snapshots()
         self._opened: dict[str, LiveMaps] = {}
         self._galleries: dict[tuple[str, str], Gallery] = {}
         self._one_at_a_time = threading.RLock()
@@ -112,10 +100,6 @@ class Viewer:
             "labelled": self.labelled,
             "split": self.split,
             "students": self.students,
-            "snapshots": {
-                who: {"images": images, "epochs": epochs}
-                for who, (_, images, epochs) in self.snapshots.items()
-            },
             "run": self.run is not None,
             "note": self.note,
         }
@@ -210,20 +194,20 @@ class Viewer:
         elif rows is None:
             blocks = torch.stack([seen.map(layer) for layer in range(schema.layers)])
             rows, encoding, arrays = "maps", "float32", {"maps": blocks.numpy()}
-        header: dict[str, Any] = {"name": TEACHER, "rows": rows, "encoding": encoding}
+        header: dict[str, Any] = {"rows": rows, "encoding": encoding}
         header |= {"layers": schema.layers, "heads": schema.heads}
         return pack({**header, **self.described(seen, image, "train")}, arrays)
 
     def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
-        """Grid, label, extra tokens and prediction for an image, and its file's name if it has no
-        label."""
+        """Whose the maps are, grid, extra tokens, label and prediction for an image; of a file
+        without a label its name."""
         title = {} if self.labelled or not self._data else {"title": self._names(split)[image]}
-        header = {"grid": list(seen.grid), "label": seen.label, "extra": seen.extra, **title}
-        return {**header, **seen.prediction(MOST_LIKELY)}
+        shape = {"name": seen.by, "grid": list(seen.grid), "extra": seen.extra}
+        return {**shape, "label": seen.label, **title, **seen.prediction(MOST_LIKELY)}
 
     def _names(self, split: str) -> list[str]:
         source: Any = getattr(self.data, split).source
-        return [Path(name).name for name in source.files.names]
+        return [Path(name).name for name in source.names]
 
     def pixels(self, image: int, view: int = 0, split: str = "train") -> bytes:
         """The image as PNG, in the size the model sees it in."""
@@ -250,7 +234,6 @@ class Viewer:
         teacher = [block for block in seen.teacher if block is not None]
         places = iter(range(len(teacher)))
         header = {
-            "name": live.name,
             "rows": "maps",
             "layers": live.layers,
             "heads": maps.shape[1],
@@ -275,15 +258,6 @@ class Viewer:
             target, rollout = live.relevance(target, image, *self._which(view, split))
         return pack({"class": target}, {"relevance": rollout.numpy()})
 
-    def epochs(self, who: str, image: int) -> bytes:
-        """The snapshots of an image: ``attention`` [epochs, L, T] float32, what each key gets on
-        average over heads and queries."""
-        if who not in self.snapshots or image not in self.snapshots[who].images:
-            raise UserError(f"no snapshots of image {image} were kept for {who}")
-        folder, images, epochs = self.snapshots[who]
-        snapshots = read(folder)[:, images.index(image)]
-        return pack({"epochs": epochs, "images": images}, {"attention": snapshots})
-
     def check(self, image: int, view: int = 0, split: str = "train") -> None:
         """Raises UserError for an image or a view that there is not."""
         if split not in ("train", "val", "test"):
@@ -303,18 +277,3 @@ class Viewer:
     def _which(self, view: int, split: str) -> tuple[dict[str, Any] | None, int, str]:
         views = self.stored.views if self.stored and split == "train" else None
         return views, view, split
-
-    def _snapshots(self) -> dict[str, Snapshots]:
-        """The kept snapshots of the teacher and of the students."""
-        if self.run is None:
-            return {}
-        folders, with_snapshots = {TEACHER: self.run.phase_a}, {}
-        for name in self.students:
-            folders[name] = self.run.student(name, self.run.is_distilled(name))
-        last = (self.schema.images if self.schema else len(self.data.train)) - 1
-        for who, folder in folders.items():
-            snapshots = read(folder)  # [epochs, images, L, T]
-            if len(snapshots):
-                images = np.linspace(0, last, snapshots.shape[1]).astype(np.int64).tolist()
-                with_snapshots[who] = Snapshots(folder, images, epochs_in(folder))
-        return with_snapshots

@@ -30,9 +30,12 @@ export class Gallery {
     return this.app.classNames[label] ?? `class ${label}`;
   }
 
-  /** Shows the images of the split, with the predictions of the student that is chosen. */
+  /** Shows the page of the image, with the predictions of the student that is chosen. */
   async follow() {
-    const { split, student, order, class: label, page } = this.app.state;
+    const { state } = this.app;
+    const byNumber = state.order === "id" && state.class === "" && !this.source.offline;
+    if (byNumber) state.page = Math.floor(state.image / this.size);
+    const { split, student, order, class: label, page } = state;
     const wanted = `${split}/${student}/${order}/${label}/${page}`;
     if (wanted === this.asked) return;
     await this.load();

@@ -9,7 +9,6 @@ import { asJson, save } from "./numbers.js";
 import { Gallery } from "./gallery.js";
 import { Grid } from "./grid.js";
 import { renderCharts } from "./charts.js";
-import { Epochs } from "./epochs.js";
 import { Stage } from "./stage.js";
 import { renderFacts, renderHeading } from "./facts.js";
 import { listenToKeys, setDirection } from "./keys.js";
@@ -86,7 +85,6 @@ const app = {
 
 const gallery = new Gallery(source, app);
 const grid = new Grid(app);
-const epochs = new Epochs(source, app);
 const stage = new Stage(app);
 
 function startState() {
@@ -132,7 +130,7 @@ async function load(push = true) {
   writeAddress(push);
   gallery.mark(state.image);
   render();
-  await Promise.all([epochs.load(), gallery.follow()]);
+  await gallery.follow();
 }
 
 /** Whether the store has maps of the images that are shown. */
@@ -231,7 +229,6 @@ function render() {
       button.setAttribute("aria-pressed", button.dataset[name] === state[name]);
     }
   }
-  epochs.render();
   renderMaps();
 }
 

@@ -56,10 +56,6 @@ class Server {
     return this.message(`api/relevance/${state.image}?class=${label}&${what}`);
   }
 
-  epochs(who, image) {
-    return this.message(`api/epochs/${image}?${asked({ student: who }, "student")}`);
-  }
-
   pixels(image, { view, split }) {
     return `api/pixels/${this.token}/${image}.png?${asked({ view, split }, "view", "split")}`;
   }
@@ -112,10 +108,6 @@ class Embedded {
 
   async relevance({ image, view, student }) {
     return unpack(decoded(named(this.found(image).relevance, student)[view]));
-  }
-
-  async epochs(who, image) {
-    return unpack(decoded(this.found(image).epochs[who]));
   }
 
   pixels(image, { view }) {

@@ -18,7 +18,6 @@ export const DEFAULTS = {
   order: "id",
   class: "",
   page: 0,
-  epoch: -1, // place among the kept snapshots; -1 is the last
   theme: "auto",
 };
 

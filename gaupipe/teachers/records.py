@@ -1,0 +1,193 @@
+"""Records of per-image parameters in files that a process may leave at any moment.
+
+There are two places for each record: an update reads the committed record and writes the new one to
+the other place, and :meth:`Records.commit` makes the new ones the committed ones. A process killed
+at any moment has therefore destroyed nothing that the last checkpoint needs, and a checkpoint says
+only each image's place, checksum and step count: nine bytes an image. A record is compared with its
+checksum the first time it is read after a checkpoint was loaded.
+
+Axis letters: N images, n images of one call, B rows of a batch, W int32 words of a record.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from google_crc32c import value as crc32c
+from torch import Tensor
+
+from gaupipe.system.errors import UserError
+from gaupipe.system.files import flush
+
+
+class Records:
+    """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
+
+    Read and written by position, not mapped into memory: a first touch of a mapped page costs a
+    page fault, and a write reads the page from disk before it overwrites it. ``files.json`` has the
+    number of commits whose records are intact: by it a checkpoint that the files have left behind
+    is recognised.
+    """
+
+    def __init__(self, folder: Path, num_images: int, words: int) -> None:
+        self.folder, self.words = folder, words
+        self.place = torch.zeros(num_images, dtype=torch.uint8)
+        """The file that holds an image's committed record."""
+        self.written = torch.zeros(num_images, dtype=torch.bool)
+        """Images whose other place holds a newer record, not committed yet."""
+        self.checksums = np.zeros((2, num_images), dtype=np.uint32)
+        """crc32c of the record in each place; 0 before its first write."""
+        self.doubtful = torch.zeros(num_images, dtype=torch.bool)
+        """Images whose committed record another process wrote and nothing has compared yet."""
+        self.commits = 0
+        self._descriptors: list[int] = []
+
+    def read(self, into: Tensor, rows: Tensor, image_ids: Tensor) -> None:
+        """Reads the newest records of ``image_ids`` [n], or their beginnings, into the ``rows`` [n]
+        of an int32 tensor [B, up to W]. Raises UserError for a record that is not what was
+        written."""
+        if len(image_ids):
+            self._open()
+            self._check(image_ids[self.doubtful[image_ids]])
+            self._read(into, rows, image_ids)
+
+    def _read(self, into: Tensor, rows: Tensor, image_ids: Tensor) -> None:
+        size = into.shape[1] * 4
+        data = into.numpy().data.cast("B")
+        places = [*self._places(image_ids)]
+        for descriptor, offset in places:  # the disk looks for all of them at once
+            os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+        for row, (descriptor, offset) in zip(rows.tolist(), places, strict=True):
+            start = row * size
+            if os.preadv(descriptor, [data[start : start + size]], offset) != size:
+                raise UserError(f"{self.folder}: damaged: it has no whole record at byte {offset}")
+
+    def _check(self, image_ids: Tensor) -> None:
+        """Compares committed records with their checksums."""
+        if not len(image_ids):
+            return
+        records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
+        rows = torch.arange(len(image_ids))
+        self._read(records, rows, image_ids)
+        expected = self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        wrong = checksums(records, rows) != expected
+        if wrong.any():
+            raise UserError(
+                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
+                "damaged: restore the run directory from a copy, or start afresh in another "
+                "--run-dir"
+            )
+        self.doubtful[image_ids] = False
+
+    def write(self, records: Tensor, rows: Tensor, image_ids: Tensor) -> None:
+        """Stores the ``rows`` [n] of records [B, W] beside the committed ones of ``image_ids`` [n].
+        Raises UserError where that cannot be done."""
+        try:
+            if not self.written.any():
+                self._open()
+                self._mark()
+            self.written[image_ids] = True
+            self.doubtful[image_ids] = False
+            places = 1 - self.place[image_ids].numpy()
+            self.checksums[places, image_ids.numpy()] = checksums(records, rows)
+            data, size = records.numpy().data.cast("B"), self.words * 4
+            for row, (descriptor, offset) in zip(
+                rows.tolist(), self._places(image_ids), strict=True
+            ):
+                start = row * size
+                if os.pwrite(descriptor, data[start : start + size], offset) != size:
+                    raise OSError("No space left on device")
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: per-image parameters cannot be written: "
+                f"{error.strerror or error}; the last checkpoint is kept"
+            ) from None
+
+    def commit(self) -> None:
+        if not self.written.any():
+            return
+        for descriptor in self._descriptors:
+            os.fsync(descriptor)
+        self.place ^= self.written
+        self.written.zero_()
+        self.commits += 1
+
+    def release(self, used: Tensor) -> None:
+        """Empties a file that holds the committed record of no image that is ``used`` [N]."""
+        if (self.folder / "files.json").is_file():  # of an earlier process
+            self._open()
+        for place, descriptor in enumerate(self._descriptors):
+            if not self.written.any() and not (self.place[used] == place).any():
+                os.ftruncate(descriptor, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.written.any():
+            raise RuntimeError("a checkpoint has committed records only: call commit() first")
+        committed = np.where(self.place.bool(), self.checksums[1], self.checksums[0])
+        checksums = torch.from_numpy(committed.view(np.int32))
+        return {"place": self.place, "commits": self.commits, "checksums": checksums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        commits = state["commits"]
+        if commits:
+            self._check_files(commits)
+        self.place.copy_(state["place"])
+        self.written.zero_()
+        self.commits = commits
+        self.checksums[:] = 0
+        images = np.arange(len(self.place))
+        self.checksums[self.place.numpy(), images] = state["checksums"].numpy().view(np.uint32)
+        self.doubtful = torch.from_numpy(self.checksums.any(0))
+
+    def _check_files(self, commits: int) -> None:
+        """Raises UserError for files that are not there or do not hold the records as of this
+        commit."""
+        try:
+            written = json.loads((self.folder / "files.json").read_bytes())["commits"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            raise UserError(
+                f"{self.folder}: the files with the per-image parameters are missing or unreadable"
+            ) from None
+        if written not in (commits - 1, commits):
+            raise UserError(
+                f"{self.folder} holds the per-image parameters of checkpoint {written}, state.pt "
+                f"needs those of checkpoint {commits}: they do not belong together"
+            )
+
+    def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
+        """(file descriptor, byte offset) of each image's newest record."""
+        places = self.place[image_ids] ^ self.written[image_ids]
+        for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
+            yield self._descriptors[place], image_id * self.words * 4
+
+    def _open(self) -> None:
+        if self._descriptors:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for place in range(2):
+            path = self.folder / f"records.{place}"
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._descriptors.append(descriptor)
+            weakref.finalize(self, os.close, descriptor)
+
+    def _mark(self) -> None:
+        """Notes, before the first write after a commit, which commit's records stay intact
+        meanwhile."""
+        partial = self.folder / "files.json.partial"
+        partial.write_text(json.dumps({"commits": self.commits}))
+        flush(partial)
+        partial.replace(self.folder / "files.json")
+        flush(self.folder)
+
+
+def checksums(records: Tensor, rows: Tensor) -> np.ndarray:
+    """crc32c [n] uint32 of the ``rows`` [n] of records [B, W]; never 0."""
+    words = records.numpy()
+    return np.fromiter((crc32c(words[row]) or 1 for row in rows.tolist()), np.uint32, len(rows))

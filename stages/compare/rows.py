@@ -1,0 +1,166 @@
+"""The rows of a comparison, and the settings of each.
+
+A row is one way to train. It is run with every seed and is one line of every table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from gaupipe.settings import (
+    BaselineSettings,
+    ExportSettings,
+    PhaseASettings,
+    PhaseBSettings,
+    Settings,
+    scope,
+)
+from gaupipe.settings import load as config
+from gaupipe.settings.sections import Scope, Section, problem
+from gaupipe.system.errors import UserError
+from stages import export_maps
+
+BASELINE = "plain ViT"
+"""The reference of every comparison: standard attention, trained on the labels alone."""
+DISTILLED = "distilled"
+
+
+class Row(Section):
+    """A way to train."""
+
+    name: str
+    """As the tables print it."""
+    settings: dict[str, Any] = {}
+    """Changes {"a.b": value} of the configuration."""
+    plain: bool = False
+    """Train on the labels alone: a baseline."""
+
+
+def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
+    """The rows of every comparison: baselines, distilled students, and three controls.
+
+    ``students`` are attentions. The controls belong to the first of them.
+    """
+    phase, first = base.phase_b, students[0]
+
+    def student(attention: str) -> dict[str, Any]:  # with the options that are meant for it
+        options = phase.attention_options if attention == phase.student else {}
+        return {
+            "phase_b.student": attention,
+            "phase_b.attention_options": options,
+            "phase_b.match_params": phase.match_params,
+        }
+
+    normalised = {key: value for key, value in phase.model_args.items() if key != "rezero"}
+    args = {"phase_b.model_args": normalised}
+    plain = {BASELINE: args | student("standard") | {"phase_b.match_params": False}}
+    plain |= {
+        f"{BASELINE}, {name}": args | student(name) for name in students if name != "standard"
+    }
+    distilled = {f"{DISTILLED} {name}": student(name) for name in students}
+    if list(students) == ["standard"]:
+        distilled = {DISTILLED: student(first)}
+    controls: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    if base.phase_a.learns_gaussians:
+        controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
+    if phase.alpha:
+        labels = round(phase.beta + phase.alpha, 6)
+        controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
+    for name, changes in controls.items():
+        distilled[name] = student(first) | changes
+    return [
+        *(Row(name=name, settings=changes, plain=True) for name, changes in plain.items()),
+        *(Row(name=name, settings=changes) for name, changes in distilled.items()),
+    ]
+
+
+def sweep_rows(entries: Any, where: str, rows: Sequence[Row]) -> list[Row]:
+    """``rows`` and those of a sweep file with these ``entries``.
+
+    An entry holds settings by dotted name, and may have a ``name``, ``plain`` and ``like``: the
+    name of the row whose settings it changes. Without ``like`` this is the first distilled row, or
+    the plain ViT if it is ``plain``. With ``like: null`` it is the configuration. An entry that
+    says nothing else inherits ``plain`` from the row named in ``like``.
+
+    A sweep of plain entries alone trains no teacher: of ``rows`` only the plain ones stay.
+
+    Raises UserError, naming ``where``, for an entry that is no row. Whether its settings exist
+    shows when they are resolved.
+    """
+    is_list = isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries)
+    if not is_list or not entries:
+        raise UserError(f"{where}: a sweep is a list of settings, such as '- {{phase_b.gamma: 1}}'")
+    by_name = {row.name: row for row in rows}
+    distilled = next((row.name for row in rows if not row.plain), BASELINE)
+    for entry in entries:
+        row = _parse(entry, where, by_name, distilled)
+        by_name[row.name] = row
+    swept = list(by_name.values())
+    alone = all(row.plain for row in swept[len(rows) :])
+    return [row for row in swept if row.plain or not alone]
+
+
+def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> Row:
+    """The row of one entry of a sweep. ``by_name`` holds the rows before it."""
+    fields = {key: entry[key] for key in ("name", "plain", "like") if key in entry}
+    changes = {key: value for key, value in entry.items() if key not in fields}
+    said = (f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
+    name = fields.setdefault("name", ", ".join(said))
+    like = fields.pop("like", BASELINE if fields.get("plain") is True else distilled)
+    if like not in (None, *by_name):
+        names = [*by_name]
+        raise UserError(f"{where}: {name}: like {like!r}: no such row before it; there are {names}")
+    if "seed" in changes:
+        raise UserError(f"{where}: {name}: seed: every row is run with each of --seeds")
+    before = by_name[like] if like else Row(name="")
+    settings = {key: value for key, value in before.settings.items() if key not in changes}
+    try:
+        row = Row(**{"plain": before.plain} | fields, settings=settings | changes)
+    except ValidationError as error:
+        raise UserError(f"{where}: {name}: {problem(error, Row)}") from None
+    if row.name in by_name:
+        raise UserError(f"{where}: two rows are called {name!r}: give one another name")
+    return row
+
+
+def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """The plain ViT and the rows of these names. Raises UserError for a name that no row has."""
+    known = [row.name for row in rows]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--row {name!r}: no such row; there are {known}")
+    return [row for row in rows if row.name in (BASELINE, *names)]
+
+
+def resolve(row: Row, base: Settings) -> Settings:
+    """The settings of a row's training. Optimizer and epochs of a plain row are the baseline's, as
+    settings of phase B, which the row can change. Settings that mean nothing to the training have
+    their defaults. Raises UserError for what is not a setting."""
+    tree = (_of_baseline(base) if row.plain else base).model_dump(mode="json")
+    for name, value in row.settings.items():
+        config.set_value(tree, name, value, row.name)
+    settings = config.parse(tree, row.name)
+    phase_a, changes = settings.phase_a, dict[str, Any](keep="last")  # the epoch of the tables
+    if row.plain:
+        settings, phase_a, defaults = _of_baseline(settings), PhaseASettings(), PhaseBSettings()
+        unused = (name for name, _ in defaults if scope(f"phase_b.{name}") & Scope.TEACHER)
+        changes |= {name: getattr(defaults, name) for name in unused}
+    elif phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
+        changes["shuffle_maps"] = False
+    sections = {
+        "export": ExportSettings() if row.plain else export_maps.chosen(settings),
+        "phase_a": phase_a,
+        "phase_b": settings.phase_b.model_copy(update=changes),
+        "baseline": BaselineSettings(),
+    }
+    return settings.model_copy(update=sections)
+
+
+def _of_baseline(base: Settings) -> Settings:
+    """Settings whose phase B has the optimizer and the epochs of the baseline."""
+    epochs = base.baseline.epochs or base.phase_b.epochs
+    phase_b = base.phase_b.model_copy(update={"optim": base.baseline_optim, "epochs": epochs})
+    return base.model_copy(update={"phase_b": phase_b, "baseline": BaselineSettings()})
