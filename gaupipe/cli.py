@@ -31,25 +31,22 @@ IN_A_WORLD = ("run", "phase-a", "export-maps", "phase-b", "train", "evaluate")
 WITH_RESUME = ("phase-a", "phase-b", "train")
 """Commands that continue only with --resume; the others do so by themselves."""
 
+CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
+
 
 def _untyped(kind: Any) -> Any:
-    """A kind of typer's commands whose help shows no type for a flag, not for --help either, and
-    none for an argument."""
+    """A kind of typer's commands whose help shows no type for a flag or an argument."""
 
     class Untyped(kind):
         def get_params(self, context: Any) -> list[Any]:
             params = super().get_params(context)
             for param in params:
-                if getattr(param, "is_flag", False):
-                    param.metavar = ""
-                if param.param_type_name == "argument":
+                if getattr(param, "is_flag", param.param_type_name == "argument"):
                     param.display_type_rich = lambda ctx: None
             return params
 
     return Untyped
 
-
-CONTINUE = (*WITH_RESUME, "run", "export-maps", "compare")
 
 app = typer.Typer(
     cls=_untyped(TyperGroup),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -97,6 +98,7 @@ def mistake_table(mistakes: list[dict[str, Any]]) -> Table:
     shown.add_column("probability", justify="right")
     for mistake in mistakes:
         [best, *_] = mistake["classes"]
-        names = (mistake["path"], mistake["label"], best["class"])
+        path = mistake["path"].removeprefix(f"{os.getcwd()}/")
+        names = (path, mistake["label"], best["class"])
         shown.add_row(*map(escape, names), f"{best['probability']:.4f}")
     return shown

@@ -257,8 +257,12 @@ def measure(
             metrics = phase_a.run(short, folder, force=True, data=small)
             scored = held_out + images * settings.phase_a.learns_gaussians
             seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * epoch(metrics, -1, scored)
-            job, started = phase_a.load(RunDirectory(folder), small), time.monotonic()
-            export_maps.export(job, export_maps.Place(str(folder / "maps.zarr")), {})
+            job = phase_a.load(RunDirectory(folder), small)
+            export = planned_export(job.settings, job.teacher, job.shape.grid)
+            place = export_maps.Place(str(folder / "maps.zarr"))
+            writer = place.create(job, export_maps.make_schema(job, export))
+            started = time.monotonic()
+            export_maps.write(job, writer)
             views = (settings.export.views or 1) / (short.export.views or 1)
             exports = images / len(small.train) * views
             seconds["export"] = exports * (time.monotonic() - started)

@@ -178,7 +178,7 @@ def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkey
     """Three of ten epochs have maps, and six views are stored, of which two are measured."""
     epochs = [{"seconds": seconds} for seconds in (9.0, 2.0, 9.0, 1.0)]
     monkeypatch.setattr(plan.phase_b, "run", lambda *_, **__: epochs)
-    monkeypatch.setattr(plan.export_maps, "export", lambda *_: None)
+    monkeypatch.setattr(plan.export_maps, "write", lambda *_: None)
     monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=iter([5.0, 25.0]).__next__))
     monkeypatch.setattr(plan, "SCORED", 0.0)
     changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]

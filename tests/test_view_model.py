@@ -283,6 +283,7 @@ def test_a_large_model_is_shown_at_fewer_pixels_and_says_so():
         ("swin_tiny_patch4_window7_224", {}, "does not attend over all patches"),
         ("resnet18", {}, "0 attention maps"),
         ("no_such_model", {}, "timm has no weights"),
+        ("hf-hub:a/b/c", {}, "timm has no weights"),
         ("vit_tiny_patch16_224", dict(image_size=33), "--image-size 33"),
     ],
 )

@@ -53,7 +53,6 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
     }
     digests = {name: digest for name, (_, digest) in known.items()}
     unknown = [name for name in names if name not in known]
-    problems = []
     if unknown:
         with (
             ThreadPoolExecutor(READERS) as pool,
@@ -61,21 +60,15 @@ def content_digests(root: Path, names: list[str]) -> list[str]:
         ):
             try:
                 answers = pool.map(_examine, [paths[name] for name in unknown])
-                for name, answer in zip(unknown, answers, strict=True):
+                for name, digest in zip(unknown, answers, strict=True):
                     stamp, changed_ns = stamps[name]
-                    if isinstance(answer, UserError):
-                        problems.append(answer)
-                    else:
-                        digests[name] = answer
-                        if changed_ns < settled_ns:
-                            known[name] = stamp, answer
+                    digests[name] = digest
+                    if changed_ns < settled_ns:
+                        known[name] = stamp, digest
                     progress.advance(1)
-            finally:  # after an interrupt, too, nothing is read twice
+            finally:  # after a refusal or an interrupt, too, nothing is read twice
                 pool.shutdown(cancel_futures=True)
                 write_digests(cached, known)
-    if problems:
-        more = f"; {len(problems)} of {len(names)} files are so" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}")
     return [digests[name] for name in names]
 
 
@@ -89,16 +82,13 @@ def _stamp(path: str) -> tuple[str, int]:
     return f"{status.st_size} {times[0]} {times[1]} {status.st_ino}", max(times)
 
 
-def _examine(path: str) -> str | UserError:
-    """The digest of a file's content, or the refusal of a file that is no image."""
-    try:
-        with refusing(path), open(path, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            check(file)
-            return digest
-    except UserError as error:
-        return error
+def _examine(path: str) -> str:
+    """The digest of a file's content. Raises UserError for a file that is no image."""
+    with refusing(path), open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
+        check(file)
+        return digest
 
 
 class FileImages(Dataset):

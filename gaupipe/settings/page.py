@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import re
 import textwrap
@@ -39,12 +37,12 @@ def sections(
     """(name, defaults, settings) of every section, in the order of the settings file. A section
     that may be null is a setting too."""
     defaults = defaults or Settings()
-    effects, values = docstrings(type(defaults)), defaults.model_dump(mode="json")
+    values = defaults.model_dump(mode="json")
     schemas = type(defaults).model_json_schema()["properties"]
     settings, inside = [], []
     for field, info in type(defaults).model_fields.items():
         name, inner = f"{place}.{field}".strip("."), section_of(info.annotation)
-        effect = effects.get(field, "")
+        effect = _markdown(info.description or "")
         if inner:
             inside.append((getattr(defaults, field) or inner(), name))
             effect = _markdown(inner.__doc__ or "") + f" See [{name}](#{name.replace('.', '')})."
@@ -87,20 +85,6 @@ def as_text(prefix: str, width: int) -> str:
                 said = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", said).replace("`", "")
                 lines += [f"{name} = {default}", *wrap(words.replace("`", "")), *wrap(said)]
     return "\n".join(lines)
-
-
-def docstrings(section: type[Section]) -> dict[str, str]:
-    """The text under each field of a class, in Markdown and on one line."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
-    assert isinstance(tree, ast.ClassDef)
-    return {
-        field.target.id: _markdown(str(below.value.value))
-        for field, below in zip(tree.body, tree.body[1:], strict=False)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(below, ast.Expr)
-        and isinstance(below.value, ast.Constant)
-    }
 
 
 def type_words(schema: dict[str, Any]) -> str:

@@ -85,7 +85,9 @@ class Section(BaseModel):
     """A group of settings that refuses unknown keys and numbers that are not finite, and cannot be
     changed once made."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     @field_validator("*", mode="before")
     @classmethod

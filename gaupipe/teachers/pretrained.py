@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def pretrained(
 def published(name: str, right: str = RIGHT) -> Any:
     """timm's configuration of trained weights. Raises UserError where timm knows none of this
     name, and says what name would be ``right``. Of ``hf-hub:OWNER/MODEL`` the hub has the rest."""
-    if name.startswith(HUB):
+    if re.fullmatch(HUB + "[a-zA-Z0-9][\\w-]*/[a-zA-Z0-9][\\w.@-]*", name, re.ASCII):
         return PretrainedCfg(hf_hub_id=name.removeprefix(HUB))
     try:
         config = get_pretrained_cfg(name)

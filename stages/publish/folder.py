@@ -74,11 +74,8 @@ def run(
     model_name = out.name if out is not None and STUDENT_NAME.fullmatch(out.name) else student.name
     settings = published_settings(student)
     card = model_card.write(student, data, scores, settings, title=repo or model_name)
-    with contextlib.ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        else:
-            folder = stack.enter_context(replaced(out))
+    with tempfile.TemporaryDirectory() if out is None else replaced(out) as place:
+        folder = Path(place)
         for file in STUDENT_FILES:
             shutil.copy(student.folder / "student" / file, folder)
         (folder / "settings.yaml").write_text(config.dump(settings))
