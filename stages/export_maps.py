@@ -225,8 +225,10 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
 
     def hold() -> None:
         place.check_resources(job, schema)
-        if folder is not None and (folder.is_dir() or not place.repair):
-            folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None and not place.repair:
+            with contextlib.suppress(OSError):  # the store says what is in its place
+                folder.mkdir(parents=True, exist_ok=True)
+        if folder is not None and folder.is_dir():
             held.enter_context(alone_in(folder, BUSY))
 
     with contextlib.ExitStack() as held:
