@@ -500,23 +500,14 @@ def export_student(
 
 @_command("Share")
 def publish(
+    out: Annotated[
+        Path, _option("--out FOLDER", "A new folder for model, settings and model card.")
+    ],
     student: StudentArgument = None,
     run_dir: RunDir = None,
-    out: Annotated[
-        Path | None, _option("--out FOLDER", "A new folder for model, settings and model card.")
-    ] = None,
-    repo: Annotated[
-        str | None,
-        _option(
-            "--repo NAME",
-            "Upload them to this repository of the Hugging Face Hub, with the token that "
-            "'hf auth login' keeps or HF_TOKEN holds.",
-        ),
-    ] = None,
-    private: Annotated[bool, _option("--private", "Make a new repository private.")] = False,
     plain: Plain = False,
 ) -> None:
-    """Give a student to others: a folder or repository that timm loads.
+    """Give a student to others: a folder that timm loads, and 'hf upload' uploads.
 
     The run fills in its model card; the licence is left to you.
 
@@ -525,8 +516,7 @@ def publish(
     run_dir = _run(run_dir)
     from stages.publish import folder as stage
 
-    distilled = False if plain else None
-    print(stage.run(run_dir, student, out=out, repo=repo, private=private, distilled=distilled))
+    print(stage.run(run_dir, student, out=out, distilled=False if plain else None))
 
 
 @_command("Measure")

@@ -265,7 +265,6 @@ COMMAND_LINE = [
         ("", "--out FOLDER"),
         ("absent --out new", "phase-b"),
         ("--out pictures", "is there already"),
-        ("--repo a/b/c", "a/b/c"),
     ),
     *options(
         INSPECT,

@@ -3,14 +3,10 @@
 import os
 import shutil
 from pathlib import Path
-from unittest import mock
 
-import huggingface_hub
-import pytest
 import timm
 import torch
 import yaml
-from huggingface_hub import HfApi, RepoUrl
 from markdown_it import MarkdownIt
 from PIL import Image
 
@@ -20,34 +16,6 @@ from gaupipe.vit.saving import load_folder, save_student
 from stages import evaluate, export_maps, phase_b
 from stages.publish import folder
 from stages.runs.directory import RunDirectory
-
-
-@pytest.fixture(autouse=True)
-def no_token(monkeypatch, tmp_path):
-    """Nobody is logged in, whoever runs the tests."""
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """Stands in for the Hub; its methods have the signatures of huggingface_hub's."""
-    hub = mock.create_autospec(HfApi, instance=True, endpoint="https://hub")
-    hub.whoami.return_value = {"name": "somebody"}
-    hub.create_repo.return_value = RepoUrl("https://hub/somebody/tiny", endpoint="https://hub")
-    hub.file_exists.return_value = False
-    hub.uploaded = {}
-
-    def upload(folder_path, ignore_patterns, **_names):
-        for path in folder_path.iterdir():
-            if path.name != ignore_patterns:
-                hub.uploaded[path.name] = path.read_bytes()
-
-    hub.upload_folder.side_effect = upload
-    monkeypatch.setattr(folder, "HfApi", lambda **_names: hub)
-    monkeypatch.setenv("HF_TOKEN", "hf_right")
-    return hub
 
 
 def publish(run: Path, in_process, *arguments) -> tuple[int, str, str]:
@@ -164,36 +132,3 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
     escaped = [name.replace("\x1b", "\\x1b").replace("\x07", "\\x07") for name in names]
     escaped[4], escaped[6] = "two\\n\\n# lines", "caf\\xe9"
     assert shown == escaped
-
-
-def test_an_upload_is_the_published_folder_in_one_commit(run, tmp_path, in_process, hub):
-    code, stdout, _ = publish(run, in_process, "--repo", "tiny", "--out", tmp_path / "out")
-    assert (code, stdout.strip()) == (0, "https://hub/somebody/tiny")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert hub.uploaded == files and hub.upload_folder.call_count == 1
-    assert 'create_model("hf-hub:somebody/tiny"' in files["README.md"].decode()
-    hub.create_repo.assert_called_once_with("somebody/tiny", private=False, exist_ok=True)
-
-    hub.file_exists.return_value = True  # a card that the repository has stays
-    hub.uploaded, before = {}, sorted(tmp_path.iterdir())
-    assert publish(run, in_process, "--repo", "somebody/tiny", "--private")[0] == 0
-    assert hub.uploaded.keys() == files.keys() - {"README.md"}
-    assert hub.create_repo.call_args.kwargs["private"] and sorted(tmp_path.iterdir()) == before
-
-
-def test_without_the_hubs_leave_nothing_is_written(run, tmp_path, in_process, hub, monkeypatch):
-    def refused(*arguments) -> str:
-        before = sorted(run.parent.rglob("*"))
-        code, stdout, err = publish(run, in_process, "--repo", "tiny", *arguments)
-        assert (code, stdout, err.count("\n")) == (2, "", 1), err
-        assert sorted(run.parent.rglob("*")) == before
-        return err
-
-    hub.upload_folder.side_effect = OSError("the disk\nis full")
-    assert "--repo somebody/tiny: not uploaded: the disk" in refused()
-    hub.whoami.side_effect = OSError("no route")
-    assert "https://hub does not answer, or refuses the token: no" in refused(
-        "--out", tmp_path / "out"
-    )
-    monkeypatch.delenv("HF_TOKEN")
-    assert "hf auth login" in refused("--out", tmp_path / "out")

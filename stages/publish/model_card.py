@@ -35,9 +35,9 @@ def write(
     """The text of README.md. What a run cannot know is left to its reader, in marked places.
 
     ``scores`` are those of :func:`stages.evaluate.metrics` by split; ``settings`` those that are
-    published; ``title`` is the name of the model, perhaps after that of its owner (OWNER/NAME).
+    published; ``title`` is the name of the model.
     """
-    name, split = title.split("/")[-1], "test" if "test" in scores else "validation"
+    split = "test" if "test" in scores else "validation"
     result = EvalResult(
         task_type="image-classification",
         dataset_type=data.name,
@@ -50,7 +50,7 @@ def write(
         library_name="timm",
         pipeline_tag="image-classification",
         tags=["image-classification", "timm", "gaupipe"],
-        model_name=name,
+        model_name=title,
         eval_results=[result],
     )
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
@@ -59,8 +59,7 @@ def write(
     card = ModelCard.from_template(
         head,
         template_path=str(Path(__file__).with_suffix(".md")),
-        title=name,
-        repo=title if "/" in title else f"OWNER/{title}",
+        title=title,
         version=__version__,
         needs_gaupipe=config["architecture"] != STOCK_ARCHITECTURE,
         data=data,
