@@ -91,7 +91,7 @@ def gaupipe(
         "augment.flip": "true",
         "augment.resized_crop.scale": list(SCALE),
         "phase_b.epochs": epochs,
-        "phase_b.optim": f"{{lr: {LR}, weight_decay: {DECAY}, min_lr: {MIN_LR}}}",
+        "phase_b.optim": f"{{name: adamw, lr: {LR}, weight_decay: {DECAY}, min_lr: {MIN_LR}}}",
         "baseline": "{}",
         "seed": seed,
         "threads": 1,

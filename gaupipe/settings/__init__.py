@@ -201,7 +201,7 @@ class ModelSettings(Section):
     a learned scalar whose initial value is 0."""
     init_std: Annotated[Rate | None, Scope.PHASE] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
-    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "mimetic"
+    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "normal"
     """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
     2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
     set."""

@@ -119,7 +119,6 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
     heads = next(number for number in range(max(1, dim // 32), 0, -1) if dim % number == 0)
     heads = choices.choose("model.args.num_heads", heads)
     choices.choose("model.args.mlp_ratio", 2)
-    choices.choose("model.init", "mimetic", "attention starts as trained attention looks")
     return depth * heads
 
 
