@@ -21,7 +21,7 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import KINDS, check_export, chosen
+from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
@@ -30,6 +30,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitMaps
 from stages import any_vit
 from stages.phase_a import gaussian as phase_a
 from stages.phase_a import trained_vit as trained_teacher
@@ -94,7 +95,12 @@ def run(
                 f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
                 "another store with --out, which 'gaupipe phase-b --maps' then reads"
             )
-        check_overrides(overrides, teacher)
+        for name in (override.partition("=")[0] for override in overrides):
+            if teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
+                raise UserError(
+                    f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to "
+                    "the run; it is for another --teacher"
+                )
         place.check()
         return run.settings()  # a folder that is no run is left alone
 
@@ -267,17 +273,6 @@ def ensure(
     return url
 
 
-def check_overrides(overrides: Sequence[str], teacher: str | None) -> None:
-    """Raises UserError for settings that are not the keywords of another ``teacher``."""
-    for override in overrides:
-        name = override.partition("=")[0]
-        if teacher is None or not f"{name}.".startswith("phase_a.teacher_args."):
-            raise UserError(
-                f"--set {name}: 'export-maps' takes phase_a.teacher_args alone: it belongs to the "
-                "run; it is for another --teacher"
-            )
-
-
 def other_teacher(
     settings: Settings,
     teacher: str,
@@ -375,7 +370,7 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
     mine = [
         shard for shard in pending if shard.index % distributed.world_size() == distributed.rank()
     ]
-    losses: Losses = {}
+    losses: list[Tensor] = []
     started, world_size = time.monotonic(), distributed.world_size()
     with (
         EpochProgress("export", images, 1) as progress,
@@ -403,7 +398,8 @@ def write(job: TeacherJob, writer: store.Writer) -> None:
         seconds, entry = time.monotonic() - started, entry_of(schema)
         speed = images / max(seconds, 1e-9)
         progress.line(f"export: {images:,} {entry}s in {seconds:.1f} s, {speed:,.0f} {entry}s/s")
-        for line in loss_lines(of_ranks, images):
+        gathered = [loss for of_rank in of_ranks for loss in of_rank]
+        if line := loss_line(schema, gathered, images):
             progress.line(f"export: {line}")
 
 
@@ -424,22 +420,15 @@ def announcement(schema: store.Schema, images: int) -> str:
     )
 
 
-Losses = dict[str, Tensor]
-"""Sums [L, H] over images, by names of :data:`LOSSES`."""
-LOSSES = {
-    "dropped": "attention on class and register tokens, which is left out, per block",
-    "clipped": "share of Gaussians whose means the 8-bit codes clip, per block (heads)",
-}
-
-
-def loss_lines(of_ranks: Sequence[Losses], images: int) -> Iterator[str]:
-    """A line for each loss of the stored maps that is not 0: its mean over the images."""
-    for name, meaning in LOSSES.items():
-        total = sum(losses.get(name, torch.zeros(1, 1)) for losses in of_ranks)
-        if torch.as_tensor(total).any():
-            rows = torch.as_tensor(total) / images
-            spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in rows)
-            yield f"{meaning}: {', '.join(spans)}"
+def loss_line(schema: store.Schema, losses: Sequence[Tensor], images: int) -> str:
+    """The mean of the :func:`lost` sums over the images; "" where nothing is lost."""
+    if not losses or not (means := torch.stack([*losses]).sum(0) / images).any():
+        return ""
+    meaning = "attention on class and register tokens, which is left out, per block"
+    if schema.kind == "gaussian":
+        meaning = "share of Gaussians whose means the 8-bit codes clip, per block (heads)"
+    spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in means)
+    return f"{meaning}: {', '.join(spans)}"
 
 
 def outputs(
@@ -448,13 +437,13 @@ def outputs(
     batches: Batches,
     entries: np.ndarray,
     seed: int | None = None,
-    losses: Losses | None = None,
+    losses: list[Tensor] | None = None,
 ) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
     """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
     what a store of this schema holds for them.
 
     The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
-    batch alone, so that any batch can be made again. ``losses`` are added to.
+    batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
     """
     seed = job.settings.seed if seed is None else seed
     generator = torch.Generator(job.device)
@@ -469,12 +458,8 @@ def outputs(
         with torch.no_grad():
             dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
             named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
-        if losses is not None:
-            for name in LOSSES:
-                clipped = name == "clipped"
-                loss = clipped_means(schema, named) if clipped else getattr(attention, name, None)
-                if loss is not None:
-                    losses[name] = losses.get(name, 0) + loss.double().cpu() * len(batch)
+        if losses is not None and (loss := lost(schema, attention, named)) is not None:
+            losses.append(loss.double().cpu() * len(batch))
         arrays = {}
         for name, tensor in named.items():
             if tensor.is_floating_point():
@@ -483,8 +468,11 @@ def outputs(
         yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
 
 
-def clipped_means(schema: store.Schema, arrays: dict[str, Tensor]) -> Tensor | None:
-    """The share of Gaussians [L, H] whose means the store's codes clip; None without codes."""
+def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:
+    """The shares [L, H] of a batch that its stored maps leave out: of a ViT's attention that on
+    class and register tokens, of Gaussians in 8 bits those whose means the codes clip."""
+    if isinstance(attention, VitMaps):
+        return attention.dropped
     if schema.kind != "gaussian" or schema.encoding != "uint8":
         return None
     beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2

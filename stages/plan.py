@@ -38,6 +38,7 @@ from stages.runs.resources import (
     check_memory,
     gigabytes,
     make_plan,
+    store_bytes,
     student_disk,
     training_memory,
 )
@@ -109,14 +110,14 @@ Stages = dict[str, dict[str, Any]]
 def plan_phases(
     settings: Settings, data: ImageData, images: int, world_size: int
 ) -> tuple[Stages, dict[str, Any]]:
-    """Both phases and the export, and facts about per-image parameters and stores."""
+    """Both phases and the export, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
-    stored = needs.store_bytes[str(export.kind)]
+    stored = store_bytes(settings, teacher, export, images, data.num_classes)
     memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
     student = of_student(settings, data, "distilled", phase.epochs, phase.optim.ema, world_size)
     student["memory_bytes"] += stored if stored <= phase_b.PRELOAD_BYTES else 0
@@ -131,8 +132,7 @@ def plan_phases(
         "export": {"model": f"store ({export.kind})", **memory, "disk_bytes": stored},
         "phase_b": student,
     }
-    facts = {"per_image_parameters": needs.per_image_parameters, "store_bytes": needs.store_bytes}
-    return stages, facts
+    return stages, {"per_image_parameters": needs.per_image_parameters}
 
 
 def of_student(
@@ -324,8 +324,6 @@ def tables(plan: dict[str, Any]) -> Iterator[Table | str]:
     for name, label in LABELS.items():
         if value := plan.get(name):
             rows.add_row(label, gigabytes(value) if name.endswith("bytes") else f"{value:,}")
-    for kind, size in plan.get("store_bytes", {}).items():
-        rows.add_row(f"store of kind {kind}, before compression", gigabytes(size))
     rows.add_row("device", plan["device"])
     yield from (stages, "", rows)
 

@@ -299,13 +299,13 @@ def test_clipped_means_are_reported(run, in_process):
     gaussians[:4, 0, 0, :8, 1] = -2.1
     gaussians[..., 2:] = 1
     schema = dataclasses.replace(stored.schema, encoding="uint8")
-    share = export_maps.clipped_means(schema, {"gaussians": gaussians})
+    share = export_maps.lost(schema, None, {"gaussians": gaussians})
     assert share.tolist() == [[0.25, 0], [0, 0]]
-    assert export_maps.clipped_means(stored.schema, {"gaussians": gaussians}) is None
+    assert export_maps.lost(stored.schema, None, {"gaussians": gaussians}) is None
     codes = schema.encode("gaussians", gaussians.numpy(), 0)
     moved = np.abs(schema.decode("gaussians", codes)[..., 1] - gaussians[..., 1].numpy()) > 1 / 127
     assert moved.mean((0, 3)).tolist() == share.tolist()
-    (line,) = export_maps.loss_lines([{"clipped": share * 4}, {}, {"clipped": share * 4}], 8)
+    line = export_maps.loss_line(schema, [share * 4, share * 4], 8)
     assert "means the 8-bit codes clip, per block (heads): 0.125 (0.000-0.250)" in line
 
 

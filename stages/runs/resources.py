@@ -10,7 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.attention.options import count_parameters
-from gaupipe.distillation.kinds import KINDS, GaussianKind, chosen
+from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.student import MapShape
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.system import distributed
@@ -35,8 +35,7 @@ LIGHTER = "lower data.batch_size or data.train_images, take a smaller model"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Counts and bytes of phase A and its store. Stores are before compression, and zstd takes
-    little off float16 Gaussians."""
+    """Counts and bytes of phase A."""
 
     parameters: int
     """Of the ViT, the decoder and the shared prior."""
@@ -48,14 +47,12 @@ class Plan:
     disk_bytes: int
     """Of phase A: both copies of every record of per-image parameters, and two checkpoints, for the
     old one stays until the new one is complete."""
-    store_bytes: dict[str, int]
-    """The attention-map store, for each kind that this run can have."""
 
 
 def make_plan(
     settings: Settings, model: Any, data: Any, images: int | None = None, world_size: int = 1
 ) -> Plan:
-    """The plan of a run in ``world_size`` processes. Pure arithmetic.
+    """The plan of phase A in ``world_size`` processes. Pure arithmetic.
 
     model    a :class:`~gaupipe.teachers.gaussian.Teacher` or a ViT that is the teacher; it may lie
              on torch's meta device
@@ -74,7 +71,6 @@ def make_plan(
         per_image_parameters=images * size,
         memory_bytes=training_memory(settings, model, data, phase.optim.ema, world_size),
         disk_bytes=2 * (images * record_words(size) * 4 + checkpoint),
-        store_bytes=store_bytes(settings, model, images, data.num_classes),
     )
 
 
@@ -110,37 +106,26 @@ def training_memory(
     return memory
 
 
-def store_bytes(settings: Settings, model: Any, images: int, classes: int) -> dict[str, int]:
-    """Bytes of the attention-map store before compression, for each kind that the teacher fits."""
-    shape, usual = MapShape.of(model), chosen(settings).kind
-    views = settings.export.views or 1
-
-    def size(kind: GaussianKind) -> int:
-        export = (
-            settings.export
-            if kind.name == usual
-            else ExportSettings.model_validate({"kind": kind.name})
-        )
-        export = chosen(settings, export, tokens=math.prod(shape.grid))
-        schema = store.Schema(
-            **vars(shape),
-            kind=kind.name,
-            num_images=images * views,
-            num_classes=classes,
-            dataset=settings.data.name,
-            dataset_sha256="",
-            teacher_sha256="",
-            embedding_dim=model.decoder.embedding if kind.name == "embedding" else None,
-            encoding=str(export.encoding),
-            k=export.k,
-            views=views,
-        )
-        shared = sum(tensor.numel() for tensor in kind.decoder(model).values())
-        return schema.total_bytes + 4 * shared
-
-    of_images = settings.phase_a.learns_of_images
-    fitting = [kind for kind in KINDS.values() if kind.refusal(model, of_images) is None]
-    return {kind.name: size(kind) for kind in fitting}
+def store_bytes(
+    settings: Settings, model: Any, export: ExportSettings, images: int, classes: int
+) -> int:
+    """Bytes before compression of the store of an ``export`` that names its kind."""
+    kind, views = str(export.kind), export.views or 1
+    schema = store.Schema(
+        **vars(MapShape.of(model)),
+        kind=kind,
+        num_images=images * views,
+        num_classes=classes,
+        dataset=settings.data.name,
+        dataset_sha256="",
+        teacher_sha256="",
+        embedding_dim=model.decoder.embedding if kind == "embedding" else None,
+        encoding=str(export.encoding),
+        k=export.k,
+        views=views,
+    )
+    shared = sum(tensor.numel() for tensor in KINDS[kind].decoder(model).values())
+    return schema.total_bytes + 4 * shared
 
 
 def check_resources(plan: Plan, run_dir: Path) -> None:
