@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from gaupipe.data.splits import Split
@@ -72,10 +72,8 @@ def tables(scores: dict[str, Any]) -> Iterator[Table | str]:
 
 def class_table(scores: dict[str, Any]) -> Table:
     """Classes with images, of which the worst, and the class that each is most often taken for."""
-    shown = Table("class", box=None, pad_edge=False)
-    shown.add_column("images", justify="right")
-    shown.add_column("top1", justify="right")
-    shown.add_column("most often taken for")
+    numbers = (Column(name, justify="right") for name in ("images", "top1"))
+    shown = Table("class", *numbers, "most often taken for", box=None, pad_edge=False)
     names = [entry["class"] for entry in scores["classes"]]
     rows = zip(scores["classes"], scores["confusion"], strict=True)
     seen = [(entry, row) for entry, row in rows if entry["images"]]
@@ -91,11 +89,9 @@ def class_table(scores: dict[str, Any]) -> Table:
 
 def mistake_table(mistakes: list[dict[str, Any]]) -> Table:
     """Images with their class, and the class that was predicted with its probability."""
-    shown = Table(box=None, pad_edge=False)
-    shown.add_column("most confident mistakes", overflow="fold")
-    shown.add_column("class")
-    shown.add_column("predicted")
-    shown.add_column("probability", justify="right")
+    image = Column("most confident mistakes", overflow="fold")
+    probability = Column("probability", justify="right")
+    shown = Table(image, "class", "predicted", probability, box=None, pad_edge=False)
     for mistake in mistakes:
         [best, *_] = mistake["classes"]
         path = mistake["path"].removeprefix(f"{os.getcwd()}/")

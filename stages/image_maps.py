@@ -237,11 +237,8 @@ class StudentMaps(LiveMaps):
         seen.no_teacher = self.no_teacher(views, split)
         if seen.no_teacher is None:
             whole, prefix = seen.map, seen.prefix
-            seen.map, seen.prefix = (
-                lambda layer: without_prefix(whole(layer)[None], prefix)[0][0],
-                0,
-            )
-            seen.teacher = self._teacher(batch, image, view, seen.map)
+            seen.map = lambda layer: without_prefix(whole(layer)[None], prefix)[0][0]
+            seen.prefix, seen.teacher = 0, self._teacher(batch, image, view, seen.map)
         return seen
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:

@@ -19,7 +19,6 @@ from PIL import Image
 import store
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
-from stages.any_vit import PreparedImages
 from stages.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, stored_gallery
@@ -107,9 +106,7 @@ class Viewer:
     @property
     def labelled(self) -> bool:
         """True unless the images are files without labels."""
-        if self.stored:
-            return self.stored.labelled
-        return not isinstance(self.data.train.source, PreparedImages)
+        return (self.stored or self.model("")).labelled
 
     def sizes(self) -> dict[str, int]:
         """The number of images of each split, as far as they are known; that to begin with is
@@ -185,17 +182,14 @@ class Viewer:
             seen, arrays = self.stored.see(image, view)
         schema = self.stored.maps.schema
         rows, encoding = schema.kind_class.javascript, schema.encoding
-        if rows is None and seen.gaussians is not None:
-            rows, encoding, arrays = (
-                "gaussians",
-                "float32",
-                {"gaussians": seen.gaussians.numpy()},
-            )
-        elif rows is None:
-            blocks = torch.stack([seen.map(layer) for layer in range(schema.layers)])
-            rows, encoding, arrays = "maps", "float32", {"maps": blocks.numpy()}
-        header: dict[str, Any] = {"rows": rows, "encoding": encoding}
-        header |= {"layers": schema.layers, "heads": schema.heads}
+        if rows is None:
+            rows, encoding, numbers = "gaussians", "float32", seen.gaussians
+            if numbers is None:
+                blocks = [seen.map(layer) for layer in range(schema.layers)]
+                rows, numbers = "maps", torch.stack(blocks)
+            arrays = {rows: numbers.numpy()}
+        shape = {"layers": schema.layers, "heads": schema.heads}
+        header = {"rows": rows, "encoding": encoding, **shape}
         return pack({**header, **self.described(seen, image, "train")}, arrays)
 
     def described(self, seen: ImageMaps, image: int, split: str) -> dict[str, Any]:
