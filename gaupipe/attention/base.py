@@ -119,7 +119,14 @@ class StudentAttention(Attention):
             scores = (at_least_float32(q) * self.scale) @ at_least_float32(k).mT  # [B, H, T, T]
         if is_causal:
             attn_mask = causal_mask(attn_mask, q.shape[-2], q.device)
-        return masked_log_softmax(scores, attn_mask)
+        if attn_mask is None:
+            return scores.log_softmax(-1)
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        else:
+            scores = scores + attn_mask
+        keyless = (scores == -torch.inf).all(-1, keepdim=True)
+        return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
 
     def hidden_keys(self, tokens: int, device: torch.device) -> Tensor | None:
         """The keys that the attention hides from each query, bool [T, T]; None for none."""
@@ -236,19 +243,6 @@ def causal_mask(
     if attn_mask.dtype == torch.bool:
         return attn_mask & past
     return attn_mask.masked_fill(~past, -torch.inf)
-
-
-def masked_log_softmax(scores: Tensor, attn_mask: Tensor | None) -> Tensor:
-    """Log-softmax of scores [B, H, T, T] under a boolean or additive mask; -inf for a query without
-    a key."""
-    if attn_mask is None:
-        return scores.log_softmax(-1)
-    if attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -torch.inf)
-    else:
-        scores = scores + attn_mask
-    keyless = (scores == -torch.inf).all(-1, keepdim=True)
-    return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
 
 
 def choice(option: str, value: str, known: Iterable[str]) -> str:

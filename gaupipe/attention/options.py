@@ -8,15 +8,13 @@ from typing import Any
 from torch import nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import StudentAttention, nearest
+from gaupipe.attention.base import StudentAttention, choice, nearest
 from gaupipe.system.errors import UserError
 
 
 def attention_class(key: str) -> type[StudentAttention]:
     """The class of an attention. Raises UserError for an unknown key."""
-    if key not in ATTENTION:
-        raise UserError(f"unknown attention {key!r}{nearest(key, ATTENTION)}")
-    return ATTENTION[key]
+    return ATTENTION[choice("attention", key, ATTENTION)]
 
 
 def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:

@@ -18,7 +18,10 @@ def select_device(name: str, threads: int | None = None) -> torch.device:
         torch.set_num_threads(threads)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    name = distributed.local_device(name)
+    if distributed.world_size() > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise UserError(f"device: {name!r} is one GPU for all: cuda gives each process its own")
+        name = f"cuda:{distributed.launch().local_rank}"
     try:
         device = torch.device(name)
         torch.ones(1, device=device).add_(1).item()

@@ -226,18 +226,6 @@ def data_parallel(losses: nn.Module) -> nn.Module:
     return DistributedDataParallel(losses, device_ids=devices)
 
 
-def local_device(name: str) -> str:
-    """The device that a setting means on this rank: of GPUs the one with its local number.
-
-    Raises UserError for a single GPU by number.
-    """
-    if world_size() == 1 or not name.startswith("cuda"):
-        return name
-    if name != "cuda":
-        raise UserError(f"device: {name!r} is one GPU for all processes: cuda gives each its own")
-    return f"cuda:{launch().local_rank}"
-
-
 def _is_initialized() -> bool:
     if "torch.distributed" not in sys.modules:  # a command that needs no torch does not import it
         return False

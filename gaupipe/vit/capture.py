@@ -194,11 +194,10 @@ def gradient_rollout(model: nn.Module, images: Tensor, classes: Tensor, blocks: 
     return torch.stack(steps, 1)
 
 
-def _number_of_blocks(model: nn.Module) -> int | None:
+def _number_of_blocks(model: Any) -> int | None:
     """The number of blocks, as a ViT of timm or a configuration of transformers tells it."""
-    blocks = getattr(model, "blocks", None)
-    if blocks is not None:
-        return len(blocks)
+    if hasattr(model, "blocks"):
+        return len(model.blocks)
     return getattr(getattr(model, "config", None), "num_hidden_layers", None)
 
 
@@ -237,14 +236,11 @@ def _seen(function: Callable, reader: AttentionReader) -> Callable:
             scale=kwargs.get("scaling"),
             enable_gqa=key.shape[1] != query.shape[1],
         )
-        see, reader.see = reader.see, _ignore  # it may call torch's attention itself
+        # it may call torch's attention itself
+        see, reader.see = reader.see, lambda *_args, **_kwargs: None
         try:
             return function(module, query, key, value, mask, *args, **kwargs)
         finally:
             reader.see = see
 
     return attend
-
-
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Sees nothing."""

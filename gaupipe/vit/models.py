@@ -25,7 +25,6 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 
@@ -36,16 +35,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class AttentionLayers(dict):
-    """timm's attentions and ours, by the names of ``attn_layer``."""
-
-    def get(self, name: str, _default: Any = None) -> Any:
-        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
-        return self[choice("attn_layer", name, self)]
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
@@ -170,25 +160,23 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
         return count_parameters(VisionTransformer(**one).blocks)
 
     some = hidden or 2  # without an FFN any width tells what the attention adds
-    wanted = size(ATTENTION["standard"], some)
-    extra = size(attn_layer, some) - wanted
+    extra = size(attn_layer, some) - size(ATTENTION["standard"], some)
     if not extra:
         return arguments["mlp_ratio"]
     a_unit = (size(attn_layer, 2 * some) - size(attn_layer, some)) / some
-    nearest = round(hidden - extra / a_unit)
+    exact = hidden - extra / a_unit
+    nearest = round(exact)
     if nearest < 0:
         raise UserError(
             f"match_params: the attention adds {extra} parameters to a block, more than an FFN of "
             f"mlp_ratio {arguments['mlp_ratio']} has; use a larger mlp_ratio or leave match_params "
             "out"
         )
-    misses: dict[int, int] = {}
-    for candidate in range(max(nearest - 8, 1), nearest + 9) if nearest else ():
-        try:
-            misses[candidate] = abs(size(attn_layer, candidate) - wanted)
-        except AssertionError:  # gated FFNs halve their width, which must be even
-            continue
-    return (min(misses, key=misses.__getitem__) + 0.5) / dim if nearest else 0
+    try:
+        size(attn_layer, nearest or 2)
+    except AssertionError:  # gated FFNs halve their width, which must be even
+        nearest = 2 * round(exact / 2)
+    return (nearest + 0.5) / dim if nearest else 0
 
 
 def _cfg(size: int, num_classes: int) -> dict:
