@@ -144,7 +144,8 @@ def look(
         check("the store", schema.images, schema.layers, schema.views)
         seen, _ = stored.see(image, view)
         return seen, lambda: image_pixels(images_of(stored.maps), image, stored.views, view)
-    live = StudentMaps(_run(run_dir), student)
+    assert run_dir is not None
+    live = StudentMaps(RunDirectory(run_dir), student)
     views, count = None, 1
     if live.store is not None:
         views, count = live.store.schema.extra.get("views"), live.store.schema.views
@@ -167,9 +168,7 @@ def heat_map(seen: dict[str, Any]) -> Group:
     largest = "the largest weight"
     lines: list[Text | Table] = [Text(title), *rows]
     if of_teacher is not None:
-        beside = Table(box=None, pad_edge=False, padding=(0, 2))
-        beside.add_column(by)
-        beside.add_column("teacher")
+        beside = Table(by, "teacher", box=None, pad_edge=False, padding=(0, 2))
         for pair in zip(rows, shaded(np.array(of_teacher), seen, top), strict=True):
             beside.add_row(*pair)
         lines = [Text(title), beside, Text(f"  KL of {by} from the teacher: {seen['kl']:.4f}")]
@@ -256,15 +255,12 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
         figure.savefig(partial)
 
 
-def _run(run_dir: Path | None) -> RunDirectory:
-    if run_dir is None:
-        raise UserError("inspect: name a store or a run directory")
-    return RunDirectory(run_dir)
-
-
 def _store(url: str | None, run_dir: Path | None) -> str:
     """The store that is named, else that of the run."""
-    return str(_run(run_dir).maps) if url is None else url
+    if url is None:
+        assert run_dir is not None  # the command names one of the two
+        return str(RunDirectory(run_dir).maps)
+    return url
 
 
 def _choice(option: str, value: str, size: int, extra: Sequence[str] = ()) -> list[int]:

@@ -19,7 +19,6 @@ from timm.models import get_pretrained_cfg, is_model
 
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
-from gaupipe.data.files import FileImages
 from gaupipe.data.sources import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.kinds import planned_export
@@ -94,7 +93,6 @@ def run(
         "stages": stages,
         "total": {"memory_bytes": memory, "disk_bytes": disk, "seconds": whole},
         **facts,
-        "kept_images_bytes": kept_image_bytes(settings, data),
         "world_size": world_size,
         "free_disk_bytes": free_disk(run_dir),
         "available_memory_bytes": available_memory(),
@@ -153,15 +151,6 @@ def of_student(
         "memory_bytes": training_memory(settings, student, data, ema, world_size),
         "disk_bytes": student_disk(parameters, ema),
     }
-
-
-def kept_image_bytes(settings: Settings, data: ImageData) -> int:
-    """Bytes that the decoded images of image files take in the user's cache
-    (:attr:`DataSettings.cache`)."""
-    crops = settings.phase_a_augment.full_size and settings.augment.full_size
-    splits = [data.val] if crops else [data.val, data.train]
-    sources = {id(split.source): split.source for split in splits}
-    return sum(source.cache.bytes for source in sources.values() if isinstance(source, FileImages))
 
 
 def build_teacher(settings: Settings, data: ImageData) -> Any:
@@ -298,7 +287,6 @@ def shortened(settings: Settings) -> Settings:
 LABELS = {
     "images": "training images",
     "per_image_parameters": "per-image parameters, in all",
-    "kept_images_bytes": "decoded images (data.cache)",
     "available_memory_bytes": "available memory",
     "free_disk_bytes": "free disk",
 }

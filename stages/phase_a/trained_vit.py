@@ -101,7 +101,9 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         if students:
             check_student(settings, data, vit, weights_of_patches(vit))
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
-        return training(settings, data)
+        device = select_device(settings.device, settings.threads)
+        vit = build_model(settings, data).to(device)
+        return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
@@ -112,13 +114,6 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
                 "phase_b.alpha=0, and phase_b.beta to what the labels are to weigh"
             )
     return job
-
-
-def training(settings: Settings, data: ImageData) -> TeacherTraining:
-    """The training of the teacher ``vit``, freshly started."""
-    device = select_device(settings.device, settings.threads)
-    vit = build_model(settings, data).to(device)
-    return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
 
 
 def run(job: TeacherTraining, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
