@@ -432,7 +432,7 @@ def predict(
 
     if out is not None:
         check_file("--out", out)
-    predictions = stage.run(stage.resolve(source, paths, download=download), top=top)
+    predictions = stage.run(source, paths, top=top, download=download)
     if out is not None:
         stage.write(predictions, out)
         print(out)

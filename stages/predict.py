@@ -48,33 +48,6 @@ class Prediction:
     label: str | None = None
 
 
-@dataclass(frozen=True)
-class Request:
-    """A model, the names of its classes, and the images that it is to see."""
-
-    model: nn.Module
-    class_names: tuple[str, ...]
-    images: tuple[Path, ...]
-
-
-def resolve(source: str, paths: Sequence[Path], *, download: bool = False) -> Request:
-    """The model that ``source`` names, and the images that ``paths`` name.
-
-    source    a student's folder or the training folder around it, ``local-dir:FOLDER``, or a timm
-              name such as ``vit_tiny_patch16_224.augreg_in21k``
-    paths     image files, and folders of which every image file is taken
-    download  fetch the weights of a timm name that are not on this machine
-
-    Raises UserError for a source that is no model with classes, and where there are no images.
-    """
-    images = tuple(image_files(paths))
-    model = load_model(source, download)
-    count = getattr(model, "num_classes", 0)
-    if not count:
-        raise UserError(f"{source}: predicts no classes: take a model with a head")
-    return Request(model.to(select_device("auto")), class_names(model, count), images)
-
-
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
     """The files of ``paths``, and of each folder all that have the suffix of an image, sorted.
     Raises UserError for a path that is not there, and for a folder without an image."""
@@ -91,7 +64,7 @@ def image_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def load_model(source: str, download: bool = False) -> nn.Module:
-    """A timm model in eval mode, by :func:`resolve`'s ``source``. Raises UserError."""
+    """A timm model in eval mode, by :func:`run`'s ``source``. Raises UserError."""
     folder = Path(source.removeprefix(LOCAL)).expanduser()
     if (folder / "student").is_dir():
         folder = folder / "student"
@@ -122,13 +95,31 @@ def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path]
     return read
 
 
-@torch.inference_mode()
-def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Prediction]:
-    """The predictions of the request's images in their order, with progress on stderr. An image
-    that cannot be read has a ``problem`` in place of classes."""
-    model, predictions = request.model, []
-    device = next(model.parameters()).device
-    read_input = reader(resolve_model_data_config(model))
+def run(
+    source: str,
+    paths: Sequence[Path],
+    *,
+    top: int = 1,
+    batch_size: int = 64,
+    download: bool = False,
+) -> list[Prediction]:
+    """The predictions of a model for images, with progress on stderr. An image that cannot be read
+    has a ``problem`` in place of classes.
+
+    source    a student's folder or the training folder around it, ``local-dir:FOLDER``, or a timm
+              name such as ``vit_tiny_patch16_224.augreg_in21k``
+    paths     image files, and folders of which every image file is taken
+    download  fetch the weights of a timm name that are not on this machine
+
+    Raises UserError for a source that is no model with classes, and where there are no images.
+    """
+    images = list(image_files(paths))
+    device = select_device("auto")
+    model = load_model(source, download).to(device)
+    count = getattr(model, "num_classes", 0)
+    if not count:
+        raise UserError(f"{source}: predicts no classes: take a model with a head")
+    names, read_input = class_names(model, count), reader(resolve_model_data_config(model))
 
     def read(path: Path) -> Tensor | str:
         try:
@@ -136,15 +127,17 @@ def run(request: Request, *, top: int = 1, batch_size: int = 64) -> list[Predict
         except UserError as error:
             return str(error)
 
-    images = request.images
+    @torch.inference_mode()
+    def classes_of(inputs: list[Tensor]) -> Iterator[Classes]:
+        if inputs:
+            logits = model(torch.stack(inputs).to(device)).float().cpu()  # [B, C]
+            yield from most_probable(logits.softmax(-1), names, top)
+
+    predictions = []
     with ThreadPoolExecutor() as pool, EpochProgress("predict", len(images), 1) as progress:
         for paths in (images[i : i + batch_size] for i in range(0, len(images), batch_size)):
             inputs = list(pool.map(read, paths))
-            readable = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
-            classes: Iterator[Classes] = iter(())
-            if readable:
-                logits = model(torch.stack(readable).to(device)).float().cpu()  # [B, C]
-                classes = iter(most_probable(logits.softmax(-1), request.class_names, top))
+            classes = classes_of([tensor for tensor in inputs if isinstance(tensor, Tensor)])
             for path, tensor in zip(paths, inputs, strict=True):
                 problem = tensor if isinstance(tensor, str) else None
                 best = () if problem else next(classes)

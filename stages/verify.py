@@ -168,18 +168,11 @@ def total_variation(*logits: np.ndarray) -> np.ndarray:
 
 
 def noise(job: TeacherJob, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
-    """Twice the mean total variation between predictions of these images from different draws; 0 in
-    ``expected`` mode.
-
-    A kind of device other than the export's draws other random numbers; the same kind draws the
-    same.
-    """
-    phase = job.settings.phase_a
-    if phase.mode == "expected" or not phase.learns_gaussians:
-        return 0.0
+    """Twice the mean total variation between predictions of a batch from different draws: a kind of
+    device other than the export's draws other random numbers."""
 
     def logits(seed: int) -> np.ndarray:
-        parts = export_maps.outputs(job, schema, batches, np.arange(*span), seed=seed)
-        return np.concatenate([arrays["logits"] for _, arrays in parts])
+        [(_, arrays)] = export_maps.outputs(job, schema, batches, np.arange(*span), seed=seed)
+        return arrays["logits"]
 
     return 2 * float(total_variation(logits(-1), logits(-2)).mean())

@@ -47,8 +47,7 @@ def pictures(tmp_path_factory):
 
 
 def test_probabilities_are_those_of_the_model_on_the_prepared_image(student, pictures):
-    request = predict.resolve(str(student), [pictures / "a" / "3.png"])
-    (prediction,) = predict.run(request, top=3)
+    (prediction,) = predict.run(str(student), [pictures / "a" / "3.png"], top=3)
     pixels = np.asarray(Image.open(pictures / "a" / "3.png")).transpose(2, 0, 1) / 255
     image = torch.tensor((pixels - 0.4) / 0.2, dtype=torch.float32)
     model = timm.create_model(f"local-dir:{student / 'student'}", pretrained=True).eval()
@@ -61,19 +60,19 @@ def test_probabilities_are_those_of_the_model_on_the_prepared_image(student, pic
 
 
 def test_folders_are_searched_and_unreadable_images_are_rows(student, pictures):
-    request = predict.resolve(f"local-dir:{student / 'student'}", [pictures])
-    predictions = predict.run(request, top=2, batch_size=2)
+    source = f"local-dir:{student / 'student'}"
+    predictions = predict.run(source, [pictures], top=2, batch_size=2)
     names = [str(Path(prediction.path).relative_to(pictures)) for prediction in predictions]
     assert names == ["a/3.png", "b/1.png", "b/2.png", "b/broken.png"]
     assert [bool(prediction.problem) for prediction in predictions] == [False] * 3 + [True]
-    alone = predict.run(predict.resolve(str(student), [pictures / "b" / "2.png"]), top=2)
+    alone = predict.run(str(student), [pictures / "b" / "2.png"], top=2)
     assert [name for name, _ in alone[0].classes] == [name for name, _ in predictions[2].classes]
     with pytest.raises(UserError, match=r"1 of 4 .*broken\.png"):
         predict.check_readable(predictions)
 
 
 def test_csv_and_json_say_the_same(student, pictures, tmp_path):
-    predictions = predict.run(predict.resolve(str(student), [pictures]), top=2)
+    predictions = predict.run(str(student), [pictures], top=2)
     predict.write(predictions, tmp_path / "out.csv")
     predict.write(predictions, tmp_path / "out.json")
     rows = list(csv.DictReader(io.StringIO((tmp_path / "out.csv").read_text())))
@@ -94,7 +93,7 @@ def test_grey_images_for_a_model_of_one_channel(tmp_path):
     model = timm.create_model("gauvit_pico_patch2_8", num_classes=3, in_chans=1)
     save_student(model, tmp_path / "student", mean=(0.5,), std=(0.5,))
     Image.new("RGB", (8, 8), (10, 200, 30)).save(tmp_path / "green.png")
-    (prediction,) = predict.run(predict.resolve(str(tmp_path), [tmp_path / "green.png"]))
+    (prediction,) = predict.run(str(tmp_path), [tmp_path / "green.png"])
     assert prediction.classes[0][0] in {"0", "1", "2"}
 
 
@@ -113,7 +112,7 @@ def test_what_cannot_be_predicted_is_refused(student, pictures, tmp_path, source
     empty.mkdir()
     places = {"STUDENT": student, "EMPTY": empty, "PICTURE": pictures / "a" / "3.png"}
     with pytest.raises(UserError, match=message):
-        predict.resolve(str(places.get(source, source)), [places.get(path, tmp_path / path)])
+        predict.run(str(places.get(source, source)), [places.get(path, tmp_path / path)])
 
 
 def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, monkeypatch):

@@ -72,13 +72,10 @@ def embedded_image(viewer: Viewer, image: int, split: str) -> dict[str, Any]:
     classes that for the predicted one."""
     stored = viewer.stored is not None and split == "train"
     views = range(viewer.about()["views"] if stored else 1)
-    has_pixels = viewer.data is not None
     explained = [name for name in viewer.models if viewer.model(name).explains]
     return {
         "views": [encoded(viewer.image(image, view)) for view in views] if stored else [],
-        "pixels": [
-            encoded(viewer.pixels(image, view, split)) if has_pixels else None for view in views
-        ],
+        "pixels": [encoded(viewer.pixels(image, view, split)) for view in views],
         "students": {
             name: [encoded(viewer.student(name, image, view, split)) for view in views]
             for name in viewer.models
