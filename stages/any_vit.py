@@ -143,13 +143,8 @@ def open_model(
     except UserError as error:
         raise UserError(str(error).removeprefix(f"{SETTING}: ")) from None
     teacher.kept_prefix = teacher.prefix
-    settings = Settings()
-    settings = settings.model_copy(
-        update={
-            "phase_a": settings.phase_a.model_copy(update={"teacher": source}),
-            "data": settings.data.model_copy(update={"batch_size": BATCH}),
-        }
-    )
+    settings = Settings().with_section("phase_a", teacher=source)
+    settings = settings.with_section("data", batch_size=BATCH)
     device = select_device("cpu" if to_look else "auto")
     job = FilesJob(settings, data, device, teacher.to(device), images=images)
     return job, " ".join(text for text in (note, fewer) if text)

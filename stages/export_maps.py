@@ -290,8 +290,8 @@ def other_teacher(
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
     parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
     changes["teacher"] = parsed.teacher
-    phase = settings.phase_a.model_copy(update=changes | {"per_image": "table"})
-    settings = settings.model_copy(update={"phase_a": phase, "download": download})
+    settings = settings.with_section("phase_a", **changes, per_image="table")
+    settings = settings.model_copy(update={"download": download})
     return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
 
 

@@ -214,7 +214,6 @@ def shaded(weights: np.ndarray, seen: dict[str, Any], top: float) -> list[Text]:
 def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
     """A PNG of the image, uint8 [height, width, C], and beside it the image with the map over it;
     of a student also with the teacher's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -224,7 +223,6 @@ def draw(pixels: np.ndarray, seen: dict[str, Any], path: Path) -> None:
     if seen["teacher"] is not None:
         panels.append(("teacher", seen["teacher"]))
     figure = Figure(figsize=(3.5 * len(panels), 3.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, (name, weights) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         grey = {"cmap": "gray", "vmin": 0, "vmax": 255} if pixels.shape[2] == 1 else {}
         axes.imshow(pixels.squeeze(), extent=(0, width, height, 0), **grey)

@@ -35,10 +35,10 @@ from stages.runs.resources import (
     SMALLER,
     check_disk,
     check_memory,
+    copies,
     gigabytes,
     make_plan,
     store_bytes,
-    student_disk,
     training_memory,
 )
 
@@ -149,7 +149,8 @@ def of_student(
         "epochs": epochs,
         "parameters": parameters,
         "memory_bytes": training_memory(settings, student, data, ema, world_size),
-        "disk_bytes": student_disk(parameters, ema),
+        # two checkpoints, each with the weights of the best epoch, and two students for timm
+        "disk_bytes": 4 * parameters * (2 * (copies(ema) + 1) + 2),
     }
 
 

@@ -24,8 +24,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
     returns the lines of the summary table."""
     attention = attention or settings.phase_b.student
-    student_settings = settings.phase_b.model_copy(update={"student": attention})
-    settings = settings.model_copy(update={"phase_b": student_settings})
+    settings = settings.with_section("phase_b", student=attention)
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:

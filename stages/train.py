@@ -217,8 +217,7 @@ def train_plain(
 ) -> list[dict[str, Any]]:
     """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
     if settings.baseline.epochs:
-        phase = settings.phase_b.model_copy(update={"epochs": settings.baseline.epochs})
-        settings = settings.model_copy(update={"phase_b": phase})
+        settings = settings.with_section("phase_b", epochs=settings.baseline.epochs)
     return train_into(folder, settings, partial(build, settings), data, resume)
 
 
@@ -275,14 +274,10 @@ def resolve(
 ) -> Request:
     """The request for a student of this ``attention``. Raises UserError for a training that the
     run directory or the machine does not allow."""
-
-    def with_phase(**changes: Any) -> Settings:
-        phase = settings.phase_b.model_copy(update=changes)
-        return settings.model_copy(update={"phase_b": phase})
-
-    settings = run.settled(with_phase(student=attention))
+    settings = run.settled(settings.with_section("phase_b", student=attention))
     keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
-    run.check(with_phase(keep=keep))  # another epoch to keep does not make another run
+    # another epoch to keep does not make another run
+    run.check(settings.with_section("phase_b", keep=keep))
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
         raise UserError(

@@ -12,7 +12,7 @@ import torch
 
 import store
 from gaupipe.data.batches import Batches
-from gaupipe.distillation.kinds import KINDS, StoredAttention
+from gaupipe.distillation.kinds import KINDS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
 from stages import any_vit, export_maps
@@ -124,9 +124,14 @@ def differing_images(
     if job.settings.phase_a.learns_gaussians:
         names = [name for name in stored if name != "logits"]
     else:  # a fit, or the choice of keys, may turn out otherwise on another machine
-        decode = KINDS[schema.kind].reader(maps, torch.device("cpu"))
-        distances = map_distances(decode(stored), decode(teachers), schema.layers)
-        yield from _in_words("its maps are", ids, distances > FURTHEST)
+        read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
+        one, other = read(stored), read(teachers)
+        distances = [  # total variation [B] of each block, mean over heads and queries
+            (one.map(layer) - other.map(layer)).abs().sum(-1).mean((1, 2)) / 2
+            for layer in range(schema.layers)
+        ]
+        distant = torch.stack(distances).mean(0).numpy() > FURTHEST
+        yield from _in_words("its maps are", ids, distant)
     for name in names:
         close = are_close(stored[name], teachers[name], name == "gaussians" and schema.encoding)
         yield from _in_words(name, ids, ~close.reshape(len(ids), -1).all(1))
@@ -150,15 +155,6 @@ def are_close(stored: np.ndarray, teachers: np.ndarray, encoding: str | bool) ->
     one_code = np.expm1(LOG_STD_STEP) + 2**-8
     std = np.isclose(stored[..., 2:], teachers[..., 2:], rtol=one_code, atol=0)
     return np.concatenate([mean, std], -1)
-
-
-def map_distances(stored: StoredAttention, teachers: StoredAttention, layers: int) -> np.ndarray:
-    """The total variation between two teachers' maps, mean over blocks, heads and queries: [B]."""
-    distances = [
-        (stored.map(layer) - teachers.map(layer)).abs().sum(-1).mean((1, 2)) / 2
-        for layer in range(layers)
-    ]  # of [B, H, T] each
-    return torch.stack(distances).mean(0).numpy()
 
 
 def total_variation(*logits: np.ndarray) -> np.ndarray:

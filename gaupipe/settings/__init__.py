@@ -494,6 +494,11 @@ class Settings(Section):
     phase_b: Annotated[PhaseBSettings, Scope.STUDENT] = PhaseBSettings()
     baseline: Annotated[BaselineSettings, Scope.STUDENT] = BaselineSettings()
 
+    def with_section(self, name: str, **changes: Any) -> Settings:
+        """These settings with other values in a section, which are not checked again."""
+        section = getattr(self, name).model_copy(update=changes)
+        return self.model_copy(update={name: section})
+
     @property
     def phase_a_augment(self) -> AugmentSettings:
         """The augmentation of phase A. Where a teacher learns Gaussians, no images are mixed: it

@@ -42,8 +42,7 @@ def with_images_of_weights(settings: Settings) -> Settings:
         "image_size": settings.data.image_size or config["input_size"][-1],
         "scaling": scaling | {k: v for k, v in settings.data.scaling.items() if v is not None},
     }
-    data = settings.data.model_copy(update=changes)
-    return settings.model_copy(update={"data": data})
+    return settings.with_section("data", **changes)
 
 
 def with_weights(

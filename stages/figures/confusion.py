@@ -16,7 +16,6 @@ NUMBERED, NAMED = 20, 60
 def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> None:
     """Writes a PNG of a ``matrix`` [C, C] of counts: a row for each class, a column for each
     prediction, coloured by the share of the row's images."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     counts = np.asarray(matrix)
@@ -25,7 +24,6 @@ def draw(matrix: Sequence[Sequence[int]], names: Sequence[str], path: Path) -> N
     side = min(max(4.0, 0.45 * len(names)), 16.0)  # inches
     margin = 1 + 0.08 * max(map(len, shown))
     figure = Figure(figsize=(side + margin + 1, side + margin), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, label="share of the class", shrink=0.8)

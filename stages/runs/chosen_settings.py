@@ -13,7 +13,7 @@ from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from stages.runs.choices import choose, has_gpu
-from stages.runs.directory import RunDirectory, with_data
+from stages.runs.directory import RunDirectory
 
 
 def settings_for(
@@ -69,7 +69,7 @@ def _of_run(run: RunDirectory, folder: Path, root: Path, overrides: Sequence[str
             f"{run.path} holds a run on other images ({before.name}, data.root {before.root}); "
             "choose another --run-dir or remove it"
         )
-    settings = with_data(config.load_merged(run.config, overrides), root=root)
+    settings = config.load_merged(run.config, overrides).with_section("data", root=root)
     if gone:
         load_data(settings.data).check_split(run.split)
     return settings

@@ -136,7 +136,7 @@ class RunDirectory:
         settings = config.load(recorded)
         if settings.data.root is None or os.path.exists(settings.data.root):
             return settings
-        return with_data(settings, root=self.settings().data.root)
+        return settings.with_section("data", root=self.settings().data.root)
 
     def check(self, settings: Settings) -> None:
         """Raises UserError if the folder holds something else than a run with these settings."""
@@ -188,7 +188,7 @@ class RunDirectory:
             return
         before, root = self.settings(), settings.data.root
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
-            write_whole(self.config, config.dump(with_data(before, root=root)))
+            write_whole(self.config, config.dump(before.with_section("data", root=root)))
 
     def settled(self, settings: Settings) -> Settings:
         """The :func:`settled` settings of this run, with its number of buckets."""
@@ -205,8 +205,7 @@ class RunDirectory:
             epochs = config.load(begun).baseline.epochs
         else:
             epochs = settings.baseline_epochs if self.phase_a.exists() else None
-        baseline = settings.baseline.model_copy(update={"epochs": epochs})
-        return settings.model_copy(update={"baseline": baseline})
+        return settings.with_section("baseline", epochs=epochs)
 
     def locked(self, shared: bool = False) -> contextlib.AbstractContextManager[None]:
         """Keeps other processes out of the run while it is written; :func:`locked`. Students of
@@ -231,13 +230,7 @@ def with_buckets(settings: Settings, count: int | None) -> Settings:
     left as it is."""
     if settings.data.buckets is not None or count in (None, 1):
         return settings
-    return with_data(settings, buckets=count)
-
-
-def with_data(settings: Settings, **changes: Any) -> Settings:
-    """The settings with other ones in their section ``data``."""
-    data = settings.data.model_copy(update=changes)
-    return settings.model_copy(update={"data": data})
+    return settings.with_section("data", buckets=count)
 
 
 def last_used() -> RunDirectory:

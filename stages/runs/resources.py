@@ -79,12 +79,6 @@ def copies(ema: float | None) -> int:
     return 3 if ema is None else 4
 
 
-def student_disk(parameters: int, ema: float | None) -> int:
-    """Bytes of a student: two checkpoints, each with the weights of the best epoch, and the weights
-    of the best and of the last epoch as folders for timm."""
-    return 4 * parameters * (2 * (copies(ema) + 1) + 2)
-
-
 def training_memory(
     settings: Settings, model: Any, data: Any, ema: float | None, world_size: int = 1
 ) -> int:

@@ -103,7 +103,10 @@ def open_viewer(
     elif run is None and (folder := store.local_folder(url)) is not None:
         run = RunDirectory(folder.parent)
         run = run if run.config.is_file() else None
-    trained = [] if run is None else students_of(run)
+    trained = []
+    if run is not None:  # of a name in both phases the one of phase B, and these last
+        plain = run.students(distilled=False)
+        trained = [*(name for name in plain if not run.is_distilled(name)), *run.students()]
     for name in students or []:
         if run is None:
             raise UserError(f"--student {name}: name the student's run with --run-dir")
@@ -119,13 +122,6 @@ def open_viewer(
         return Viewer(url, models, store.open(url), run)
     data = StudentMaps(run, names[0]).data
     return Viewer(str(run.path), models, run=run, data=data, split="val")
-
-
-def students_of(run: RunDirectory) -> list[str]:
-    """Names of the finished students: those that learned from the labels alone, unless one of
-    phase B has the same name, then those of phase B, the last one last."""
-    plain = [name for name in run.students(distilled=False) if not run.is_distilled(name)]
-    return [*plain, *run.students()]
 
 
 def serve(viewer: Viewer, port: int | None, open_browser: bool, start: dict[str, object]) -> None:
