@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 import tensorstore as ts
 
 from store.errors import StoreError
@@ -62,7 +61,7 @@ class Files:
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
-        result = self._wait(self._kvstore.read(key))
+        result = self.wait(self._kvstore.read(key))
         return result.value if result.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
@@ -71,15 +70,15 @@ class Files:
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """Writes several files at once; returns when all of them are safe."""
         for write in [self._kvstore.write(key, data) for key, data in files.items()]:
-            self._wait(write)
+            self.wait(write)
         if self._spec["driver"] == "file":
             self._flush_folders(files)
 
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""
-        return sorted(
-            key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix)))
-        )
+        end = prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        keys = self.wait(self._kvstore.list(ts.KvStore.KeyRange(prefix, end)))
+        return sorted(key.decode() for key in keys)
 
     def has_files(self) -> bool:
         """True where there is a file; in a folder, the first one answers. A write that was killed
@@ -89,9 +88,8 @@ class Files:
         names = (name for _, _, files in os.walk(self.folder) for name in files)
         return not all(name.endswith(".__lock") for name in names)
 
-    def delete(self, prefix: str) -> None:
-        """Deletes all files whose name starts with `prefix`."""
-        self._wait(self._kvstore.delete_range(_starting_with(prefix)))
+    def delete(self, key: str) -> None:
+        self.wait(self._kvstore.write(key, None))
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
         """The zarr array called `name`."""
@@ -102,11 +100,7 @@ class Files:
             "recheck_cached_metadata": False,
         }
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
-        return self._wait(ts.open(spec, open=True, context=context))
-
-    def load(self, array: ts.TensorStore) -> np.ndarray:
-        """All the numbers of an array, or of a part of one."""
-        return self._wait(array.read())
+        return self.wait(ts.open(spec, open=True, context=context))
 
     def _flush_folders(self, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new
@@ -123,7 +117,8 @@ class Files:
                 os.close(descriptor)
         self._flushed |= new
 
-    def _wait(self, future):
+    def wait(self, future):
+        """The result of reading or writing."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
@@ -170,12 +165,6 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec, {"s3_request_retries": retries}
-
-
-def _starting_with(prefix: str) -> ts.KvStore.KeyRange:
-    if not prefix:
-        return ts.KvStore.KeyRange()
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
 _NO_ACCESS = {

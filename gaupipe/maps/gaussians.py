@@ -189,11 +189,6 @@ class Geometry:
     offset: Tensor
     scale: Tensor
 
-    def to(self, device: torch.device) -> Geometry:
-        return Geometry(
-            self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True)
-        )
-
 
 def move(
     gaussians: Tensor,
@@ -225,10 +220,10 @@ def move(
     ratio = [1.0 if old == new else new / old if old else 0.0 for old, new in stretches]
     taken = taken * taken.new_tensor([*ratio, *ratio])
     if geometry is not None:
-        here = geometry.to(taken.device)
-        offset = here.offset * taken.new_tensor(token_stretch(new_grid))
+        offset, scale = (part.to(taken.device) for part in (geometry.offset, geometry.scale))
+        offset = offset * taken.new_tensor(token_stretch(new_grid))
         shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
-        factor = torch.cat([here.scale, here.scale.abs()], dim=-1).float()[:, None, None]
+        factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None]
         taken = (taken - shift) / factor
     return taken.reshape(len(taken), *gaussians.shape[1:-2], -1, 4)
 
