@@ -46,18 +46,13 @@ class Files:
 
     def __init__(self, url: str | os.PathLike):
         refuse_after_fork()
-        self.url = str(url)
+        self.url, self.folder = str(url), local_folder(url)
         self._spec, self._context = _kvstore_spec(self.url)
         self._flushed: set[Path] = set()  # folders whose own entry is known to be on the disk
         try:
             self._kvstore = ts.KvStore.open(self._spec, context=ts.Context(self._context)).result()
         except ValueError as error:
             raise StoreError(explain(error, self.url)) from None
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder of a store on this machine; None for an object store."""
-        return Path(self._spec["path"]) if self._spec["driver"] == "file" else None
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
@@ -71,8 +66,8 @@ class Files:
         """Writes several files at once; returns when all of them are safe."""
         for write in [self._kvstore.write(key, data) for key, data in files.items()]:
             self.wait(write)
-        if self._spec["driver"] == "file":
-            self._flush_folders(files)
+        if self.folder is not None:
+            self._flush_folders(self.folder, files)
 
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""
@@ -102,10 +97,9 @@ class Files:
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
         return self.wait(ts.open(spec, open=True, context=context))
 
-    def _flush_folders(self, keys: Iterable[str]) -> None:
+    def _flush_folders(self, top: Path, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new
         and unflushed as well."""
-        top = Path(self._spec["path"])
         new = {
             folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)
         } - self._flushed
