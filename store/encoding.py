@@ -94,15 +94,14 @@ class Weights(Numbers):
 
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
         if coded:
-            return self._encode_codes(values)
+            return self._codes_of(np.asarray(values))
         half = to_half(values)
         bits, most = half.view(np.uint16), np.float16(LARGEST_WEIGHT).view(np.uint16)
         if self.checked and bits.max(initial=0) > most:  # negative ones are above positive ones
             _refuse((bits > most) & (bits != _SIGN), _OUT_OF_RANGE)
         return half
 
-    def _encode_codes(self, values: np.ndarray) -> np.ndarray:
-        values = np.asarray(values)
+    def _codes_of(self, values: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore"):
             roots = np.sqrt(values, dtype=np.float32)
         # whatever is wrong with a number makes this comparison fail: a negative one's root is NaN

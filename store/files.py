@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import numpy as np
 import tensorstore as ts
 
 from store.errors import StoreError
@@ -47,7 +46,7 @@ class Files:
 
     def __init__(self, url: str | os.PathLike):
         refuse_after_fork()
-        self.url = str(url)
+        self.url, self.folder = str(url), local_folder(url)
         self._spec, self._context = _kvstore_spec(self.url)
         self._flushed: set[Path] = set()  # folders whose own entry is known to be on the disk
         try:
@@ -55,14 +54,9 @@ class Files:
         except ValueError as error:
             raise StoreError(explain(error, self.url)) from None
 
-    @property
-    def folder(self) -> Path | None:
-        """The folder of a store on this machine; None for an object store."""
-        return Path(self._spec["path"]) if self._spec["driver"] == "file" else None
-
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
-        result = self._wait(self._kvstore.read(key))
+        result = self.wait(self._kvstore.read(key))
         return result.value if result.state == "value" else None
 
     def write(self, key: str, data: bytes) -> None:
@@ -71,15 +65,15 @@ class Files:
     def write_all(self, files: Mapping[str, bytes]) -> None:
         """Writes several files at once; returns when all of them are safe."""
         for write in [self._kvstore.write(key, data) for key, data in files.items()]:
-            self._wait(write)
-        if self._spec["driver"] == "file":
-            self._flush_folders(files)
+            self.wait(write)
+        if self.folder is not None:
+            self._flush_folders(self.folder, files)
 
     def list(self, prefix: str = "") -> list[str]:
         """The names of all files whose name starts with `prefix`, sorted."""
-        return sorted(
-            key.decode() for key in self._wait(self._kvstore.list(_starting_with(prefix)))
-        )
+        end = prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        keys = self.wait(self._kvstore.list(ts.KvStore.KeyRange(prefix, end)))
+        return sorted(key.decode() for key in keys)
 
     def has_files(self) -> bool:
         """True where there is a file; in a folder, the first one answers. A write that was killed
@@ -89,9 +83,8 @@ class Files:
         names = (name for _, _, files in os.walk(self.folder) for name in files)
         return not all(name.endswith(".__lock") for name in names)
 
-    def delete(self, prefix: str) -> None:
-        """Deletes all files whose name starts with `prefix`."""
-        self._wait(self._kvstore.delete_range(_starting_with(prefix)))
+    def delete(self, key: str) -> None:
+        self.wait(self._kvstore.write(key, None))
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
         """The zarr array called `name`."""
@@ -102,16 +95,11 @@ class Files:
             "recheck_cached_metadata": False,
         }
         context = ts.Context({**self._context, "cache_pool": {"total_bytes_limit": cache_bytes}})
-        return self._wait(ts.open(spec, open=True, context=context))
+        return self.wait(ts.open(spec, open=True, context=context))
 
-    def load(self, array: ts.TensorStore) -> np.ndarray:
-        """All the numbers of an array, or of a part of one."""
-        return self._wait(array.read())
-
-    def _flush_folders(self, keys: Iterable[str]) -> None:
+    def _flush_folders(self, top: Path, keys: Iterable[str]) -> None:
         """tensorstore flushes a file and the entry in its folder; the folders above may be new
         and unflushed as well."""
-        top = Path(self._spec["path"])
         new = {
             folder for key in keys for folder in (top / key).parents if folder.is_relative_to(top)
         } - self._flushed
@@ -123,7 +111,8 @@ class Files:
                 os.close(descriptor)
         self._flushed |= new
 
-    def _wait(self, future):
+    def wait(self, future):
+        """The result of reading or writing."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
@@ -170,12 +159,6 @@ def _kvstore_spec(url: str) -> tuple[dict, dict]:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}
     return spec, {"s3_request_retries": retries}
-
-
-def _starting_with(prefix: str) -> ts.KvStore.KeyRange:
-    if not prefix:
-        return ts.KvStore.KeyRange()
-    return ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
 
 
 _NO_ACCESS = {

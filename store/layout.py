@@ -38,6 +38,8 @@ from store.schema import Schema
 FORMAT, FORMAT_VERSION = "gaupipe-maps", 5
 """The name of the format, and the only version that is written and read."""
 ROOT = "zarr.json"
+FINISHED = "shard_sha256"
+"""The record whose file of a shard says, by being there, that the shard is finished."""
 SHARD_BYTES = 32 * 2**20
 LARGEST_SHARD = 2**32
 """Bytes of a shard before compression, or of the decoder, that anybody is asked to hold in
@@ -107,10 +109,6 @@ class Layout:
         spec = self.records.get(name) or self.schema.arrays()[name]
         return f"{name}/{shard_key(index, len(spec.shape))}"
 
-    def record_file(self, index: int) -> str:
-        """The file that says, by being there, that a shard is finished."""
-        return self.shard_file("shard_sha256", index)
-
     def finished(self, files: Files) -> list[int]:
         """The indices of the finished shards, in order; read from the store at every call."""
         keys = {key: key.split("/")[2] for key in files.list("shard_sha256/c/")}
@@ -118,7 +116,7 @@ class Layout:
         return sorted(
             index
             for index in indices
-            if index < self.num_shards and self.record_file(index) in keys
+            if index < self.num_shards and self.shard_file(FINISHED, index) in keys
         )
 
     def record_rows(self, name: str, shard: Shard) -> Shard:

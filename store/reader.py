@@ -15,7 +15,7 @@ import numpy as np
 from store.encoding import image_crc32c
 from store.errors import CorruptChunk, StoreError, UnfinishedStore, damaged
 from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import ROOT, Layout, Shard, read_decoder, read_metadata
+from store.layout import FINISHED, ROOT, Layout, Shard, read_decoder, read_metadata
 
 INDEX_CACHE_BYTES = 64 * 2**20
 CHECKSUMS = "image_crc32c"
@@ -70,7 +70,8 @@ class Store:
         self._files, self._layout = files, layout
         for name in (*layout.names, *layout.records):
             read_metadata(files, layout, name)
-        if layout.complete and files.read(layout.record_file(layout.num_shards - 1)) is None:
+        last_file = layout.shard_file(FINISHED, layout.num_shards - 1)
+        if layout.complete and files.read(last_file) is None:
             last = f"the last of its {layout.num_shards} shards was never finished"
             raise damaged(self.url, f"is complete, but {last}")
         self._arrays = {
@@ -170,7 +171,8 @@ class Store:
     def size_on_disk(self) -> int:
         """Bytes of the finished shards' files in all arrays."""
         finished = self._layout.finished(self._files)
-        return int(self._files.load(self._files.open_array("shard_nbytes")[finished]).sum())
+        nbytes = self._files.open_array("shard_nbytes")
+        return int(self._files.wait(nbytes[finished].read()).sum())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         """The ids as int64 [n]; those of finished shards."""

@@ -13,6 +13,7 @@ from store.encoding import image_crc32c
 from store.errors import DamagedStore, OtherVersion, StoreError
 from store.files import Files
 from store.layout import (
+    FINISHED,
     ROOT,
     SHARD_BYTES,
     Layout,
@@ -106,7 +107,7 @@ class Writer:
         now on."""
         self._set_complete(False)
         for index in set(shards):
-            self._files.delete(self._layout.record_file(index))
+            self._files.delete(self._layout.shard_file(FINISHED, index))
 
     def finish(self) -> None:
         """Declares the store complete. Raises StoreError while a shard is pending."""

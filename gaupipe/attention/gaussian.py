@@ -18,9 +18,6 @@ from gaupipe.system.errors import UserError
 
 Grid = tuple[int, int]
 
-START_STD = 1.0
-"""Std, in tokens, of the Gaussians that start on their own token."""
-
 
 class GaussianAttention(StudentAttention):
     """Reads V where the queries' Gaussians point, then projects: update MH W (*GauTransformer, eq.
@@ -117,7 +114,7 @@ class GaussianAttention(StudentAttention):
 
 def gaussian_prior(heads: int, grid: Grid, device: torch.device | None = None) -> nn.Parameter:
     """Raw numbers (``loc_scale``) [H, T, 4] of a Gaussian on each token, its std one token."""
-    start = raw_at_tokens(grid, START_STD).to(device)
+    start = raw_at_tokens(grid).to(device)
     return nn.Parameter(start.expand(heads, *start.shape).clone())
 
 

@@ -106,7 +106,7 @@ class Augment:
         if places is not None:
             offset, scale = np.split(places.numpy(), 2, axis=1)
         elif settings.resized_crop:
-            draws = self._draw(image_ids, epoch, 4 * ATTEMPTS, RESIZED_CROP)
+            draws = uniforms(self.seed, epoch, image_ids, 4 * ATTEMPTS, RESIZED_CROP)
             boxes = crop_boxes(draws, (height, width), settings.resized_crop)
             crops = [
                 F.resized_crop(image, *box, [height, width], antialias=True)
@@ -116,9 +116,9 @@ class Augment:
             offset, scale = _lies(boxes, np.zeros(2), np.array([width, height]))
         if settings.crop_padding or settings.flip:
             padding = settings.crop_padding
-            steps = self._draw(image_ids, epoch, 2, SHIFT) * (2 * padding + 1)
+            steps = uniforms(self.seed, epoch, image_ids, 2, SHIFT) * (2 * padding + 1)
             shifts = np.floor(steps).astype(np.int64) - padding
-            flips = settings.flip & (self._draw(image_ids, epoch, 1, FLIP)[:, 0] < 0.5)
+            flips = settings.flip & (uniforms(self.seed, epoch, image_ids, 1, FLIP)[:, 0] < 0.5)
             images = shift_and_flip(images, shifts, flips)
             offset = offset + scale * (2 * shifts / np.array([width, height]))
             scale = scale * np.stack([np.where(flips, -1, 1), np.ones(count)], axis=-1)
@@ -152,13 +152,10 @@ class Augment:
             places.append(np.concatenate(_lies(box, *middle_square(height, width, size)), axis=1))
         return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
-    def _draw(self, image_ids: Tensor, epoch: int, k: int, stream: int) -> np.ndarray:
-        return uniforms(self.seed, epoch, image_ids, k, stream)
-
     def _randaugment(
         self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
     ) -> Tensor:
-        draws = self._draw(image_ids, epoch, 2 * settings.ops, RANDAUGMENT)
+        draws = uniforms(self.seed, epoch, image_ids, 2 * settings.ops, RANDAUGMENT)
         names = self.settings.operations
         numbers = np.floor(draws[:, ::2] * len(names)).astype(np.int64)
         signs = np.where(draws[:, 1::2] < 0.5, -1, 1)
@@ -172,7 +169,7 @@ class Augment:
         return images
 
     def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
-        draws = self._draw(image_ids, epoch, 4 + 4 * ATTEMPTS, ERASING)
+        draws = uniforms(self.seed, epoch, image_ids, 4 + 4 * ATTEMPTS, ERASING)
         size = (images.shape[-2], images.shape[-1])
         boxes, fits = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))
         colours = torch.from_numpy(np.floor(draws[:, 1:4] * 256).astype(np.uint8)).to(images.device)

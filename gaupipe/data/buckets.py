@@ -101,7 +101,6 @@ def check_buckets(images: int, count: int, batch_size: int, world: int | None = 
             f"data.buckets: {count} buckets cannot be shared by {world} processes: start as many "
             f"processes as divide {count}, or another run with data.buckets a multiple of {world}"
         )
-
     steps = Buckets(images, count).steps(batch_size)
     if count > 1 and Buckets(images, count).sizes().min() < 2 * steps:
         raise UserError(

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -135,8 +135,11 @@ class ImageCache:
         first of several processes does so, and the others wait. Raises what ``image_of`` raises."""
         if self.images is not None or not self.bytes:
             return
+        lock = self.path.with_suffix(".lock")
         try:
-            with self._locked():
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            lock.touch()
+            with alone_in(lock):
                 if not self.open() and self.bytes:
                     self._make(image_of)
         except OSError as error:
@@ -145,15 +148,6 @@ class ImageCache:
                 "they are decoded in every epoch; GAUPIPE_CACHE names another folder"
             )
             self.enabled = False
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Waits until no other process makes or removes the file."""
-        lock = self.path.with_suffix(".lock")
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        lock.touch()
-        with alone_in(lock):
-            yield
 
     def _make(self, image_of: Callable[[int], Tensor]) -> None:
         for partial in self.path.parent.glob(f"{partial_prefix(self.path)}*"):  # of killed ones

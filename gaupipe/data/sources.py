@@ -81,7 +81,11 @@ def open_sources(
     if settings.name == "folder":
         return _folder_sources(settings)
     if settings.name == "digits":
-        train, test = _digits(), None
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None]
+        train, test = ArrayImages(images, digits.target), None
     elif settings.name == "fashion_mnist":
         usual = os.environ.get("GAUPIPE_FASHION_MNIST") or DEBIAN_FASHION_MNIST
         root = settings.root or Path(usual)
@@ -93,13 +97,6 @@ def open_sources(
         train = train.resized(settings.image_size, settings.interpolation)
         test = test and test.resized(settings.image_size, settings.interpolation)
     return train, None, test
-
-
-def _digits() -> ArrayImages:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    return ArrayImages(np.rint(digits.images * (255 / 16)).astype(np.uint8)[:, None], digits.target)
 
 
 def _idx_images(root: Path, prefix: str) -> ArrayImages:

@@ -81,11 +81,7 @@ def check_fit(student: VisionTransformer, schema: Any, phase: PhaseBSettings, wh
         )
     if phase.gamma and all(layer is None for layer in layers):
         raise UserError("phase_b.layer_map leaves no block to compare: set phase_b.gamma=0")
-    check_heads(phase.head_map, shape.heads, schema.heads, where)
-
-
-def check_heads(head_map: list[int] | str | None, heads: int, stored: int, where: str) -> None:
-    """Raises UserError unless each of the student's ``heads`` has a ``stored`` one."""
+    head_map, heads, stored = phase.head_map, shape.heads, schema.heads
     if isinstance(head_map, list) and (
         len(head_map) != heads or max(head_map, default=0) >= stored
     ):

@@ -24,7 +24,6 @@ MIN_STD_PIXELS, MAX_STD_PIXELS = 1e-3, 2e3
 """Narrower than the first a Gaussian is a point to float32; wider than the second, all its mass
 is on the borders."""
 
-
 MAX_LOG_STD = 11.0
 """Larger ones change nothing but overflow: exp(11) is more than MAX_STD_PIXELS on every grid, and
 the largest power that a float16 store can hold."""
@@ -38,19 +37,14 @@ def initial_raw(parametrisation: str) -> Tensor:
     return torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
 
 
-def raw_at_tokens(grid: tuple[int, int], std: float) -> Tensor:
-    """The raw numbers (``loc_scale``) [T, 4] of a Gaussian on each token of a grid (h, w), with the
-    same ``std`` in pixels along both axes."""
-    h, w = grid
-    y, x = torch.meshgrid(_places(h), _places(w), indexing="ij")
+def raw_at_tokens(grid: tuple[int, int]) -> Tensor:
+    """The raw numbers (``loc_scale``) [T, 4] of a Gaussian on each token of a grid (h, w), its std
+    one token along both axes."""
+    places = [torch.linspace(-1, 1, n) if n > 1 else torch.zeros(1) for n in grid]
+    y, x = torch.meshgrid(*places, indexing="ij")
     means = torch.stack([x, y], dim=-1).flatten(0, 1)  # [T, 2]
-    stds = torch.tensor([2 * std / max(n - 1, 1) for n in (w, h)]).expand_as(means)
+    stds = torch.tensor([2 / max(n - 1, 1) for n in reversed(grid)]).expand_as(means)
     return torch.cat([means, stds.log()], dim=-1)
-
-
-def _places(n: int) -> Tensor:
-    """The normalised coordinates [n] of the tokens of an axis."""
-    return torch.linspace(-1, 1, n) if n > 1 else torch.zeros(1)
 
 
 def from_raw(raw: Tensor, parametrisation: str) -> Tensor:
@@ -189,11 +183,6 @@ class Geometry:
     offset: Tensor
     scale: Tensor
 
-    def to(self, device: torch.device) -> Geometry:
-        return Geometry(
-            self.offset.to(device, non_blocking=True), self.scale.to(device, non_blocking=True)
-        )
-
 
 def move(
     gaussians: Tensor,
@@ -225,10 +214,10 @@ def move(
     ratio = [1.0 if old == new else new / old if old else 0.0 for old, new in stretches]
     taken = taken * taken.new_tensor([*ratio, *ratio])
     if geometry is not None:
-        here = geometry.to(taken.device)
-        offset = here.offset * taken.new_tensor(token_stretch(new_grid))
+        offset, scale = (part.to(taken.device) for part in (geometry.offset, geometry.scale))
+        offset = offset * taken.new_tensor(token_stretch(new_grid))
         shift = torch.cat([offset, torch.zeros_like(offset)], dim=-1).float()[:, None, None]
-        factor = torch.cat([here.scale, here.scale.abs()], dim=-1).float()[:, None, None]
+        factor = torch.cat([scale, scale.abs()], dim=-1).float()[:, None, None]
         taken = (taken - shift) / factor
     return taken.reshape(len(taken), *gaussians.shape[1:-2], -1, 4)
 

@@ -118,11 +118,7 @@ class VitTeacher(nn.Module):
     def _features(self, images: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Features of normalised images, and the map of each attention."""
         maps: list[Tensor] = []
-
-        def see(*arguments: Any, **keywords: Any) -> None:
-            maps.append(attention_map(*arguments, **keywords))
-
-        with AttentionReader(see):
+        with AttentionReader(lambda *args, **kwargs: maps.append(attention_map(*args, **kwargs))):
             return self.model.forward_features(images), maps
 
     def _normalised(self, images: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.image_state import ImageState
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -81,12 +81,7 @@ class TrainingState(Generic[Network]):
             within = f"_{self.batches:07d}" if self.epoch else ""
             self.per_image.commit()
             per_image = self.per_image.save(folder, f"{len(self.metrics):04d}{within}")
-
-        def write() -> None:
-            self._write(folder, per_image)
-            self.remove_superseded(folder)
-
-        distributed.on_main(write)
+        distributed.on_main(lambda: self._write(folder, per_image))
 
     def remove_superseded(self, folder: Path) -> None:
         """Deletes files of earlier and of killed saves."""
@@ -109,6 +104,7 @@ class TrainingState(Generic[Network]):
             "best": self.best,
         }
         digests.replace(partial, folder / "state.pt", digests.save(state, partial))
+        self.remove_superseded(folder)
 
     def load(self, folder: Path) -> bool:
         """Continues from what :meth:`save` wrote last; False where there is nothing. Raises
@@ -124,9 +120,8 @@ class TrainingState(Generic[Network]):
         except (UserError, OSError):
             raise
         except Exception as error:  # whatever torch makes of a foreign file
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise UserError(
-                f"{path} is damaged, or not a checkpoint of this run ({reason[:200]}): restore "
+                f"{path} is damaged, or not a checkpoint of this run ({one_line(error)}): restore "
                 "it from a copy, or start afresh in another --run-dir"
             ) from None
         return True

@@ -17,7 +17,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.settings import Settings
 from gaupipe.settings.load import flatten
 from gaupipe.system import distributed
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import write_whole
 from gaupipe.training.loggers import open_logger
 from gaupipe.training.update import Update
@@ -65,8 +65,8 @@ class StepLog:
             try:
                 opened = open_logger(logger, self.folder, name, flatten(self.settings))
             except Exception as error:  # packages of others raise their own
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise UserError(f"log.to: {logger} cannot be opened ({reason[:200]})") from None
+                reason = one_line(error)
+                raise UserError(f"log.to: {logger} cannot be opened ({reason})") from None
             self._loggers.append(opened)
 
     def __exit__(self, *_exception: Any) -> None:

@@ -68,7 +68,13 @@ class Update:
             loss = loss * weight
         of_world = self._shared(loss.detach())
         if not torch.isfinite(of_world):
-            raise distributed.ErrorOnAllRanks(self._diverged(of_world, epoch, step))
+            where = f"in epoch {epoch + 1}, step {step + 1} of {self.steps}"
+            of = f"lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}"
+            raise distributed.ErrorOnAllRanks(
+                f"the loss is {of_world.item()} {where} ({of}): lower optim.lr or raise "
+                "optim.warmup_epochs, and where it is the first step model.init_std; "
+                "the last checkpoint is kept"
+            )
         # the last steps of an epoch may be fewer than the others accumulate
         self.group = min(accumulate, self.steps - step // accumulate * accumulate)
         self.scale, self.weight = state.scaler.get_scale(), weight
@@ -108,12 +114,3 @@ class Update:
         state.optimizer.zero_grad()
         if state.ema:
             state.ema.update(state.modules)
-
-    def _diverged(self, loss: Tensor, epoch: int, step: int) -> str:
-        state = self.state
-        where = f"the loss is {loss.item()} in epoch {epoch + 1}, step {step + 1} of {self.steps}"
-        return (
-            f"{where} (lr {state.lr:.3g}, {state.precision}, clip_grad {state.optim.clip_grad}): "
-            "lower optim.lr or raise optim.warmup_epochs, and where it is the first step "
-            "model.init_std; the last checkpoint is kept"
-        )

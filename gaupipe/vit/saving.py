@@ -49,7 +49,8 @@ def save_student(
     if not (isinstance(model, VisionTransformer) and hasattr(model, "pretrained_cfg")):
         raise UserError("save_student: takes a VisionTransformer that timm.create_model built")
     folder = Path(os.path.realpath(folder))  # a link stays, and what it points to is replaced
-    if folder.exists() and not _is_replaceable(folder):
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
+    if folder.exists() and names and names.isdisjoint({*STUDENT_FILES, digests.SUMS}):
         raise UserError(
             f"{folder} is there and is not the folder of a student: choose another place, "
             "or remove it"
@@ -75,12 +76,6 @@ def save_student(
         # safetensors makes a file that its owner alone can read
         shutil.copymode(fresh / "config.json", fresh / "model.safetensors")
         digests.write(fresh)
-
-
-def _is_replaceable(folder: Path) -> bool:
-    """True for a folder that is empty or holds a student, perhaps a damaged one."""
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {"something else"}
-    return not names or not names.isdisjoint({*STUDENT_FILES, digests.SUMS})
 
 
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
