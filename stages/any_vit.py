@@ -87,7 +87,6 @@ def images_of(
         Path(notes["files"][0]).name,
         split,
         split,
-        None,
         num_classes,
         channels,
         size,

@@ -125,7 +125,6 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         name=str(folder),
         train=images,
         val=images,
-        test=None,
         num_classes=len(names),
         channels=3,
         image_size=size,

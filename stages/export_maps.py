@@ -413,10 +413,9 @@ def announcement(schema: store.Schema, images: int) -> str:
     kind = schema.kind if schema.k is None else f"{schema.kind} with k {schema.k}"
     each = f", {schema.views} of each image," if schema.views > 1 else ""
     already = f", {written:,} are there already" if written else ""
-    one = f"{size / 1e3:,.1f} kB {'a' if entry == 'view' else 'an'} {entry}"
     return (
         f"export: {images:,} {entry}s{each} as {kind}, {schema.encoding}{already}, "
-        f"at most {images * size / 1e6:,.1f} MB ({one}) before compression"
+        f"at most {images * size / 1e6:,.1f} MB ({size / 1e3:,.1f} kB each) before compression"
     )
 
 

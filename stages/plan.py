@@ -202,13 +202,11 @@ def random_data(settings: Settings, images: int, classes: int) -> ImageData:
         name=settings.data.name,
         train=Split(source, np.arange(count - 1)),
         val=Split(source, np.arange(count - 1, count)),
-        test=None,
         num_classes=classes,
         channels=3,
         image_size=size,
         mean=(0.5,) * 3,
         std=(0.25,) * 3,
-        sha256="",
     )
 
 

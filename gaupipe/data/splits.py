@@ -77,14 +77,14 @@ class ImageData:
     name: str
     train: Split
     val: Split
-    test: Split | None
     num_classes: int
     channels: int
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    sha256: str
+    sha256: str = ""
     """Names the training images, their order and labels: what stored maps belong to."""
+    test: Split | None = None
     interpolation: str = "bilinear"
     """Resizing of the images, by timm's name."""
     val_sha256: str | None = None
