@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -58,13 +58,6 @@ class Batch:
         if self.of_world is None:
             return 1.0
         return len(self) * distributed.world_size() / self.of_world
-
-
-class StoredMaps(Protocol):
-    """A reader of stored maps for :meth:`Batches.epoch`, such as a :class:`store.Store`."""
-
-    def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """The stored arrays for each batch of image ids, in order, read ahead."""
 
 
 class Batches:
@@ -123,11 +116,12 @@ class Batches:
         self,
         number: int,
         augment: Augment,
-        maps: StoredMaps | None = None,
+        maps: Any = None,
         view: int | None = None,
         first: int = 0,
     ) -> Iterator[Batch]:
-        """One epoch of training, counted from 0: augmented views, with what ``maps`` hold for them.
+        """One epoch of training, counted from 0: augmented views, with what ``maps``, a
+        :class:`store.Store`, hold for them.
         It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the

@@ -80,13 +80,10 @@ def refusing(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Pillow's decoders raise whatever their input makes them raise
+        text = getattr(error, "strerror", None) or str(error)
+        reason = " ".join(text.split()) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):
+            reason = "of no format that Pillow reads"
         raise UserError(
-            f"{name}: not readable as an image ({_reason(error)}); replace it or take it out"
+            f"{name}: not readable as an image ({reason}); replace it or take it out"
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "of no format that Pillow reads"
-    text = getattr(error, "strerror", None) or str(error)
-    return " ".join(text.split()) or type(error).__name__

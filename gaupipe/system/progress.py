@@ -76,19 +76,12 @@ class EpochProgress:
         (self._bar.console if self._bar else self.console).print(text, soft_wrap=True)
 
 
-class MetricsLog:
-    """metrics.jsonl: one JSON object per finished epoch. The lines also live in the checkpoint,
-    which is what counts: starting from a checkpoint rewrites the file with the lines the
-    checkpoint knows."""
-
-    def __init__(self, path: Path, entries: list[dict[str, Any]]) -> None:
-        self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-
-    def append(self, entry: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+def write_metrics(path: Path, entries: Sequence[dict[str, Any]], mode: str = "w") -> None:
+    """Writes entries of finished epochs to a metrics.jsonl, or with the ``mode`` "a" appends them:
+    one JSON object a line. The checkpoint has them too, and is what counts."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        file.writelines(json.dumps(entry) + "\n" for entry in entries)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped
-from gaupipe.system.progress import EpochProgress, MetricsLog
+from gaupipe.system.progress import EpochProgress, write_metrics
 from gaupipe.system.signals import Pauses
 from gaupipe.training.state import TrainingState
 from gaupipe.training.step_log import StepLog
@@ -48,8 +48,8 @@ class Loop:
         Raises Stopped, with a checkpoint written, after a signal.
         """
         state, pauses = self.update.state, self.update.pauses
-        checkpoint = self.folder / "checkpoint"
-        log = distributed.on_main(lambda: MetricsLog(self.folder / "metrics.jsonl", state.metrics))
+        checkpoint, metrics = self.folder / "checkpoint", self.folder / "metrics.jsonl"
+        distributed.on_main(lambda: write_metrics(metrics, state.metrics))
         distributed.on_main(lambda: state.remove_superseded(checkpoint))
         with pauses:
             while not state.finished:
@@ -58,8 +58,8 @@ class Loop:
                 yield epoch
                 state.metrics.append(epoch.metrics)
                 state.epoch = None
-                if log is not None:  # rank 0
-                    log.append(epoch.metrics)
+                if distributed.is_main():
+                    write_metrics(metrics, [epoch.metrics], "a")
                 self.steps.epoch(epoch.metrics)
                 state.save(checkpoint)
                 pauses.saved()

@@ -46,7 +46,8 @@ def attention_map(
         rows = rows[queries.to(rows.device)]  # [Q]; negative numbers count from the end
         query = query[..., rows, :]  # [..., H, Q, d_m]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    with _full_precision(query.device.type):
+    device = "cpu" if query.is_meta else query.device.type  # "meta" has no autocast
+    with torch.autocast(device, enabled=False):
         scores = (query.float() * scale) @ key.float().mT  # [..., H, Q, T]
     if is_causal:
         columns = torch.arange(key.shape[-2], device=query.device)
@@ -60,12 +61,6 @@ def attention_map(
             scores = scores + attn_mask
     keyless = scores.isneginf().all(-1, keepdim=True)
     return scores.softmax(-1).masked_fill(keyless, 0.0)
-
-
-def _full_precision(device: str) -> contextlib.AbstractContextManager:
-    if device == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 class AttentionReader(TorchFunctionMode):
