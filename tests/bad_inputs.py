@@ -262,7 +262,7 @@ COMMAND_LINE = [
     ),
     *options(
         "publish",
-        ("", "--out FOLDER"),
+        ("", "--out"),
         ("absent --out new", "phase-b"),
         ("--out pictures", "is there already"),
     ),

@@ -50,7 +50,7 @@ def test_every_option_of_the_help_is_on_the_page():
     _, *sections = re.split(r"^### ", all_commands(app), flags=re.MULTILINE)
     pages = {section.split("\n", 1)[0]: section for section in sections}
     for name, page in pages.items():
-        lines = (line.split()[1:3] for line in help_of(name).splitlines() if " --" in line[:6])
+        lines = (line.split()[1:4] for line in help_of(name).splitlines() if " --" in line[:9])
         left = {word for words in lines for word in words if OPTION.fullmatch(word)}
         assert {"--help"} <= left <= {"--help"} | set(OPTION.findall(page)), name
     listed = (Path(__file__).parent.parent / "docs/commands.md").read_text()

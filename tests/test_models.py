@@ -105,6 +105,8 @@ def test_mistakes_are_named(attention, kwargs, message):
     kwargs = kwargs if "match_params" in kwargs else {"attention_options": kwargs}
     with pytest.raises(UserError, match=message):
         timm.create_model(PICO, attention=attention, **kwargs)
+    with pytest.raises(UserError, match="unknown attn_layer 'gau_beleif'; did you mean 'gau_belie"):
+        timm.create_model("vit_tiny_patch16_224", attn_layer="gau_beleif")
 
 
 GRAPHS = [dict(attention=key) for key in ATTENTION] + [
