@@ -369,7 +369,8 @@ def train(
 
     stage.run(settings, folder, attention, resume=resume)
     named = ["--run-dir", folder, "--student", attention]
-    _say_next(["evaluate", *named], ["view", *named])
+    both = RunDirectory(folder).is_distilled(attention)  # phase B has one of this name, too
+    _say_next(["evaluate", *named, *["--plain"] * both], ["view", *named])
     print(trained / "student")
 
 
@@ -405,7 +406,9 @@ def evaluate(
     if not as_json:
         _print_rich(*by_class.tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
-        if scores["mistakes"] and data is None:  # the page opens with the first of them
+        if (
+            scores["mistakes"] and data is None and not plain
+        ):  # the page opens with the first of them
             look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
         _say_next(look)
 
@@ -941,7 +944,7 @@ def _show(values: dict[str, Any], as_json: bool, tables: Callable[[Any], Iterabl
 
 
 def _report(values: dict[str, Any], as_json: bool) -> None:
-    """Prints named values as JSON, or as a line each, with four decimals."""
+    """Prints named values as JSON, or as a line each, with at most four decimals."""
     text = json.dumps(values)
     if as_json:
         print(text)

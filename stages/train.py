@@ -300,6 +300,9 @@ def begin(run: RunDirectory, request: Request, resume: bool) -> bool:
     run.follow(request.settings)
     created = not request.folder.exists()
     if not resume:
-        request.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            request.folder.mkdir(parents=True)
+        except FileExistsError:  # another command was quicker
+            raise UserError(f"{request.folder} already exists: --resume continues it") from None
         write_request(request.folder, request.settings)
     return created

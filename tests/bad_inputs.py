@@ -380,6 +380,8 @@ SETTINGS = [
         ("phase_b.student=attentionx & phase_b.attention_options={gamma: null}", "gamma"),
         ("phase_b.student=attentionx & phase_b.attention_options={mask_diagonal: 7}", "diagonal"),
         ("phase_b.model_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
+        ("model.args={qkv_bias: maybe}", "qkv_bias"),
+        ("model.args={a: &a [*a]}", "not a YAML value"),
         ("phase_b.model_args={num_heads: 4}", "heads"),
         ("phase_b.layer_map=[1]", "layer_map"),
         ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),

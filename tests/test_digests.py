@@ -20,7 +20,7 @@ from gaupipe.models import save_student
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests
 from gaupipe.system import files as folders
-from gaupipe.system.errors import UserError
+from gaupipe.system.errors import UserError, mistake_of
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.state import TrainingState
@@ -310,3 +310,9 @@ def test_a_student_takes_no_place_of_something_else(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     save_student(model, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "empty" / "config.json").is_file()
+
+
+def test_a_full_disk_is_said_in_one_line():
+    with pytest.raises(OSError, match="No space") as refused:
+        digests.save({"weights": torch.zeros(10_000)}, Path("/dev/full"))
+    assert mistake_of(refused.value) == "the disk: No space left on device"

@@ -179,6 +179,7 @@ def only(folder, name):
 FOLDERS = {
     "/val holds no class folder": lambda root: empty(root / "val"),
     "/train holds no class folder": lambda root: only(root / "train", "a.bmp"),
+    "leads nowhere": lambda root: (root / "train" / "gone").symlink_to(root / "absent"),
     "/train/cat holds no image that Pillow reads; put": lambda root: empty(root / "train" / "cat"),
     "training images are all of the class 'cat'; two": lambda root: remove(
         root / "train" / "dog", root / "val" / "dog"

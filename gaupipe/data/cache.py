@@ -20,7 +20,7 @@ import torch
 from google_crc32c import value as crc32c
 from torch import Tensor
 
-from gaupipe.system import machine
+from gaupipe.system import machine, signals
 from gaupipe.system.files import alone_in, partial_prefix, whole_file, write_whole
 from gaupipe.system.progress import EpochProgress
 
@@ -169,6 +169,7 @@ class ImageCache:
                     sums[number] = crc32c(content)
                     file.write(content)
                 progress.advance(len(numbers))
+                signals.let_through()  # no step has been taken that could be saved
             file.seek(0)
             file.write(self.key + sums.tobytes())
         self.open()

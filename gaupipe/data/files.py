@@ -189,7 +189,7 @@ class FileImages(Dataset):
         few = copy.copy(self)
         few.positions = np.unique(positions)
         few.cache = few._cache()
-        if few.cache.bytes:
+        if self.cache.bytes:
             few.cache.hold(torch.stack([self._square(p) for p in few.positions.tolist()]))
         few.cache.enabled = False
         return few

@@ -63,6 +63,8 @@ def find_classes(folder: Path) -> dict[str, list[str]]:
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith("."):
             continue
+        if entry.is_symlink() and not entry.exists():
+            raise UserError(f"data.root: {entry} is a link that leads nowhere")
         if not entry.is_dir():
             others.append(str(entry))
             continue

@@ -61,7 +61,7 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
-    "pretrained": "name the weights in model.name",
+    **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
         ("features_only", "dynamic_img_size", "dynamic_img_pad", "patch_drop_rate"),
         "every token needs its place on the grid",
@@ -73,8 +73,8 @@ Size = Annotated[int, Field(gt=0, le=10_000)]
 
 
 class KnownModelArgs(BaseModel):
-    """Sizes and rates of timm's VisionTransformer, which takes other values silently or after
-    minutes."""
+    """Sizes, rates and switches of timm's VisionTransformer, which takes other values silently or
+    after minutes."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     depth: Annotated[Size, Field(le=1000)] = 1
@@ -87,6 +87,12 @@ class KnownModelArgs(BaseModel):
     proj_drop_rate: Fraction = 0
     attn_drop_rate: Fraction = 0
     drop_path_rate: Fraction = 0
+    qkv_bias: bool | None = None
+    qk_norm: bool | None = None
+    class_token: bool | None = None
+    pre_norm: bool | None = None
+    fc_norm: bool | None = None
+    rezero: bool = False
 
 
 class Scaling(BaseModel):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -142,7 +143,9 @@ class _StrictLoader(yaml.SafeLoader):
 def _parse_yaml(text: str) -> Any:
     """The value that a YAML text stands for. Raises ValueError, in one line, where it is none."""
     try:
-        return yaml.load(text, _StrictLoader)
+        value = yaml.load(text, _StrictLoader)
+        json.dumps(value, default=str)  # refuses a list inside itself
+        return value
     except Exception as error:  # the constructors of yaml raise whatever a value makes them raise
         raise ValueError(" ".join(str(error).split())) from None
 

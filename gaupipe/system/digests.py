@@ -19,7 +19,8 @@ SUMS = "SHA256SUMS"
 def save(state: Any, path: Path) -> str:
     """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
     :func:`flush` of the folder brings the name there."""
-    torch.save(state, path)
+    with path.open("wb") as file:  # torch's own file has other errors than OSError
+        torch.save(state, file)
     flush(path)
     return sha256(path)
 

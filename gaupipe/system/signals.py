@@ -25,6 +25,18 @@ from gaupipe.system import distributed
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+_ENTERED: list[Pauses] = []
+"""Those that hold signals back."""
+
+
+def let_through() -> None:
+    """Lets a signal that is held back end this process as usual. For long work of which no
+    checkpoint could save anything."""
+    for pauses in _ENTERED:
+        if pauses.received and threading.current_thread() is threading.main_thread():
+            pauses.let_go()
+            os.kill(os.getpid(), pauses.received)
+
 
 class Pauses:
     """Requests for a checkpoint within an epoch: of this process, and of all ranks.
@@ -52,9 +64,11 @@ class Pauses:
             for number in SIGNALS:
                 if signal.getsignal(number) != signal.SIG_IGN:
                     self._handlers[number] = signal.signal(number, self._receive)
+        _ENTERED.append(self)
         return self
 
     def __exit__(self, exception: Any, *_details: Any) -> None:
+        _ENTERED.remove(self)
         self.let_go()
         if exception is None and self.received and not self.signal:
             os.kill(os.getpid(), self.received)  # it came after the last question

@@ -170,9 +170,18 @@ class VitTeacher(nn.Module):
 
         def pair(name: str, of_data: Sequence[float]) -> tuple[Tensor, Tensor]:
             old = torch.tensor(of_data, dtype=torch.float64)
-            new = torch.tensor(config.get(name) or of_data, dtype=torch.float64)
-            # weights of three channels, summed to one
-            return old, new if len(new) == len(old) else new.mean().expand(len(old))
+            try:
+                new = torch.tensor(config.get(name) or of_data, dtype=torch.float64)
+                if len(new) == 3 != len(old):
+                    new = new.mean().expand(len(old))  # weights of three channels, summed to one
+                if not torch.isfinite(new).all() or (name == "std" and not (new > 0).all()):
+                    raise ValueError
+                return old, new.expand_as(old)
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(
+                    f"{SETTING}: {self.name}: its pretrained_cfg has the {name} {config[name]!r}: "
+                    f"should be a number for each of {len(old)} channels"
+                ) from None
 
         (mean, new_mean), (std, new_std) = pair("mean", data.mean), pair("std", data.std)
         same = torch.equal(mean, new_mean) and torch.equal(std, new_std)
@@ -196,7 +205,7 @@ class VitTeacher(nn.Module):
                 "data.image_size, or "
                 f"phase_a.teacher_args={{img_size: {size}, in_chans: {data.channels}}}"
             ) from None
-        grid = getattr(getattr(model, "patch_embed", None), "grid_size", (0, 0))
+        grid = getattr(getattr(model, "patch_embed", None), "grid_size", None) or (0, 0)
         prefix, heads = getattr(model, "num_prefix_tokens", 0), maps[0].shape[1] if maps else 0
         tokens, blocks = prefix + grid[0] * grid[1], getattr(model, "blocks", maps)
         shapes = [tuple(map.shape) for map in maps]

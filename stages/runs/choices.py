@@ -106,7 +106,9 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
     patch = min(fitting, key=lambda number: abs(number - patch))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
-    return size, (size // min(size, patch if isinstance(patch, int) else max(patch))) ** 2
+    return size, (
+        size // min(size, patch if isinstance(patch, int) else max(patch, default=1))
+    ) ** 2
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
