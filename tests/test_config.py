@@ -148,7 +148,7 @@ def test_bad_settings_are_refused_in_one_line(overrides, message):
         ("1: 2\n", "1"),
         ("seed: 2026-02-28\n", "valid integer"),
         ("seed: 25:61:61\n", "seed"),
-        ("data: &a {name: *a}\n", "data.name"),
+        ("data: &a {name: *a}\n", "Circular reference"),
         ("seed: 1\nseed: 2\n", "twice"),
         ("data: {name: digits, name: folder}\n", "twice"),
         ("data: " + "[" * 100_000, "recursion"),
