@@ -406,9 +406,8 @@ def evaluate(
     if not as_json:
         _print_rich(*by_class.tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
-        if (
-            scores["mistakes"] and data is None and not plain
-        ):  # the page opens with the first of them
+        if scores["mistakes"] and data is None and not plain:
+            # the page opens with the most confident one
             look += ["--split", scores["split"], "--image", scores["mistakes"][0]["image"]]
         _say_next(look)
 

@@ -18,11 +18,12 @@ from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
 from gaupipe.data.decoding import is_image, read_rgb, refusing
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.pretrained import LOCAL, pretrained
+from gaupipe.teachers.pretrained import pretrained
 from gaupipe.vit.saving import load_folder
 
 RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"

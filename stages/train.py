@@ -35,7 +35,9 @@ from gaupipe.training.scores import accuracy, label_targets, score_model
 from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
-from stages.runs.students import removed_if_refused, write_request
+from stages.runs.students import make_folder, removed_if_refused, write_request
+
+ELSEWHERE = "another --run-dir starts afresh"
 
 
 @dataclass
@@ -280,9 +282,7 @@ def resolve(
     run.check(settings.with_section("phase_b", keep=keep))
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
-        raise UserError(
-            f"{folder} already exists: --resume continues it, another --run-dir starts afresh"
-        )
+        raise UserError(f"{folder} already exists: --resume continues it, {ELSEWHERE}")
     images = data or load_data(settings.data, settings.download)
     images.check_split(run.split)
     check_training(settings, images)
@@ -300,9 +300,5 @@ def begin(run: RunDirectory, request: Request, resume: bool) -> bool:
     run.follow(request.settings)
     created = not request.folder.exists()
     if not resume:
-        try:
-            request.folder.mkdir(parents=True)
-        except FileExistsError:  # another command was quicker
-            raise UserError(f"{request.folder} already exists: --resume continues it") from None
-        write_request(request.folder, request.settings)
+        make_folder(request.folder, ELSEWHERE, request.settings)  # another may have been quicker
     return created

@@ -72,7 +72,10 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
             further = total_variation(stored["logits"], teachers["logits"])
             distances = np.concatenate([distances, further])
     distance = float(distances.mean())
-    if not distance <= FURTHEST + noise(job, maps.schema, batches, spans[index]):  # or it is NaN
+    if not (  # or it is NaN
+        distance <= FURTHEST
+        or distance <= FURTHEST + noise(job, maps.schema, batches, spans[index])
+    ):
         differences.append(
             f"logits are not the teacher's: mean total variation {distance:.4f} of the predicted "
             "classes"
@@ -120,7 +123,7 @@ def differing_images(
     schema, names = maps.schema, ["labels"]
     if job.settings.phase_a.learns_gaussians:
         names = [name for name in stored if name != "logits"]
-    else:  # a fit, or the choice of keys, may turn out otherwise on another machine
+    else:  # the choice of keys may turn out otherwise on another machine
         read = KINDS[schema.kind].reader(maps, torch.device("cpu"))
         one, other = read(stored), read(teachers)
         distances = [  # total variation [B] of each block, mean over heads and queries

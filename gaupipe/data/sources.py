@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2.functional import resize
 
 from gaupipe.data.files import FileImages
 from gaupipe.data.folder import find_classes, layout
@@ -43,9 +45,6 @@ class ArrayImages(Dataset):
         """The same images at ``size`` x ``size`` pixels, with antialiasing."""
         if tuple(self.images.shape[-2:]) == (size, size):
             return self
-        from torchvision.transforms.v2 import InterpolationMode
-        from torchvision.transforms.v2.functional import resize
-
         try:
             mode = InterpolationMode(interpolation)
             images = resize(self.images, [size, size], mode, antialias=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import flush
+from gaupipe.system.files import flush, write_flushed
 
 SUMS = "SHA256SUMS"
 
@@ -85,10 +85,5 @@ def read(folder: Path) -> dict[str, list[str]] | None:
 
 
 def _write(folder: Path, sums: dict[str, list[str]]) -> None:
-    partial = folder / f"{SUMS}.partial"
-    partial.write_text(
-        "".join(f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests)
-    )
-    flush(partial)
-    partial.replace(folder / SUMS)
-    flush(folder)
+    lines = [f"{digest}  {name}\n" for name, digests in sums.items() for digest in digests]
+    write_flushed(folder / SUMS, "".join(lines))

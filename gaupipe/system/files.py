@@ -25,6 +25,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         partial.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+def write_flushed(path: Path, text: str) -> None:
+    """As :func:`write_whole`, and the file is on the disk when this returns. Its partial file has
+    one name, so that a killed process leaves no more than that: one process alone may write."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
+
+
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """A name beside ``path``, with the same ending and of no other file, for a file that takes its

@@ -12,9 +12,10 @@ from torch import nn
 
 from gaupipe.data.splits import ImageData
 from gaupipe.settings import Settings
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.pretrained import LOCAL, folder_of, pretrained, published
+from gaupipe.teachers.pretrained import folder_of, pretrained, published
 from gaupipe.vit.build import created
 from gaupipe.vit.convert import convert
 from gaupipe.vit.saving import WEIGHTS

@@ -24,7 +24,7 @@ from google_crc32c import value as crc32c
 from torch import Tensor
 
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import flush
+from gaupipe.system.files import write_flushed
 
 
 class Records:
@@ -180,11 +180,7 @@ class Records:
     def _mark(self) -> None:
         """Notes, before the first write after a commit, which commit's records stay intact
         meanwhile."""
-        partial = self.folder / "files.json.partial"
-        partial.write_text(json.dumps({"commits": self.commits}))
-        flush(partial)
-        partial.replace(self.folder / "files.json")
-        flush(self.folder)
+        write_flushed(self.folder / "files.json", json.dumps({"commits": self.commits}))
 
 
 def checksums(records: Tensor, rows: Tensor) -> np.ndarray:

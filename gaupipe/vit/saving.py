@@ -15,6 +15,7 @@ from timm.models import load_state_dict, save_for_hf
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
@@ -120,14 +121,14 @@ def load_folder(folder: Path, remedy: str, arguments: dict[str, Any] | None = No
     except Exception as error:  # json, safetensors and timm raise many kinds for a foreign file
         reason = f"is damaged, or no model that timm reads ({one_line(error)})"
         raise UserError(f"{folder} {reason}: {remedy}") from None
-    return created(f"local-dir:{folder}", arguments or {}, pretrained=True).eval()
+    return created(f"{LOCAL}{folder}", arguments or {}, pretrained=True).eval()
 
 
 def check_sizes(folder: Path, weights: Path) -> None:
     """Raises ValueError unless a folder's config.json describes a model with these ``weights``:
     timm adapts weights to another size without a word. The meta device takes no memory."""
     with torch.device("meta"):
-        built = timm.create_model(f"local-dir:{folder}").state_dict()
+        built = timm.create_model(f"{LOCAL}{folder}").state_dict()
     stored = load_state_dict(str(weights))
     for name in sorted(built.keys() | stored.keys()):
         here, there = (tuple(of[name].shape) if name in of else None for of in (built, stored))

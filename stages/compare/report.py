@@ -37,12 +37,11 @@ def report(
         raise UserError(f"{BASELINE}, which the others are compared with, failed: {reason}")
     goals = [{"target": target} for target in targets] or [{"share": share} for share in SHARES]
     whole = [row for row in rows if not row["failed"]]
-    for row in whole:
-        passages = [goal | first_passages(row["runs"], reference["runs"], **goal) for goal in goals]
-        row["at"] = passages
     beside, above = {}, {}
     baselines = [row for row in whole if row["plain"] and row["attention"] == "standard"]
     for row in whole:
+        passages = [goal | first_passages(row["runs"], reference["runs"], **goal) for goal in goals]
+        row["at"] = passages
         if row is not reference:
             pairs = zip(row["runs"], reference["runs"], strict=True)
             beside[row["row"]] = [_accuracy(run) - _accuracy(other) for run, other in pairs]

@@ -17,13 +17,13 @@ from gaupipe.distillation.student import check_student
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
-from gaupipe.settings.sections import Scope
+from gaupipe.settings.sections import LOCAL, Scope
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import read_metrics
-from gaupipe.teachers.pretrained import LOCAL, load_vit
+from gaupipe.teachers.pretrained import load_vit
 from gaupipe.teachers.vit import VitTeacher, weights_of_patches
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score_model

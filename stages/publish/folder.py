@@ -10,10 +10,10 @@ import store
 from gaupipe.data.splits import load_data
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
+from gaupipe.settings.sections import LOCAL
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
-from gaupipe.teachers.pretrained import LOCAL
 from gaupipe.vit.saving import STUDENT_FILES
 from stages import export_maps
 from stages.evaluate import metrics, predictions

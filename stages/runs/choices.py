@@ -16,6 +16,7 @@ from typing import Any
 from gaupipe.data.folder import FolderFacts
 from gaupipe.settings import FILE_IMAGE_SIZE
 from gaupipe.settings.load import set_value
+from gaupipe.settings.sections import LOCAL
 
 # (fewest pixels of the shorter side, image_size, patch_size); null is the images' own size
 SIZES = ((48, 64, 8), (24, None, 4), (0, None, 2))
@@ -166,7 +167,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_b.gamma_epochs", max(1, student // 3), "epochs with these maps")
     if teacher == "gaussian":
         choices.choose("phase_a.per_image", "none")
-    elif teacher != "vit" and not str(teacher).startswith("local-dir:"):
+    elif teacher != "vit" and not str(teacher).startswith(LOCAL):
         choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")

@@ -84,17 +84,23 @@ def begin(
         url = maps_url or (recorded[0] if recorded else None)
         url = None if url == str(run.maps) else url
         if not resume:
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                raise UserError(
-                    f"{folder} already exists: --resume continues it, --name NAME trains another "
-                    "student beside it"
-                ) from None
-            write_request(folder, settings, (url, "") if url else None)
+            beside = "--name NAME trains another student beside it"
+            make_folder(folder, beside, settings, (url, "") if url else None)
         return StudentRequest(run, named, settings, folder, created, distilled, url, resume)
 
     return distributed.broadcast(distributed.on_main(resolve))
+
+
+def make_folder(
+    folder: Path, instead: str, settings: Settings, maps: tuple[str, str] | None = None
+) -> None:
+    """Makes the folder of a new student with :func:`write_request`. Raises UserError, ending in
+    what to do ``instead``, where there is one."""
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(f"{folder} already exists: --resume continues it, {instead}") from None
+    write_request(folder, settings, maps)
 
 
 def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
