@@ -82,12 +82,11 @@ class PhaseB(Training):
         return MapsOfEpoch(maps, view or 0, shuffled), view
 
     def remarks(self) -> list[str]:
-        schema, depth = self.teacher_store.schema, len(self.student.blocks)
+        schema = self.teacher_store.schema
         phase, augment = self.settings.phase_b, self.settings.augment
         remarks = []
-        if depth != schema.layers:
-            layers = layer_map(phase, depth, schema.layers)
-            remarks.append(f"its blocks are compared with the stored blocks {layers}")
+        if len(self.student.blocks) != schema.layers:
+            remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
         moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
         if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
             remarks.append(
@@ -98,16 +97,21 @@ class PhaseB(Training):
 
     def teacher_maps(self, batch: Batch) -> TeacherMaps:
         """The stored attention of a batch, on the device, moved and mixed as its images were."""
-        phase, depth = self.settings.phase_b, len(self.student.blocks)
         assert batch.stored is not None  # read with the images, from the same store
         return TeacherMaps(
             self.read(batch.stored),
-            layer_map(phase, depth, self.teacher_store.schema.layers),
+            self.layers,
             tuple(self.student.patch_embed.grid_size),
-            heads=phase.head_map,
+            heads=self.settings.phase_b.head_map,
             geometry=batch.geometry,
             mixed=batch.mixed,
         )
+
+    @cached_property
+    def layers(self) -> list[int | None]:
+        """For each block of the student the stored block that it is compared with."""
+        depth, layers = len(self.student.blocks), self.teacher_store.schema.layers
+        return layer_map(self.settings.phase_b, depth, layers)
 
     @cached_property
     def read(self) -> Reader:

@@ -31,7 +31,7 @@ from gaupipe.teachers.fine_tuning import weights_sha256
 from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import accuracy, label_targets, score_model
+from gaupipe.training.scores import score_model
 from gaupipe.training.state import TrainingState, has_checkpoint
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory, lock_of_process, locked, say_if_afresh
@@ -125,9 +125,8 @@ class LabelLosses(nn.Module):
 
     def of_labels(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
         """ "loss_hard" and "acc" of logits [B, C] float32."""
-        targets = label_targets(batch.labels, batch.mixed, logits)
-        loss = hard_loss(logits, targets, self.label_smoothing)
-        return {"loss_hard": loss, "acc": accuracy(logits, batch.labels)}
+        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed)
+        return {"loss_hard": loss, "acc": (logits.argmax(-1) == batch.labels).float().mean()}
 
 
 def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:

@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gaupipe.data.augment import Mix, mixed_targets
 
-def hard_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B], or with probabilities [B, C] (*eq. 1*),
-    optionally smoothed."""
+
+def hard_loss(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, mixed: Mix | None = None
+) -> Tensor:
+    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), optionally smoothed. For a mixed
+    batch labels are the probabilities that its mix stands for."""
+    if mixed is not None:
+        labels = mixed_targets(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 

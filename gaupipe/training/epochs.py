@@ -122,9 +122,9 @@ class Epoch:
         self.sums: dict[str, Tensor] = {}
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
-        loop.steps.begin_line()
         if state.epoch:
             self._load(state.epoch)
+        loop.steps.begin_line(self.images, self.sums)
         self._seed()
 
     def follow(self, generators: Mapping[int, torch.Generator]) -> None:
@@ -153,7 +153,9 @@ class Epoch:
             shown = " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
             progress.show(f"{progress.label} {self.number + 1}/{self.loop.total} {shown}")
         progress.advance(images * distributed.world_size())
-        self.loop.steps.batch(self.number, images, values)
+        every = self.loop.steps.every
+        if every and update.batch % every == 0:
+            self.loop.steps.line(self.number, self.images, self.sums)
         # after the last batch: an evaluation may be long, too
         last = self.batches == update.steps and update.state.epoch is not None
         if update.stepped and (update.pauses.due or last):

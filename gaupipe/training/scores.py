@@ -1,4 +1,4 @@
-"""Accuracies and cross-entropies, of a batch and of a split over all ranks."""
+"""Accuracy and cross-entropy of a split over all ranks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy
 
-from gaupipe.data.augment import Mix, mixed_targets
 from gaupipe.data.batches import Batches
 from gaupipe.system import distributed
 
@@ -32,15 +31,3 @@ def score_model(model: nn.Module, batches: Batches) -> dict[str, float]:
     model.eval()
     with torch.inference_mode():
         return score((model(batch.images), batch.labels) for batch in batches.of_rank())
-
-
-def label_targets(labels: Tensor, mixed: Mix | None, logits: Tensor) -> Tensor:
-    """Labels [B], or for a mixed batch the probabilities [B, C] that their mix stands for."""
-    if mixed is None:
-        return labels
-    return mixed_targets(one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
-
-
-def accuracy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Share of the batch whose largest logit is its label."""
-    return (logits.argmax(-1) == labels).float().mean()

@@ -44,13 +44,10 @@ class StepLog:
     def __init__(self, settings: Settings, folder: Path, update: Update, batches: Batches) -> None:
         self.folder, self.update, self.batches = folder, update, batches
         self.settings, self.every = settings, settings.log.every
-        self.sums: dict[str, Tensor] = {}
-        self.images = 0
         self._loggers: list[Any] = []
 
     def __enter__(self) -> StepLog:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.begin_line()
         self.update.log_norm = bool(self.every)
         distributed.on_main(self._open)
         return self
@@ -74,20 +71,11 @@ class StepLog:
             logger.close()
         self._loggers = []
 
-    def begin_line(self) -> None:
-        """The next batch is the first of a line."""
-        self.images, self.sums = 0, {}
+    def begin_line(self, images: int, sums: Mapping[str, Tensor]) -> None:
+        """The next batch is the first of a line. Before it the epoch had this many images, with
+        these sums of their losses."""
+        self.images, self.sums = images, {**sums}
         self._since, self._waited = time.monotonic(), dict(self.batches.waited)
-
-    def batch(self, epoch: int, images: int, losses: Mapping[str, Tensor]) -> None:
-        """Counts a batch of this many images, with the means of its losses over them."""
-        if not self.every or not distributed.is_main():
-            return
-        for name, value in losses.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach() * images
-        self.images += images
-        if self.update.batch % self.every == 0:
-            self._write(epoch)
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
         """Tells the loggers the metrics of an epoch."""
@@ -98,15 +86,21 @@ class StepLog:
         }
         self._tell(numbers)
 
-    def _write(self, epoch: int) -> None:
+    def line(self, epoch: int, images: int, sums: Mapping[str, Tensor]) -> None:
+        """Writes a line, and begins the next. So far the epoch has had this many images, with these
+        sums of their losses."""
+        if not distributed.is_main():
+            return
+        since = images - self.images
+        losses = {name: (total - self.sums.get(name, 0)) / since for name, total in sums.items()}
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
         norm = self.update.grad_norm
         values = {
-            **{name: (total / self.images).item() for name, total in self.sums.items()},
+            **{name: mean.item() for name, mean in losses.items()},
             "lr": self.update.state.lr,
             **({} if norm is None else {"grad_norm": float(norm)}),
-            "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
+            "images_per_s": round(since * distributed.world_size() / seconds, 1),
             **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
         }
         step = self.update.batch
@@ -116,7 +110,7 @@ class StepLog:
         with (self.folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
         self._tell({f"step/{name}": value for name, value in values.items()})
-        self.begin_line()
+        self.begin_line(images, sums)
 
     def _tell(self, values: Mapping[str, float]) -> None:
         for logger in self._loggers:
