@@ -44,9 +44,8 @@ import gaupipe.vit.models  # noqa: F401  (registers the models)
 import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
-from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, StoredAttention, StoredRows
-from gaupipe.distillation.losses import hard_loss, soft_loss
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, hard_loss, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import top_k
 

@@ -21,8 +21,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.feature_loss import patch_map
-from gaupipe.distillation.losses import feature_loss
+from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.distillation.student import layer_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed

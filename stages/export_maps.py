@@ -21,7 +21,8 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import KINDS, Attention, check_export, chosen
+from gaupipe.distillation.export import check_export, chosen
+from gaupipe.distillation.kinds import KINDS, Attention
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings

@@ -20,9 +20,8 @@ import store
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import KINDS, Reader
-from gaupipe.distillation.losses import gamma_at, soft_loss
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import Settings
@@ -73,13 +72,14 @@ class PhaseB(Training):
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
         settings, maps = self.settings, self.teacher_store
-        views = maps.schema.views
+        views, gamma = maps.schema.views, self.gamma(epoch)
         # once a store of views has nothing to say, there is no need to see its views again
-        if views > 1 and not (self.gamma(epoch) or settings.phase_b.alpha):
+        if views > 1 and not (gamma or settings.phase_b.alpha):
             return None, None
         view = epoch % views if views > 1 else None
         shuffled = settings.seed if settings.phase_b.shuffle_maps else None
-        return MapsOfEpoch(maps, view or 0, shuffled), view
+        names = None if gamma else ("logits", "labels")
+        return MapsOfEpoch(maps, view or 0, shuffled, names), view
 
     def remarks(self) -> list[str]:
         schema = self.teacher_store.schema
@@ -248,14 +248,21 @@ def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
 
 
 class MapsOfEpoch:
-    """The stored entries of one epoch: of each image its entry for one of the views.
+    """The stored entries of one epoch: of each image its entry for one of the views, all arrays or
+    those of these ``names``.
 
     With a ``seed``, a control, every image gets the maps of another one, always the same, with its
     own logits.
     """
 
-    def __init__(self, maps: store.Store, view: int = 0, seed: int | None = None) -> None:
-        self.maps, self.view, self.views = maps, view, maps.schema.views
+    def __init__(
+        self,
+        maps: store.Store,
+        view: int = 0,
+        seed: int | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.maps, self.view, self.views, self.names = maps, view, maps.schema.views, names
         images = len(maps) // self.views
         self.others = None
         if seed is not None:  # one cycle through all images: none keeps its own maps
@@ -275,4 +282,4 @@ class MapsOfEpoch:
 
     def _prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
         entries = [image_ids * self.views + self.view for image_ids in batches]
-        return self.maps.prefetch(entries)
+        return self.maps.prefetch(entries, names=self.names)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -91,16 +91,18 @@ class Store:
     def __len__(self) -> int:
         return self.schema.num_images
 
-    def gather(self, image_ids: np.ndarray) -> dict[str, np.ndarray]:
-        """The stored numbers of these images: {array name: [len(image_ids), ...]}, rows in the
-        order asked.
+    def gather(
+        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
+        in the order asked.
 
         float16, labels int64, keys uint8 or uint16. Raises StoreError for an id out of range and
         CorruptChunk, with the image id, when what is stored for one of them is damaged, missing or
         another image's.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names
+        names = self._layout.names if names is None else names
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
@@ -117,11 +119,12 @@ class Store:
                 checksums = self._checksums[ids[new]]
                 self._check(name, ids[new], stored[unchecked], checksums)
             rows[name] = self.schema.decode(name, stored)
-        self._checked[ids] = True
+        if names is self._layout.names:
+            self._checked[ids] = True
         return rows
 
     def read(
-        self, start: int, stop: int, names: Iterable[str] | None = None
+        self, start: int, stop: int, names: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
@@ -148,7 +151,7 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
@@ -156,7 +159,7 @@ class Store:
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
                 for image_ids in batches:
-                    waiting.append(pool.submit(self.gather, image_ids))
+                    waiting.append(pool.submit(self.gather, image_ids, names))
                     if len(waiting) > depth:
                         yield waiting.popleft().result()
                 while waiting:

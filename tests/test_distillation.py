@@ -9,9 +9,8 @@ from torch.nn.functional import cross_entropy
 import gaupipe.vit.models  # noqa: F401
 from gaupipe.attention import STUDENTS, comparing
 from gaupipe.attention.standard import in_steps
-from gaupipe.distillation.feature_loss import FeatureLoss, TeacherMaps
 from gaupipe.distillation.kinds import StoredGaussians, StoredRows
-from gaupipe.distillation.losses import feature_loss
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, feature_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import forward_with_maps, run_blocks
 from oracles import divergence

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +107,25 @@ def test_a_file_cut_short_is_noticed_and_half_an_epoch_is_no_checkpoint(tmp_path
         os.truncate(tmp_path / "bucket-0000" / f"records.{place}", 40)
     with pytest.raises(UserError, match="damaged"):
         state.gather(torch.arange(4))
+
+
+def test_a_damaged_record_is_named_by_its_image(tmp_path):
+    def fresh():
+        return ImageState(Buckets(64, 2), torch.zeros(3), lr=0.1, folder=tmp_path / "rows")
+
+    state = fresh()
+    train(state, 1, batch_size=8)
+    saved = state.save(tmp_path, "1")
+    [wrong] = [image for image in range(64) if state.buckets.of(np.array([image])) == 1][20:21]
+    position = state.buckets.positions(np.array([wrong])).item()
+    assert position != wrong
+    with (tmp_path / "rows" / "bucket-0001" / "records.1").open("r+b") as file:
+        file.seek(position * 4 * record_words(3))
+        file.write(b"damage")
+    state = fresh()
+    state.load(tmp_path, saved)
+    with pytest.raises(UserError, match=f"the record of image {wrong} is damaged"):
+        everything(state)
 
 
 def test_nothing_is_written_before_the_first_update(tmp_path):

@@ -236,6 +236,17 @@ def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
     assert not (run_dir / "phase_b" / "refused").exists()
 
 
+def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
+    settings = RunDirectory(run_dir).settings()
+    phase = {"epochs": 3, "gamma": 0.3, "gamma_schedule": "stop_after", "gamma_epochs": 1}
+    settings = settings.with_section("phase_b", **phase)
+    job = phase_b.build(settings, load_data(settings.data), RunDirectory(run_dir))
+    for epoch, names in enumerate([{"gaussians"}, set(), set()]):
+        maps, _ = job.maps_of_epoch(epoch)
+        (read,) = maps.prefetch([np.arange(5)])
+        assert set(read) == names | {"logits", "labels"}
+
+
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
     shuffled = phase_b.MapsOfEpoch(maps, seed=0)

@@ -15,6 +15,7 @@ from gaupipe.system.errors import UserError
 from processes import FORKS
 from stages import export_maps, phase_b
 from stages.phase_a import gaussian as phase_a
+from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used, locked
 from stages.runs.students import removed_if_refused
 
@@ -149,3 +150,21 @@ def test_two_first_commands_at_once(made, tmp_path, in_process):
             with pytest.raises(UserError), removed_if_refused(student, created=True):
                 raise UserError("refused")
         assert student.is_dir() == is_used
+
+
+def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
+    """Also for another command that makes the same folder between look and write."""
+    settings, folder = RunDirectory(made).settings(), made / "phase_b" / "new"
+
+    def write(other, *_):
+        assert other != folder and not folder.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(students, "write_request", write)
+    with pytest.raises(KeyboardInterrupt):
+        students.make_folder(folder, "", settings)
+    assert not list(folder.parent.glob("*new*"))
+    monkeypatch.setattr(students, "write_request", lambda *_: (folder / "full").mkdir(parents=True))
+    with pytest.raises(UserError, match="new already exists"):
+        students.make_folder(folder, "", settings)
+    assert [path.name for path in folder.parent.glob("*new*")] == ["new"]

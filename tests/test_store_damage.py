@@ -112,6 +112,17 @@ def test_numbers_written_by_someone_else_are_found(gaussian):
     assert damaged_images(url) == [(0, "labels", 2, 3), (2, "gaussians", 9, 10)]
 
 
+def test_an_array_that_was_not_read_is_compared_when_it_is(gaussian):
+    url, _, arrays = gaussian
+    zarr.open_array(url / "gaussians")[9, 1, 2, 3, 0] = 0.5
+    maps = store.open(url)
+    for read in (maps.gather([9, 1], ["logits"]), *maps.prefetch([[9, 1]], names=["logits"])):
+        assert list(read) == ["logits"]
+        assert_stored(read, {"logits": arrays["logits"]}, [9, 1])
+    with pytest.raises(store.CorruptChunk, match="gaussians of image 9 "):
+        maps.gather([9])
+
+
 def test_repair_writes_only_what_is_damaged(gaussian):
     url, schema, arrays = gaussian
     before = contents(url)

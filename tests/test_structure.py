@@ -27,7 +27,11 @@ ROOMS = {
 ``gaupipe.system`` is below all but the store and the maps."""
 
 ALONE = {"store", "gaupipe.maps", "gaupipe.system"}
-READ_THE_STORE = {"gaupipe.distillation.kinds", "gaupipe.settings"}
+READ_THE_STORE = {
+    "gaupipe.distillation.export",
+    "gaupipe.distillation.kinds",
+    "gaupipe.settings",
+}
 """Modules outside of stages that import store, for its types and the names of its kinds."""
 
 

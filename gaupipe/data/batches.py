@@ -33,7 +33,7 @@ class Batch:
     ids        int64 [B], the image ids, on the CPU
     geometry   where each view lies in its image; None where nothing moved
     mixed      which images Mixup or CutMix mixed, and where; None where none were
-    stored     arrays of a store for ``ids``, {array name: [B, ...]}; None where no store is read
+    stored     what was read from a store for ``ids``, {array name: [B, ...]}; None for no store
     parts      (bucket, images): how many of the images, in their order, are of which bucket
     of_world   images of the whole batch, of which other ranks may have some; None where all are
                here
@@ -120,8 +120,8 @@ class Batches:
         view: int | None = None,
         first: int = 0,
     ) -> Iterator[Batch]:
-        """One epoch of training, counted from 0: augmented views, with what ``maps``, a
-        :class:`store.Store`, hold for them.
+        """One epoch of training, counted from 0: augmented views, with what ``maps.prefetch``, as
+        that of a :class:`store.Store`, reads for them.
         It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 import store
 from gaupipe.maps.gaussians import RAW_SIZE, Geometry, expected_axes, from_raw, move, outer
 from gaupipe.maps.views import from_top_k, move_map, top_k, without_prefix
-from gaupipe.settings import ExportSettings, Settings
-from gaupipe.settings.sections import problem
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.teachers.gaussian import Decoder, GaussianMaps, Teacher
 from gaupipe.teachers.vit import VitMaps
@@ -242,74 +238,3 @@ KINDS: dict[str, GaussianKind] = {
     kind.name: kind
     for kind in (GaussianKind(), EmbeddingKind(), DenseKind(), PriorKind(), TopKKind())
 }
-
-
-def default_kind(settings: Settings, encoding: str | None = None) -> str:
-    """``gaussian``, or ``prior`` (which has no 8-bit codes) for a teacher without Gaussians of
-    single images, or ``topk`` for a trained ViT."""
-    phase = settings.phase_a
-    if not phase.learns_gaussians:
-        return "topk"
-    return "prior" if phase.per_image == "none" and encoding != "uint8" else "gaussian"
-
-
-def chosen(
-    settings: Settings,
-    stored: ExportSettings | None = None,
-    given: dict[str, Any] | None = None,
-    tokens: int | None = None,
-) -> ExportSettings:
-    """The request for a store: from ``given``, else from the ``stored`` one, else from the
-    settings, with the defaults of its kind for maps of so many ``tokens``."""
-    export = stored or settings.export
-    asked = {name: value for name, value in (given or {}).items() if value is not None}
-    usual = export.kind or default_kind(settings, asked.get("encoding", export.encoding))
-    if asked.get("kind", usual) != usual and "k" not in asked:
-        asked["k"] = None  # another kind has another k
-    try:
-        export = ExportSettings.model_validate({**export.model_dump(), **asked})
-    except ValidationError as error:
-        raise UserError(f"--{problem(error, ExportSettings)}") from None
-    name = export.kind or default_kind(settings, export.encoding)
-    kind = store.KINDS[name]
-    k = export.k or (kind.default_k and min(kind.default_k, tokens or kind.default_k))
-    encoding = export.encoding or kind.default_encoding
-    return export.model_copy(update={"kind": name, "encoding": encoding, "k": k})
-
-
-def planned_export(settings: Settings, teacher: nn.Module, grid: Grid) -> ExportSettings:
-    """The store that the settings ask for of a teacher with maps on a ``grid`` (h, w). Raises
-    UserError as :func:`check_export`."""
-    export = chosen(settings, tokens=grid[0] * grid[1])
-    check_export(export, settings, teacher, grid, prefix="export.")
-    return export
-
-
-def check_export(
-    export: ExportSettings, settings: Settings, teacher: nn.Module, grid: Grid, prefix: str = "--"
-) -> None:
-    """Raises UserError for a store that cannot hold what a teacher shows.
-
-    export     from :func:`chosen`
-    teacher    a :class:`~gaupipe.teachers.gaussian.Teacher`; anything else counts as a trained ViT
-    grid       (h, w) of the teacher's maps
-    prefix     of ``kind``, ``k`` and ``views`` in messages
-    """
-    name, k = str(export.kind), export.k
-    refusal = KINDS[name].refusal(teacher, settings.phase_a.learns_of_images)
-    if refusal is not None:
-        raise UserError(f"{prefix}kind {name}: {refusal}")
-    if k is not None and store.KINDS[name].default_k is None:
-        raise UserError(f"{prefix}k {k}: a store of the kind {name} has no k")
-    if k is not None and k > grid[0] * grid[1]:
-        raise UserError(f"{prefix}k {k}: a query has {grid[0] * grid[1]} keys to choose from")
-    if export.views is not None and isinstance(teacher, Teacher):
-        raise UserError(
-            f"{prefix}views {export.views}: Gaussians of images move with their views by "
-            "themselves; views are for a teacher that sees them: a trained ViT"
-        )
-    if export.views is not None and not settings.augment.draws_views:
-        raise UserError(
-            f"{prefix}views {export.views}: the section augment draws nothing, so every view would "
-            "be the image itself: set augment, or leave out the views"
-        )

@@ -1,14 +1,33 @@
-"""The three losses of phase B and the schedule of gamma (*GauTransformer, eqs 9-11*)."""
+"""The losses of phase B, the schedule of gamma (*GauTransformer, eqs 9-11*), and the student's pass
+that compares attention maps block by block.
+
+Axis letters: B images, H heads, T tokens on a grid (h, w), d_m head width, C classes.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from gaupipe.data.augment import Mix, mixed_targets
+from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
+from gaupipe.attention.standard import in_steps
+from gaupipe.data.augment import Mix, mixed_map, mixed_targets
+from gaupipe.distillation.kinds import StoredAttention
+from gaupipe.maps.gaussians import Geometry, outer
+from gaupipe.system.errors import UserError
+from gaupipe.vit.forward import run_blocks
+
+Remade = Callable[[], tuple[Tensor, Tensor]]
+"""Makes a teacher's map [B, H or 1, T, T] and the entropy [B, H or 1, T] of its rows."""
 
 
 def hard_loss(
@@ -92,3 +111,176 @@ def gamma_at(epoch: int, gamma: float, schedule: str, epochs: int) -> float:
         "stop_after": float(epoch < epochs),
     }
     return gamma * factors[schedule]
+
+
+@dataclass
+class TeacherMaps:
+    """The stored attention of a batch, made into maps one block at a time.
+
+    stored      the attention of the batch, as a kind of store gives it
+    layers      for each block of the student the stored block it is compared with, or None
+    grid        (h, w) of the student
+    heads       for each head of the student the stored head it is compared with; None is all, and
+                "mean" compares every head with the mean over the teacher's heads
+    geometry    where the views of the batch lie in the images that the maps are of
+    mixed       the images of the batch that were mixed
+    """
+
+    stored: StoredAttention
+    layers: list[int | None]
+    grid: tuple[int, int]
+    heads: Sequence[int] | Literal["mean"] | None = None
+    geometry: Geometry | None = None
+    mixed: Mix | None = None
+
+    def map(self, layer: int) -> Tensor:
+        """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
+        maps = mixed_map(self.stored.map(*self._stored_block(layer)), self.mixed, self.grid)
+        return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
+
+    def remade(self, layer: int, hidden: Tensor | None) -> Remade:
+        """The map for a block of the student that hides keys [T, T], bool, from each query."""
+        axes = self.stored.axes(*self._stored_block(layer))
+        if axes and self.heads != "mean" and not self.mixed:
+            return partial(map_of_factors, *axes, hidden)
+
+        def map_and_entropy() -> tuple[Tensor, Tensor]:
+            maps = self.map(layer) if hidden is None else without_keys(self.map(layer), hidden)
+            return maps, torch.special.entr(maps).sum(-1)
+
+        return map_and_entropy
+
+    def _stored_block(self, layer: int) -> tuple:
+        new_grid = self.grid if self.grid != tuple(self.stored.grid) else None
+        heads = None if self.heads == "mean" else self.heads
+        return self.layers[layer], heads, self.geometry, new_grid
+
+
+class FeatureLoss:
+    """The pass of ``student(images)`` with L_feat: (logits [B, C], the sum over blocks of the
+    divergence of their rows from the teacher's).
+
+    Updates come from the fused kernel of plain training, and no T x T map is kept for the backward
+    pass. Where the attention hides the diagonal, the teacher's rows are renormalised without it.
+    Of a student with class and register tokens the rows of patches over patches are compared,
+    renormalised (:func:`patch_map`). ``compiled`` says that torch.compile will be at work. Raises
+    UserError for a student without attention maps.
+    """
+
+    def __init__(
+        self,
+        student: VisionTransformer,
+        temperature: float = 1.0,
+        direction: str = "teacher_student",
+        compiled: bool = False,
+    ) -> None:
+        check_maps(student)
+        blocks: Any = student.blocks  # torch knows their parts as "Tensor | Module"
+        self.student, self.temperature, self.direction = student, temperature, direction
+        self.attentions = [in_steps(block.attn) for block in blocks]
+        self.prefix, first = student.num_prefix_tokens, self.attentions[0]
+        self.patches: int = student.patch_embed.num_patches
+        self.fused = (
+            (temperature, direction) == (1.0, "teacher_student")
+            and not (self.prefix or first.attn_drop.p)
+            and self.patches > 1
+            and has_normaliser_kernel(first.proj.weight.device, compiled)
+        )
+
+    def __call__(self, images: Tensor, teacher: TeacherMaps) -> tuple[Tensor, Tensor]:
+        divergences: dict[int, Tensor] = {}
+
+        def attend(layer: int, attention: Any, tokens: Tensor) -> Tensor:
+            if teacher.layers[layer] is None:
+                return attention(tokens)
+            steps = self.attentions[layer]
+            q, k, v = steps.project(tokens)  # [B, H, prefix + T, d_m] each
+            compare = self.compare_fused if self.fused else self.compare_maps
+            heads, divergence = compare(layer, q, k, v, teacher)
+            divergences.setdefault(layer, divergence)  # one that is computed again is not kept
+            return steps.output(heads, v, tokens)  # [B, prefix + T, d]
+
+        logits = run_blocks(self.student, images, attend)
+        return logits, sum(divergences.values(), logits.new_zeros((), dtype=torch.float32))
+
+    def compare_maps(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+    ) -> tuple[Tensor, Tensor]:
+        """The heads [B, H, prefix + T, d_m] and the divergence of one block, by the student's map,
+        which is made again for the gradient."""
+        attention = self.attentions[layer]
+        hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
+
+        def compare(q: Tensor, k: Tensor) -> Tensor:
+            # softmax over the scores of patches is the whole row's, renormalised over patches
+            log_map = attention.log_map(q, k, None, False)  # [B, H, T, T]
+            maps = teacher.map(layer)
+            return feature_loss(log_map, maps, self.temperature, self.direction, hidden)
+
+        of_patches = q[..., self.prefix :, :], k[..., self.prefix :, :]
+        divergence = checkpoint(compare, *of_patches, use_reentrant=False, preserve_rng_state=False)
+        return attention.attend(q, k, v, None, False), divergence
+
+    def compare_fused(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, teacher: TeacherMaps
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`compare_maps` for KL(teacher || student), without the student's map.
+
+        With log s_j = scale q k_j - Z and P the map, sum_j P_j (log P_j - log s_j) = Z - scale q (P
+        k) - H(P): only the log-normaliser Z [B, H, T] of the student's map is needed.
+        """
+        attention = self.attentions[layer]
+        hidden = attention.hidden_keys(self.patches, q.device)  # [T, T]
+        heads, log_normaliser = attention_with_normaliser(q, k, v, hidden, attention.scale)
+        pulled, entropy = _MapTimesKeys.apply(teacher.remade(layer, hidden), k)
+        towards = attention.scale * (q.float() * pulled.float()).sum(-1)  # [B, H, T]
+        return heads, (log_normaliser - towards - entropy).mean()
+
+
+def check_maps(student: VisionTransformer) -> None:
+    """Raises UserError for a student whose attention has no maps."""
+    first: Any = student.blocks[0]
+    if not in_steps(first.attn).has_map:
+        raise UserError(
+            f"{type(first.attn).__name__} compares no queries with keys, so it has no attention "
+            "map to compare with a teacher's: set phase_b.gamma=0"
+        )
+
+
+class _MapTimesKeys(torch.autograd.Function):
+    """P k [B, H, T, d_m] for keys k and a map P that is made again for the gradient; and H(P)."""
+
+    @staticmethod
+    def forward(ctx, make_map: Remade, k: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.make_map = make_map
+        maps, entropy = make_map()
+        ctx.mark_non_differentiable(entropy)
+        return maps.to(k.dtype) @ k, entropy
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
+        maps = ctx.make_map()[0].to(grad.dtype)
+        return None, maps.expand(-1, grad.shape[1], -1, -1).mT @ grad  # of one head, or of all
+
+
+SMALLEST = torch.finfo(torch.float32).tiny
+
+
+def map_of_factors(
+    along_y: Tensor, along_x: Tensor, hidden: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The map [B, H, T, T] of two factors [B, H, T, h] and [B, H, T, w], without its ``hidden``
+    keys and renormalised where there are some, and the entropy [B, H, T] of its rows."""
+    maps = outer(along_y, along_x)
+    if hidden is None:
+        return maps, sum(torch.special.entr(axis).sum(-1) for axis in (along_y, along_x))
+    # a query that looked at hidden keys alone looks at all others alike
+    maps = maps.clamp_min_(SMALLEST).masked_fill_(hidden, 0.0)
+    maps = maps.div_(maps.sum(-1, keepdim=True))
+    return maps, -torch.linalg.vecdot(maps, maps.clamp_min(SMALLEST).log_())
+
+
+def patch_map(rows: Tensor, prefix: int) -> Tensor:
+    """The rows of a student's patches over the keys of patches, renormalised: log-probabilities
+    [B, H, T, T] of rows [B, H, prefix + T, prefix + T] with class and register tokens in front."""
+    return rows[..., prefix:, prefix:].log_softmax(-1) if prefix else rows

@@ -78,7 +78,7 @@ class ImageState:
             for number in (buckets.of_rank() if numbers is None else numbers)
         }
         self.records = {
-            number: Records(folder / f"bucket-{number:04d}", len(image_ids), words)
+            number: Records(folder / f"bucket-{number:04d}", image_ids, words)
             for number, image_ids in self.members.items()
         }
         self.files: dict[str, str] = {}

@@ -28,7 +28,8 @@ from gaupipe.system.files import write_flushed
 
 
 class Records:
-    """N records of W int32 words in two files of equal layout, ``records.0`` and ``records.1``.
+    """The records of N images, of W int32 words each, in two files of equal layout, ``records.0``
+    and ``records.1``. An image is named by its position among the ``image_ids`` [N].
 
     Read and written by position, not mapped into memory: a first touch of a mapped page costs a
     page fault, and a write reads the page from disk before it overwrites it. ``files.json`` has the
@@ -36,8 +37,9 @@ class Records:
     is recognised.
     """
 
-    def __init__(self, folder: Path, num_images: int, words: int) -> None:
-        self.folder, self.words = folder, words
+    def __init__(self, folder: Path, image_ids: np.ndarray, words: int) -> None:
+        self.folder, self.image_ids, self.words = folder, image_ids, words
+        num_images = len(image_ids)
         self.place = torch.zeros(num_images, dtype=torch.uint8)
         """The file that holds an image's committed record."""
         self.written = torch.zeros(num_images, dtype=torch.bool)
@@ -49,19 +51,19 @@ class Records:
         self.commits = 0
         self._descriptors: list[int] = []
 
-    def read(self, into: Tensor, rows: Tensor, image_ids: Tensor) -> None:
-        """Reads the newest records of ``image_ids`` [n], or their beginnings, into the ``rows`` [n]
+    def read(self, into: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Reads the newest records of ``positions`` [n], or their beginnings, into the ``rows`` [n]
         of an int32 tensor [B, up to W]. Raises UserError for a record that is not what was
         written."""
-        if len(image_ids):
+        if len(positions):
             self._open()
-            self._check(image_ids[self.doubtful[image_ids]])
-            self._read(into, rows, image_ids)
+            self._check(positions[self.doubtful[positions]])
+            self._read(into, rows, positions)
 
-    def _read(self, into: Tensor, rows: Tensor, image_ids: Tensor) -> None:
+    def _read(self, into: Tensor, rows: Tensor, positions: Tensor) -> None:
         size = into.shape[1] * 4
         data = into.numpy().data.cast("B")
-        places = [*self._places(image_ids)]
+        places = [*self._places(positions)]
         for descriptor, offset in places:  # the disk looks for all of them at once
             os.posix_fadvise(descriptor, offset, size, os.POSIX_FADV_WILLNEED)
         for row, (descriptor, offset) in zip(rows.tolist(), places, strict=True):
@@ -69,37 +71,37 @@ class Records:
             if os.preadv(descriptor, [data[start : start + size]], offset) != size:
                 raise UserError(f"{self.folder}: damaged: it has no whole record at byte {offset}")
 
-    def _check(self, image_ids: Tensor) -> None:
+    def _check(self, positions: Tensor) -> None:
         """Compares committed records with their checksums."""
-        if not len(image_ids):
+        if not len(positions):
             return
-        records = torch.empty(len(image_ids), self.words, dtype=torch.int32)
-        rows = torch.arange(len(image_ids))
-        self._read(records, rows, image_ids)
-        expected = self.checksums[self.place[image_ids].numpy(), image_ids.numpy()]
+        records = torch.empty(len(positions), self.words, dtype=torch.int32)
+        rows = torch.arange(len(positions))
+        self._read(records, rows, positions)
+        expected = self.checksums[self.place[positions].numpy(), positions.numpy()]
         wrong = checksums(records, rows) != expected
         if wrong.any():
+            image_id = self.image_ids[positions[wrong.argmax()]]
             raise UserError(
-                f"{self.folder}: the record of image {image_ids[wrong.argmax()].item()} is "
-                "damaged: restore the run directory from a copy, or start afresh in another "
-                "--run-dir"
+                f"{self.folder}: the record of image {image_id} is damaged: restore the "
+                "run directory from a copy, or start afresh in another --run-dir"
             )
-        self.doubtful[image_ids] = False
+        self.doubtful[positions] = False
 
-    def write(self, records: Tensor, rows: Tensor, image_ids: Tensor) -> None:
-        """Stores the ``rows`` [n] of records [B, W] beside the committed ones of ``image_ids`` [n].
+    def write(self, records: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Stores the ``rows`` [n] of records [B, W] beside the committed ones of ``positions`` [n].
         Raises UserError where that cannot be done."""
         try:
             if not self.written.any():
                 self._open()
                 self._mark()
-            self.written[image_ids] = True
-            self.doubtful[image_ids] = False
-            places = 1 - self.place[image_ids].numpy()
-            self.checksums[places, image_ids.numpy()] = checksums(records, rows)
+            self.written[positions] = True
+            self.doubtful[positions] = False
+            places = 1 - self.place[positions].numpy()
+            self.checksums[places, positions.numpy()] = checksums(records, rows)
             data, size = records.numpy().data.cast("B"), self.words * 4
             for row, (descriptor, offset) in zip(
-                rows.tolist(), self._places(image_ids), strict=True
+                rows.tolist(), self._places(positions), strict=True
             ):
                 start = row * size
                 if os.pwrite(descriptor, data[start : start + size], offset) != size:
@@ -161,11 +163,11 @@ class Records:
                 f"needs those of checkpoint {commits}: they do not belong together"
             )
 
-    def _places(self, image_ids: Tensor) -> Iterator[tuple[int, int]]:
+    def _places(self, positions: Tensor) -> Iterator[tuple[int, int]]:
         """(file descriptor, byte offset) of each image's newest record."""
-        places = self.place[image_ids] ^ self.written[image_ids]
-        for image_id, place in zip(image_ids.tolist(), places.tolist(), strict=True):
-            yield self._descriptors[place], image_id * self.words * 4
+        places = self.place[positions] ^ self.written[positions]
+        for position, place in zip(positions.tolist(), places.tolist(), strict=True):
+            yield self._descriptors[place], position * self.words * 4
 
     def _open(self) -> None:
         if self._descriptors:

@@ -95,8 +95,8 @@ class Update:
         return loss
 
     def per_image_gradient(self, parameters: Tensor) -> Tensor:
-        """The gradient of per-image parameters [B, ...], for each image that of its own loss,
-        whatever the size of the batch."""
+        """The gradient of the per-image parameters [B, ...] of the batch whose loss went back last:
+        for each image that of its own loss, whatever the size of the batch."""
         gradient = parameters.grad
         assert gradient is not None  # the loss has gone back
         return gradient * (len(parameters) * self.group / (self.scale * self.weight))

@@ -115,7 +115,7 @@ class TeacherLoss(nn.Module):
     def forward(self, batch: Batch, parameters: Tensor | None, noise: Tensor | None) -> Tensor:
         """The cross-entropy with the labels, mean over the batch.
 
-        parameters   [B, L, H, T, P] of the images, or None: the shared prior alone
+        parameters   of the images, [B, *teacher.per_image_shape]; None: the shared prior alone
         noise        [B, L, H, T, 2] of one sampled pass, or None: the expected map
         """
         gaussians = self.teacher.gaussians(parameters)  # [B or 1, L, H, T, 4]
@@ -144,7 +144,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, first=epoch.first):
                 if per_image is not None:
-                    parameters = per_image.gather(batch.ids, job.device)  # [B, L, H, T, P] leaf
+                    parameters = per_image.gather(batch.ids, job.device)  # leaf
                 if phase.mode == "stochastic":
                     noise = draws.noise(batch)  # [B, L, H, T, 2]
                 with update.forward():

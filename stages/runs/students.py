@@ -10,13 +10,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from gaupipe.attention import STUDENTS
 from gaupipe.settings import Settings
 from gaupipe.settings.load import check_used, dump
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
-from gaupipe.system.files import write_whole
+from gaupipe.system.files import partial_prefix, write_whole
 from stages.runs.directory import RunDirectory, check_name, lock_of_process
 
 REQUEST_FILES = {"config.yaml", "maps.json", "lock"}
@@ -94,13 +95,19 @@ def begin(
 def make_folder(
     folder: Path, instead: str, settings: Settings, maps: tuple[str, str] | None = None
 ) -> None:
-    """Makes the folder of a new student with :func:`write_request`. Raises UserError, ending in
-    what to do ``instead``, where there is one."""
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} already exists: --resume continues it, {instead}") from None
-    write_request(folder, settings, maps)
+    """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError,
+    ending in what to do ``instead``, where there is one."""
+    taken = UserError(f"{folder} already exists: --resume continues it, {instead}")
+    if folder.exists():
+        raise taken
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=partial_prefix(folder)) as fresh:
+        write_request(Path(fresh), settings, maps)
+        os.chmod(fresh, 0o755)
+        try:
+            os.rename(fresh, folder)
+        except OSError as error:  # another command may have been quicker
+            raise (taken if folder.exists() else error) from None
 
 
 def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
