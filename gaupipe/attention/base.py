@@ -144,8 +144,9 @@ class StudentAttention(Attention):
         return perpendicular(mh, v)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated."""
-        raise NotImplementedError
+        """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated: here MH W,
+        that of standard attention."""
+        return self.proj(mh)
 
     def output(self, heads: Tensor, v: Tensor, x: Tensor) -> Tensor:
         """The update [B, T, d] of tokens x [B, T, d] from the heads' sums and V, [B, H, T, d_m]."""

@@ -85,9 +85,6 @@ class GaussianAttention(StudentAttention):
         q, v = log_factors(gaussians, self.grid, self.head_dim), self.values(x)
         return q.to(v.dtype), self.places.to(v.dtype).expand_as(q), v
 
-    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        return self.proj(mh)
-
     def through(self, x: Tensor, axes: tuple[Tensor, Tensor]) -> Tensor:
         """The update [B, T, d] of tokens x [B, T, d] that read V through a given map, by its
         factors ([B, H, T, h], [B, H, T, w]), from :func:`gaupipe.maps.gaussians.expected_axes` or

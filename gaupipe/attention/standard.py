@@ -84,9 +84,6 @@ class StandardAttention(StudentAttention):
         heads = self.attend(q, k, v, log_p.to(q.dtype).unsqueeze(0), False)
         return self.output(heads, v, x)
 
-    def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        return self.proj(mh)
-
 
 torch.fx.wrap("log_factors")
 
