@@ -144,8 +144,8 @@ class StudentAttention(Attention):
         return perpendicular(mh, v)
 
     def combine(self, mh: Tensor, v: Tensor) -> Tensor:
-        """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated: here MH W,
-        that of standard attention."""
+        """The update [B, T, d] from MH and V, both [B, T, d] with the heads concatenated; here MH
+        W, standard attention's."""
         return self.proj(mh)
 
     def output(self, heads: Tensor, v: Tensor, x: Tensor) -> Tensor:
