@@ -15,6 +15,7 @@ from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student
 from stages import evaluate, export_maps, phase_b
 from stages.publish import folder
+from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
 
 
@@ -89,6 +90,18 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     for line in card.split("```sh\n")[1].split("```")[0].splitlines():
         code, _, err = in_process(*line.split()[1:], cwd=out)
         assert code == 0, err
+
+
+def test_paths_of_this_machine_are_in_no_setting():
+    args = {"pretrained_cfg_overlay": {"file": "/home/someone/weights.bin", "mean": [0.5, "a/b"]}}
+    assert without_folders({"phase_a": {"teacher": "local-dir:/x/vit", "teacher_args": args}}) == {
+        "phase_a": {
+            "teacher": "local-dir:vit",
+            "teacher_args": {
+                "pretrained_cfg_overlay": {"file": "weights.bin", "mean": [0.5, "a/b"]}
+            },
+        }
+    }
 
 
 def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):

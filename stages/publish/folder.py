@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import store
 from gaupipe.data.splits import load_data
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
-from gaupipe.settings.sections import LOCAL
+from gaupipe.settings.sections import LOCAL, Section
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
@@ -68,9 +70,7 @@ def published_settings(student: TrainedStudent) -> Settings:
     """The settings of a student and of the store it learned from, for another machine: of each path
     its last part alone, no device, no loggers."""
     settings = student.settings
-    data, phase, export = settings.data, settings.phase_a, settings.export
-    if data.root is not None:
-        data = data.model_copy(update={"root": Path(data.root.name)})
+    phase, export = settings.phase_a, settings.export
     for url, teacher_sha256 in stores_of(student) if student.distilled else ():
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
@@ -79,18 +79,21 @@ def published_settings(student: TrainedStudent) -> Settings:
                 named = {key: schema.extra.get(key) or {} for key in ("teacher", "teacher_args")}
                 phase = PhaseASettings.model_validate(named)
             break
-    teacher, model = map(without_folders, (phase.teacher, settings.model.name))
-    changes = {
-        "model": settings.model.model_copy(update={"name": model}),
-        "data": data,
-        "phase_a": phase.model_copy(update={"teacher": teacher}),
-        "export": export,
-        "device": Settings().device,
-        "log": Settings().log,
-    }
-    return settings.model_copy(update=changes)
+    own = {"device": Settings().device, "log": Settings().log}
+    return without_folders(settings.model_copy(update={"phase_a": phase, "export": export, **own}))
 
 
-def without_folders(model: str) -> str:
-    """The name of a model, without the folders above that of a ``local-dir:`` one."""
-    return LOCAL + Path(model).name if model.startswith(LOCAL) else model
+def without_folders(value: Any) -> Any:
+    """Settings, or the value of one, without the folders above each path, which a text is if it is
+    absolute or begins with ``local-dir:``."""
+    if isinstance(value, Section):
+        return value.model_copy(update=without_folders(dict(value)))
+    if isinstance(value, Path):
+        return Path(value.name)
+    if isinstance(value, dict):
+        return {name: without_folders(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [without_folders(part) for part in value]
+    if isinstance(value, str) and (value.startswith(LOCAL) or os.path.isabs(value)):
+        return (LOCAL if value.startswith(LOCAL) else "") + Path(value).name
+    return value
