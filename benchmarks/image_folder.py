@@ -21,7 +21,7 @@ from PIL import Image
 from timing import record, spread
 
 from gaupipe.data import splits as data
-from gaupipe.data.files import SETTLED_NS
+from gaupipe.data.images import SETTLED_NS
 from gaupipe.settings import DataSettings
 
 

@@ -16,7 +16,7 @@ import torch
 from timm.data import resolve_model_data_config
 from torch import Tensor
 
-from gaupipe.data.files import FileImages
+from gaupipe.data.images import FileImages
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.settings import DataSettings, Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path

@@ -19,7 +19,7 @@ from timm.models import get_pretrained_cfg, is_model
 
 from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
-from gaupipe.data.sources import ArrayImages
+from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.export import planned_export
 from gaupipe.distillation.student import MapShape, build_student, check_baseline

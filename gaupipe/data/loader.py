@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_convert
 
 from gaupipe.data.augment import Augment
-from gaupipe.data.files import FileImages
-from gaupipe.data.sources import Source
+from gaupipe.data.images import FileImages, Source
 from gaupipe.data.splits import Split
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError

@@ -6,7 +6,6 @@ Labels are known without decoding an image. Images in files are decoded when the
 from __future__ import annotations
 
 import gzip
-import hashlib
 import os
 import zlib
 from collections.abc import Sequence
@@ -14,59 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.utils.data import Dataset
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2.functional import resize
 
-from gaupipe.data.files import FileImages
 from gaupipe.data.folder import find_classes, layout
+from gaupipe.data.images import ArrayImages, FileImages, Source
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package puts the files. The environment variable GAUPIPE_FASHION_MNIST names
 another folder."""
-
-
-class ArrayImages(Dataset):
-    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
-    names of the classes, none where they have none."""
-
-    def __init__(
-        self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
-    ) -> None:
-        self.class_names = tuple(class_names)
-        self.images = torch.from_numpy(np.array(images, order="C"))
-        self.labels = np.asarray(labels, dtype=np.int64)
-
-    def resized(self, size: int, interpolation: str = "bilinear") -> ArrayImages:
-        """The same images at ``size`` x ``size`` pixels, with antialiasing."""
-        if tuple(self.images.shape[-2:]) == (size, size):
-            return self
-        try:
-            mode = InterpolationMode(interpolation)
-            images = resize(self.images, [size, size], mode, antialias=True)
-        except RuntimeError as error:  # torch's allocator
-            raise UserError(
-                f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
-                f"memory: {str(error).splitlines()[0]}"
-            ) from None
-        return ArrayImages(images.numpy(), self.labels, self.class_names)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
-        where = np.asarray(positions)
-        return self.images[where], torch.from_numpy(self.labels[where])
-
-    def fingerprint(self) -> bytes:
-        return hashlib.sha256(self.images.numpy().tobytes()).digest()
-
-
-Source = ArrayImages | FileImages
 
 
 def open_sources(

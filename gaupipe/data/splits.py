@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gaupipe.data.files import FileImages
-from gaupipe.data.sources import Source, open_sources
+from gaupipe.data.images import FileImages, Source
+from gaupipe.data.sources import open_sources
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole

@@ -1,4 +1,5 @@
-"""Images in files: decoded when they are asked for, or once and then read from the user's cache."""
+"""Images in memory, and images in files: decoded when they are asked for, or once and then read
+from the user's cache."""
 
 from __future__ import annotations
 
@@ -89,6 +90,42 @@ def _examine(path: str) -> str:
         file.seek(0)
         check(file)
         return digest
+
+
+class ArrayImages(Dataset):
+    """Images held in memory: ``images`` uint8 [N, C, height, width], ``labels`` int64 [N], and the
+    names of the classes, none where they have none."""
+
+    def __init__(
+        self, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str] = ()
+    ) -> None:
+        self.class_names = tuple(class_names)
+        self.images = torch.from_numpy(np.array(images, order="C"))
+        self.labels = np.asarray(labels, dtype=np.int64)
+
+    def resized(self, size: int, interpolation: str = "bilinear") -> ArrayImages:
+        """The same images at ``size`` x ``size`` pixels, with antialiasing."""
+        if tuple(self.images.shape[-2:]) == (size, size):
+            return self
+        try:
+            mode = InterpolationMode(interpolation)
+            images = F.resize(self.images, [size, size], mode, antialias=True)
+        except RuntimeError as error:  # torch's allocator
+            raise UserError(
+                f"data.image_size: {len(self)} images of {size} x {size} pixels cannot be held in "
+                f"memory: {str(error).splitlines()[0]}"
+            ) from None
+        return ArrayImages(images.numpy(), self.labels, self.class_names)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(positions)
+        return self.images[where], torch.from_numpy(self.labels[where])
+
+    def fingerprint(self) -> bytes:
+        return hashlib.sha256(self.images.numpy().tobytes()).digest()
 
 
 class FileImages(Dataset):
@@ -208,3 +245,6 @@ class FileImages(Dataset):
         key.update(json.dumps([*resizing, *libraries]).encode())
         shape = (len(self.positions), 3, self.size, self.size)
         return ImageCache(name, key.digest(), shape, enabled)
+
+
+Source = ArrayImages | FileImages
