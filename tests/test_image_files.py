@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from arguments import sets
-from gaupipe.data import files as image_files
+from gaupipe.data import images as image_files
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
 from gaupipe.data.splits import ImageData, load_data

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from gaupipe.data import cache, decoding, files, loader
+from gaupipe.data import cache, decoding, loader
+from gaupipe.data import images as image_files
 from gaupipe.data.augment import Augment, AugmentSettings, middle_square
 from gaupipe.data.batches import Batches
 from gaupipe.data.decoding import read_rgb
@@ -61,7 +62,7 @@ def decoded(monkeypatch):
         names.append(os.path.basename(file.name))
         return read_rgb(file)
 
-    monkeypatch.setattr(files, "read_rgb", noted)
+    monkeypatch.setattr(image_files, "read_rgb", noted)
     return names
 
 
@@ -287,7 +288,7 @@ def test_an_image_that_changes_after_its_digest_is_refused_when_it_is_kept(root,
 def test_other_images_are_kept_beside(root, settings, monkeypatch):
     all_images(load(root))
     if not settings:
-        monkeypatch.setattr(files.torchvision, "__version__", "0.0")
+        monkeypatch.setattr(image_files.torchvision, "__version__", "0.0")
     data = load(root, **settings)
     assert data.train.source.cache.images is None
     assert same(all_images(data), all_images(load(root, cache="none", **settings)))
