@@ -86,13 +86,17 @@ class Augment:
         self.seed = seed
 
     def __call__(
-        self, images: Tensor, image_ids: Tensor, epoch: int, places: Tensor | None = None
+        self,
+        images: Tensor,
+        image_ids: Tensor,
+        epoch: int | np.ndarray,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, Geometry | None]:
         """(views, where they lie) of a batch.
 
         images      uint8 [B, C, height, width], before normalisation, C 1 or 3; not changed
         image_ids   int64 [B]
-        epoch       counted from 0
+        epoch       counted from 0; one for all images, or that of each [B]
         places      where the ``images`` lie, if they are crops of full-size images already, which
                     are then not cropped again: float64 [B, 4], as :meth:`crops` returns it
 
@@ -153,7 +157,11 @@ class Augment:
         return torch.stack(crops).contiguous(), torch.from_numpy(np.concatenate(places))
 
     def _randaugment(
-        self, settings: RandAugmentSettings, images: Tensor, image_ids: Tensor, epoch: int
+        self,
+        settings: RandAugmentSettings,
+        images: Tensor,
+        image_ids: Tensor,
+        epoch: int | np.ndarray,
     ) -> Tensor:
         draws = uniforms(self.seed, epoch, image_ids, 2 * settings.ops, RANDAUGMENT)
         names = self.settings.operations
@@ -168,7 +176,7 @@ class Augment:
                 images[alike] = operation(images[alike], settings.magnitude / 30, of_sign)
         return images
 
-    def _erase(self, images: Tensor, image_ids: Tensor, epoch: int) -> Tensor:
+    def _erase(self, images: Tensor, image_ids: Tensor, epoch: int | np.ndarray) -> Tensor:
         draws = uniforms(self.seed, epoch, image_ids, 4 + 4 * ATTEMPTS, ERASING)
         size = (images.shape[-2], images.shape[-1])
         boxes, fits = _boxes(draws[:, 4:], size, (0.02, 1 / 3), (0.3, 10 / 3))

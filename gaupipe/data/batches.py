@@ -166,11 +166,7 @@ class Batches:
         images_of = self.loader(requests(self.split, ids, augment, views))
         for loaded, batch, of_batch in zip(images_of, batches, views, strict=True):
             images = self._on_device(loaded.images)
-            for view in np.unique(of_batch):
-                of_view = torch.from_numpy(np.flatnonzero(of_batch == view))
-                at, places = of_view.to(self.device), loaded.places
-                places = None if places is None else places[of_view]
-                images[at] = augment(images[at], loaded.ids[of_view], int(view), places)[0]
+            images, _ = augment(images, loaded.ids, of_batch, loaded.places)
             labels = self._on_device(loaded.labels)
             yield Batch(self._normalised(images), labels, torch.from_numpy(batch.copy()))
 
