@@ -22,7 +22,6 @@ from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
 from gaupipe.data.splits import ImageData, Split, load_data
 from gaupipe.distillation.losses import feature_loss, patch_map
-from gaupipe.distillation.student import layer_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
 from gaupipe.system.device import select_device
@@ -226,7 +225,7 @@ def teacher_agreement(
     device = next(student.parameters()).device
     job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
-    layers = layer_map(settings.phase_b, len(student.blocks), maps.schema.layers)
+    layers = job.layers
     same = torch.zeros((), dtype=torch.float64)
     divergence = torch.zeros(len(layers), dtype=torch.float64)
     if maps.schema.extra.get("views") is None:

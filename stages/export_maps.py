@@ -21,8 +21,8 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.export import check_export, chosen
 from gaupipe.distillation.kinds import KINDS, Attention
+from gaupipe.distillation.store_choice import check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings

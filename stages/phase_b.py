@@ -77,7 +77,7 @@ class PhaseB(Training):
         if views > 1 and not (gamma or settings.phase_b.alpha):
             return None, None
         view = epoch % views if views > 1 else None
-        shuffled = settings.seed if settings.phase_b.shuffle_maps else None
+        shuffled = settings.seed if gamma and settings.phase_b.shuffle_maps else None
         names = None if gamma else ("logits", "labels")
         return MapsOfEpoch(maps, view or 0, shuffled, names), view
 

@@ -21,7 +21,7 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
-from gaupipe.distillation.export import planned_export
+from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.student import MapShape, build_student, check_baseline
 from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device

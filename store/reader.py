@@ -119,7 +119,7 @@ class Store:
                 checksums = self._checksums[ids[new]]
                 self._check(name, ids[new], stored[unchecked], checksums)
             rows[name] = self.schema.decode(name, stored)
-        if names is self._layout.names:
+        if len(rows) == len(self._layout.names):
             self._checked[ids] = True
         return rows
 

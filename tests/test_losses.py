@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from gaupipe.data.augment import Mix
 from gaupipe.distillation.losses import feature_loss, gamma_at, hard_loss, soft_loss
 from oracles import divergence
 
@@ -65,6 +66,11 @@ def test_soft_and_hard_loss():
     assert soft == pytest.approx(-(p * log_q).sum(-1).mean(), rel=1e-5)
     hard = hard_loss(logits, torch.tensor([1, 3])).item()
     assert hard == pytest.approx(-(log_q[0, 1] + log_q[1, 3]) / 2, rel=1e-5)
+    blend = torch.tensor([0.7, 0.4], dtype=torch.float64)
+    mixed = Mix(torch.tensor([1, 0]), blend, torch.zeros(2, 4, dtype=torch.float64))
+    hard = hard_loss(logits, torch.tensor([1, 3]), 0.1, mixed).item()
+    targets = 0.9 * np.array([[0, 0.7, 0, 0.3], [0, 0.6, 0, 0.4]]) + 0.1 / 4
+    assert hard == pytest.approx(-(targets * log_q).sum(-1).mean(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -93,15 +93,13 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
 
 
 def test_paths_of_this_machine_are_in_no_setting():
-    args = {"pretrained_cfg_overlay": {"file": "/home/someone/weights.bin", "mean": [0.5, "a/b"]}}
-    assert without_folders({"phase_a": {"teacher": "local-dir:/x/vit", "teacher_args": args}}) == {
-        "phase_a": {
-            "teacher": "local-dir:vit",
-            "teacher_args": {
-                "pretrained_cfg_overlay": {"file": "weights.bin", "mean": [0.5, "a/b"]}
-            },
-        }
-    }
+    args = "{pretrained_cfg_overlay: {file: /home/someone/weights.bin, mean: [0.5, a/b]}}"
+    sets = "phase_a.teacher=local-dir:/x/vit", f"phase_a.teacher_args={args}", "data.root=/x/y"
+    settings = without_folders(config.load("digits", [*sets, "data.name=folder"]))
+    assert settings.phase_a.teacher == "local-dir:vit" and settings.data.root == Path("y")
+    overlay = {"file": "weights.bin", "mean": [0.5, "a/b"]}
+    assert settings.phase_a.teacher_args == {"pretrained_cfg_overlay": overlay}
+    assert without_folders("local-dir:vit") == "local-dir:vit"
 
 
 def test_the_baseline_has_a_card_of_its_own(run, tmp_path, in_process):

@@ -168,3 +168,16 @@ def test_a_new_student_has_its_settings_or_is_not_there(made, monkeypatch):
     with pytest.raises(UserError, match="new already exists"):
         students.make_folder(folder, "", settings)
     assert [path.name for path in folder.parent.glob("*new*")] == ["new"]
+
+
+def test_a_new_student_follows_the_umask_and_no_link(made):
+    settings, folder = RunDirectory(made).settings(), made / "phase_b" / "private"
+    before = os.umask(0o027)
+    try:
+        students.make_folder(folder, "", settings)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o750 and (folder / "config.yaml").is_file()
+    folder.with_name("link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="link already exists"):
+        students.make_folder(folder.with_name("link"), "", settings)

@@ -8,6 +8,8 @@ import pytest
 import zarr
 
 import store
+from store import reader
+from store.encoding import image_crc32c as crc32c
 from test_store import (
     VARIANTS,
     assert_stored,
@@ -110,6 +112,16 @@ def test_numbers_written_by_someone_else_are_found(gaussian):
     zarr.open_array(url / "gaussians")[9, 1, 2, 3, 0] = np.nan
     zarr.open_array(url / "labels")[2] = 4
     assert damaged_images(url) == [(0, "labels", 2, 3), (2, "gaussians", 9, 10)]
+
+
+def test_an_image_is_compared_when_it_is_read_for_the_first_time(gaussian, monkeypatch):
+    url, _, arrays = gaussian
+    maps = store.open(url)
+    maps.gather([1, 2])
+    compared = []
+    monkeypatch.setattr(reader, "image_crc32c", lambda a: compared.append(len(a)) or crc32c(a))
+    assert_stored(maps.gather([2, 1, 5]), arrays, [2, 1, 5])
+    assert compared == [1] * len(arrays)
 
 
 def test_an_array_that_was_not_read_is_compared_when_it_is(gaussian):

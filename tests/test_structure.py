@@ -28,7 +28,7 @@ ROOMS = {
 
 ALONE = {"store", "gaupipe.maps", "gaupipe.system"}
 READ_THE_STORE = {
-    "gaupipe.distillation.export",
+    "gaupipe.distillation.store_choice",
     "gaupipe.distillation.kinds",
     "gaupipe.settings",
 }

@@ -17,8 +17,8 @@ from arguments import sets, unpacked
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.export import chosen
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
 from gaupipe.distillation.warm_start import warm_start
 from gaupipe.maps.views import from_top_k, top_k

@@ -120,8 +120,8 @@ class Batches:
         view: int | None = None,
         first: int = 0,
     ) -> Iterator[Batch]:
-        """One epoch of training, counted from 0: augmented views, with what ``maps.prefetch``, as
-        that of a :class:`store.Store`, reads for them.
+        """One epoch of training, counted from 0: augmented views, with what ``maps.prefetch`` reads
+        for them; ``maps`` may be a :class:`store.Store`.
         It begins with batch ``first``; nothing is read of the batches before.
 
         (seed of ``augment``, epoch) and the number of buckets alone determine the order, and the

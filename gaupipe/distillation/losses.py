@@ -33,8 +33,8 @@ Remade = Callable[[], tuple[Tensor, Tensor]]
 def hard_loss(
     logits: Tensor, labels: Tensor, smoothing: float = 0.0, mixed: Mix | None = None
 ) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), optionally smoothed. For a mixed
-    batch labels are the probabilities that its mix stands for."""
+    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
+    ``mixed`` makes of them; optionally smoothed."""
     if mixed is not None:
         labels = mixed_targets(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
     return F.cross_entropy(logits, labels, label_smoothing=smoothing)

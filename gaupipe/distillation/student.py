@@ -9,8 +9,8 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.export import planned_export
 from gaupipe.distillation.losses import check_maps
+from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError

@@ -64,7 +64,7 @@ def check_file(option: str, path: Path, *suffixes: str) -> Path:
 
 
 def partial_prefix(path: Path) -> str:
-    """The beginning of the names that a killed :func:`whole_file` may leave behind."""
+    """The beginning of the names that a killed process may leave behind for a file or folder."""
     return f".{path.name[:100]}.partial-"
 
 

@@ -29,7 +29,7 @@ from gaupipe.system.files import write_flushed
 
 class Records:
     """The records of N images, of W int32 words each, in two files of equal layout, ``records.0``
-    and ``records.1``. An image is named by its position among the ``image_ids`` [N].
+    and ``records.1``. Methods take positions in ``image_ids`` [N], messages name the id.
 
     Read and written by position, not mapped into memory: a first touch of a mapped page costs a
     page fault, and a write reads the page from disk before it overwrites it. ``files.json`` has the

@@ -122,9 +122,9 @@ class Epoch:
         self.sums: dict[str, Tensor] = {}
         self.metrics: dict[str, Any] = {}
         self._generators: dict[int, torch.Generator] = {}
+        loop.steps.begin_line()
         if state.epoch:
             self._load(state.epoch)
-        loop.steps.begin_line(self.images, self.sums)
         self._seed()
 
     def follow(self, generators: Mapping[int, torch.Generator]) -> None:
@@ -142,10 +142,11 @@ class Epoch:
     def add(self, images: int, **values: Tensor) -> None:
         """Ends a batch of this many images, with the means of its losses over them. Writes a
         checkpoint where one is due, and raises Stopped then after a signal."""
-        update = self.loop.update
-        for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach() * images
-        self.images += images
+        update, steps = self.loop.update, self.loop.steps
+        for of in (self, steps):
+            of.images += images
+            for name, value in values.items():
+                of.sums[name] = of.sums.get(name, 0) + value.detach() * images
         self.batches += 1
         progress = self.loop.progress
         if progress.is_stale:
@@ -153,9 +154,8 @@ class Epoch:
             shown = " ".join(f"{name} {mean:.3f}" for name, mean in means.items())
             progress.show(f"{progress.label} {self.number + 1}/{self.loop.total} {shown}")
         progress.advance(images * distributed.world_size())
-        every = self.loop.steps.every
-        if every and update.batch % every == 0:
-            self.loop.steps.line(self.number, self.images, self.sums)
+        if steps.every and update.batch % steps.every == 0:
+            steps.write(self.number)
         # after the last batch: an evaluation may be long, too
         last = self.batches == update.steps and update.state.epoch is not None
         if update.stepped and (update.pauses.due or last):

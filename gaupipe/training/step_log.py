@@ -71,10 +71,10 @@ class StepLog:
             logger.close()
         self._loggers = []
 
-    def begin_line(self, images: int, sums: Mapping[str, Tensor]) -> None:
-        """The next batch is the first of a line. Before it the epoch had this many images, with
-        these sums of their losses."""
-        self.images, self.sums = images, {**sums}
+    def begin_line(self) -> None:
+        """The next batch is the first of a line."""
+        self.images, self.sums = 0, dict[str, Tensor]()
+        """Images of the line so far, and the sums of their losses."""
         self._since, self._waited = time.monotonic(), dict(self.batches.waited)
 
     def epoch(self, metrics: Mapping[str, Any]) -> None:
@@ -86,21 +86,18 @@ class StepLog:
         }
         self._tell(numbers)
 
-    def line(self, epoch: int, images: int, sums: Mapping[str, Tensor]) -> None:
-        """Writes a line, and begins the next. So far the epoch has had this many images, with these
-        sums of their losses."""
+    def write(self, epoch: int) -> None:
+        """Writes a line, and begins the next."""
         if not distributed.is_main():
             return
-        since = images - self.images
-        losses = {name: (total - self.sums.get(name, 0)) / since for name, total in sums.items()}
         seconds = max(time.monotonic() - self._since, 1e-9)
         waited = {name: now - self._waited[name] for name, now in self.batches.waited.items()}
         norm = self.update.grad_norm
         values = {
-            **{name: mean.item() for name, mean in losses.items()},
+            **{name: (total / self.images).item() for name, total in self.sums.items()},
             "lr": self.update.state.lr,
             **({} if norm is None else {"grad_norm": float(norm)}),
-            "images_per_s": round(since * distributed.world_size() / seconds, 1),
+            "images_per_s": round(self.images * distributed.world_size() / seconds, 1),
             **{f"waits_{name}": round(spent / seconds, 4) for name, spent in waited.items()},
         }
         step = self.update.batch
@@ -110,7 +107,7 @@ class StepLog:
         with (self.folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps({"epoch": epoch + 1, "step": step, **finite}) + "\n")
         self._tell({f"step/{name}": value for name, value in values.items()})
-        self.begin_line(images, sums)
+        self.begin_line()
 
     def _tell(self, values: Mapping[str, float]) -> None:
         for logger in self._loggers:

@@ -79,13 +79,18 @@ def published_settings(student: TrainedStudent) -> Settings:
                 named = {key: schema.extra.get(key) or {} for key in ("teacher", "teacher_args")}
                 phase = PhaseASettings.model_validate(named)
             break
-    own = {"device": Settings().device, "log": Settings().log}
-    return without_folders(settings.model_copy(update={"phase_a": phase, "export": export, **own}))
+    changes = {
+        "phase_a": phase,
+        "export": export,
+        "device": Settings().device,
+        "log": Settings().log,
+    }
+    return without_folders(settings.model_copy(update=changes))
 
 
 def without_folders(value: Any) -> Any:
-    """Settings, or the value of one, without the folders above each path, which a text is if it is
-    absolute or begins with ``local-dir:``."""
+    """The settings, or one of their values, with the last part alone of each path. A text is a path
+    if it is absolute or begins with ``local-dir:``."""
     if isinstance(value, Section):
         return value.model_copy(update=without_folders(dict(value)))
     if isinstance(value, Path):
@@ -94,6 +99,8 @@ def without_folders(value: Any) -> Any:
         return {name: without_folders(part) for name, part in value.items()}
     if isinstance(value, list):
         return [without_folders(part) for part in value]
-    if isinstance(value, str) and (value.startswith(LOCAL) or os.path.isabs(value)):
-        return (LOCAL if value.startswith(LOCAL) else "") + Path(value).name
+    if isinstance(value, str):
+        path = value.removeprefix(LOCAL)
+        if path != value or os.path.isabs(path):
+            return value.removesuffix(path) + Path(path).name
     return value

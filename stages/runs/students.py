@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from gaupipe.attention import STUDENTS
 from gaupipe.settings import Settings
@@ -98,16 +98,17 @@ def make_folder(
     """Makes the folder of a new student with :func:`write_request`, in one step. Raises UserError,
     ending in what to do ``instead``, where there is one."""
     taken = UserError(f"{folder} already exists: --resume continues it, {instead}")
-    if folder.exists():
+    if os.path.lexists(folder):
         raise taken
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=partial_prefix(folder)) as fresh:
-        write_request(Path(fresh), settings, maps)
-        os.chmod(fresh, 0o755)
-        try:
-            os.rename(fresh, folder)
-        except OSError as error:  # another command may have been quicker
-            raise (taken if folder.exists() else error) from None
+    fresh = folder.with_name(f"{partial_prefix(folder)}{secrets.token_hex(8)}")
+    fresh.mkdir(parents=True)
+    try:
+        write_request(fresh, settings, maps)
+        fresh.rename(folder)
+    except OSError as error:  # another command may have been quicker
+        raise (taken if os.path.lexists(folder) else error) from None
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def write_request(folder: Path, settings: Settings, maps: tuple[str, str] | None = None) -> None:
