@@ -165,8 +165,8 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
             state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
             running.line(
                 epoch,
-                f"loss {means['loss']:.4f}, train acc {means['acc']:.4f}, "
-                f"validation acc {scores['acc']:.4f}",
+                f"loss {means['loss']:.3f}, train {100 * means['acc']:.1f} %, "
+                f"val {100 * scores['acc']:.1f} %",
             )
         progress.line(f"{label}: {job.ending(state, folder)}")
 

@@ -163,8 +163,8 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
                 val_acc = score_teacher(trained, validation, seen=False)["acc"]
             epoch.finish(train_loss=losses["loss"], train_acc=train_acc, val_acc=val_acc)
             state.finished = train_acc >= phase.stop_accuracy or running.is_last(epoch)
-            unseen = "" if val_acc is None else f", unseen {val_acc:.4f}"
-            running.line(epoch, f"loss {losses['loss']:.4f}, train acc {train_acc:.4f}{unseen}")
+            unseen = "" if val_acc is None else f", unseen {100 * val_acc:.1f} %"
+            running.line(epoch, f"loss {losses['loss']:.3f}, train {100 * train_acc:.1f} %{unseen}")
         if per_image is not None:
             per_image.release()
         running.progress.line(f"phase A: {trained_vit.ending(phase, state.metrics)}")
