@@ -130,7 +130,7 @@ class Variant(Training):
 
     def gamma(self, epoch: int) -> float:
         if self.name == "patch_drop" and epoch == self.epochs // 2:
-            self.student.patch_drop = nn.Identity()
+            self.student.patch_drop.prob = 0.0
         return super().gamma(epoch)
 
 
