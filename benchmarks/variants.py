@@ -34,10 +34,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
 from gaupipe.data.batches import Batch, Batches
+from gaupipe.data.buckets import Buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
 from gaupipe.training.scores import score_model
+from gaupipe.training.state import TrainingState
+from stages.compare.costs import processor_seconds
 from stages.train import LabelLosses, Training, build, train, training_state
 
 BATCH_SIZES = {"plain": 128, "patch_drop": 128, "impulse": 128, "infobatch": 176}
@@ -47,19 +50,19 @@ FULL_EPOCHS = 4
 
 
 class Selected(LabelLosses):
-    """The cross-entropy with the labels of some images of each batch."""
+    """The cross-entropy with the labels of some images of each batch. ``last`` [images] has the
+    last loss of each image, a large one before it was seen."""
 
-    def __init__(self, job: Training, steps: int) -> None:
+    def __init__(self, job: Training) -> None:
         super().__init__(job)
-        self.steps, self.step = steps, 0
+        images = len(job.data.train)
+        self.steps, self.step = Buckets(images).steps(job.settings.data.batch_size), 0
+        self.last = torch.full((images,), 100.0)
         self.random = torch.Generator().manual_seed(job.settings.seed)
 
     def weights(self, batch: Batch, epoch: int) -> Tensor:
         """The weight of each image, float32 [B]; 0 leaves it out."""
         raise NotImplementedError
-
-    def remember(self, batch: Batch, losses: Tensor) -> None:
-        """Takes the losses [B] of the images that were not left out."""
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
         weights = self.weights(batch, self.step // self.steps)
@@ -68,7 +71,7 @@ class Selected(LabelLosses):
         rest = Batch(batch.images[kept], batch.labels[kept], batch.ids[kept])
         logits = self.forward_student(rest.images).float()
         each = cross_entropy(logits, rest.labels, reduction="none")
-        self.remember(rest, each.detach())
+        self.last[rest.ids] = each.detach()
         loss = (each * weights[kept]).sum() / len(batch)
         accuracy = (logits.argmax(-1) == rest.labels).float().mean()
         return {"loss": loss, "loss_hard": loss, "acc": accuracy}
@@ -76,11 +79,11 @@ class Selected(LabelLosses):
 
 class Half(Selected):
     """Half of each batch: a random one, or after FULL_EPOCHS that with the largest ``hardness``
-    [images], which ``own`` losses replace."""
+    [images], or the largest last losses."""
 
-    def __init__(self, job: Training, steps: int, hardness: Tensor | None, own: bool) -> None:
-        super().__init__(job, steps)
-        self.hardness, self.own = hardness, own
+    def __init__(self, job: Variant) -> None:
+        super().__init__(job)
+        self.hardness = self.last if job.name == "own_loss" else job.hardness
 
     def weights(self, batch: Batch, epoch: int) -> Tensor:
         scores = torch.rand(len(batch), generator=self.random)
@@ -89,18 +92,13 @@ class Half(Selected):
         chosen = scores.argsort(descending=True)[: len(batch) // 2]
         return torch.zeros(len(batch)).index_fill(0, chosen, len(batch) / len(chosen))
 
-    def remember(self, batch: Batch, losses: Tensor) -> None:
-        if self.own and self.hardness is not None:
-            self.hardness[batch.ids] = losses
-
 
 class InfoBatch(Selected):
     """Images whose last loss is below the mean are left out half of the time."""
 
-    def __init__(self, job: Training, steps: int) -> None:
-        super().__init__(job, steps)
-        self.last, self.epochs = torch.ones(len(job.data.train)), job.epochs
-        self.mean = self.last.mean()
+    def __init__(self, job: Training) -> None:
+        super().__init__(job)
+        self.epochs, self.mean = job.epochs, self.last.mean()
 
     def weights(self, batch: Batch, epoch: int) -> Tensor:
         if self.step % self.steps == 0:
@@ -111,9 +109,6 @@ class InfoBatch(Selected):
             weights[easy] = 2.0 * (torch.rand(int(easy.sum()), generator=self.random) < 0.5)
         return weights
 
-    def remember(self, batch: Batch, losses: Tensor) -> None:
-        self.last[batch.ids] = losses
-
 
 class Variant(Training):
     """A training in one of the ways that this file's docstring names."""
@@ -122,11 +117,9 @@ class Variant(Training):
     hardness: Tensor | None = None
 
     def losses(self) -> nn.Module:
-        size = self.settings.data.batch_size
-        steps = -(-len(self.data.train) // size)
         if self.name in HALVES:
-            return Half(self, steps, self.hardness, self.name == "own_loss")
-        return InfoBatch(self, steps) if self.name == "infobatch" else super().losses()
+            return Half(self)
+        return InfoBatch(self) if self.name == "infobatch" else super().losses()
 
     def gamma(self, epoch: int) -> float:
         if self.name == "patch_drop" and epoch == self.epochs // 2:
@@ -141,8 +134,6 @@ def variant(
     job = build(settings, data)
     made = Variant(job.settings, data, job.device, job.student, job.optim)
     made.name, made.hardness = name, hardness
-    if name == "own_loss":
-        made.hardness = torch.full((len(data.train),), 100.0)
     if name == "impulse":
         start_impulse(job.student, settings.seed)
     if name == "patch_drop":
@@ -212,7 +203,7 @@ def losses_of_proxy(settings: Settings, data: ImageData, folder: Path) -> Tensor
     args = settings.model.args | {"embed_dim": 32}
     settings = settings.with_section("model", args=args).with_section("phase_b", epochs=6)
     job = variant("plain", settings.with_section("data", batch_size=128), data)
-    model = trained(job, folder)
+    model = trained(job, folder).kept.eval()
     losses = torch.empty(len(data.train))
     with torch.inference_mode():
         for batch in Batches(data.train, data, job.device, 500).in_order():
@@ -221,12 +212,12 @@ def losses_of_proxy(settings: Settings, data: ImageData, folder: Path) -> Tensor
     return losses
 
 
-def trained(job: Variant, folder: Path) -> VisionTransformer:
-    """The student after its training into ``folder``, to be evaluated."""
+def trained(job: Variant, folder: Path) -> TrainingState[VisionTransformer]:
+    """The student and its metrics after its training into ``folder``."""
     state = training_state(job)
     folder.mkdir(parents=True)
     train(job, state, folder)
-    return state.kept.eval()
+    return state
 
 
 def main() -> None:
@@ -262,17 +253,17 @@ def main() -> None:
             hardness = losses_of_proxy(settings, data, Path(directory) / "proxy")
         proxy_seconds = time.process_time() - began
         job = variant(name, settings, data, hardness)
-        model = trained(job, Path(directory) / name)
-        metrics = [json.loads(line) for line in (Path(directory) / name / "metrics.jsonl").open()]
+        state = trained(job, Path(directory) / name)
+    test = score_model(state.kept, Batches(data.test, data, job.device, 500))
     print(
         json.dumps(
             {
                 "seed": arguments.seed,
                 "variant": name,
                 "epochs": arguments.epochs,
-                "val_acc": [line["val_acc"] for line in metrics],
-                "test_acc": score_model(model, Batches(data.test, data, job.device, 500))["acc"],
-                "processor_seconds": sum(line["processor_seconds"] for line in metrics),
+                "val_acc": [entry["val_acc"] for entry in state.metrics],
+                "test_acc": test["acc"],
+                "processor_seconds": processor_seconds(state.metrics),
                 "proxy_seconds": proxy_seconds if name == "proxy_loss" else None,
             }
         )
