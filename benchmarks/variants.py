@@ -13,7 +13,6 @@ proxy_loss    from the fifth epoch on the half that a ViT of width 32 and 6 epoc
 infobatch     InfoBatch (arXiv 2303.04947), batches of 176: an image whose last loss is below the
               mean is left out with probability 1/2, otherwise it weighs twice; not in the first
               epoch, nor in the last eighth
-patch_drop    half of the patches in the first half of the epochs (PatchDropout, arXiv 2208.07220)
 impulse       Q and K whose attention starts as a shift by at most one patch (after arXiv
               2505.19985; here from the position embedding, at the rank of a head)
 """
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.layers import PatchDropout, build_sincos2d_pos_embed
+from timm.layers import build_sincos2d_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
@@ -43,7 +42,7 @@ from gaupipe.training.state import TrainingState
 from stages.compare.costs import processor_seconds
 from stages.train import LabelLosses, Training, build, train, training_state
 
-BATCH_SIZES = {"plain": 128, "patch_drop": 128, "impulse": 128, "infobatch": 176}
+BATCH_SIZES = {"plain": 128, "impulse": 128, "infobatch": 176}
 HALVES = ("random_half", "own_loss", "proxy_loss")
 FULL_EPOCHS = 4
 """Epochs in which every variant of HALVES takes random halves."""
@@ -121,11 +120,6 @@ class Variant(Training):
             return Half(self)
         return InfoBatch(self) if self.name == "infobatch" else super().losses()
 
-    def gamma(self, epoch: int) -> float:
-        if self.name == "patch_drop" and epoch == self.epochs // 2:
-            self.student.patch_drop.prob = 0.0
-        return super().gamma(epoch)
-
 
 def variant(
     name: str, settings: Settings, data: ImageData, hardness: Tensor | None = None
@@ -136,9 +130,6 @@ def variant(
     made.name, made.hardness = name, hardness
     if name == "impulse":
         start_impulse(job.student, settings.seed)
-    if name == "patch_drop":
-        prefix = job.student.num_prefix_tokens
-        job.student.patch_drop = PatchDropout(0.5, num_prefix_tokens=prefix)
     return made
 
 

@@ -262,7 +262,8 @@ def measure(
             seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
         if "plain" in stages:
             metrics = train.run(short, folder, data=small)
-            seconds["plain"] = stages["plain"]["epochs"] * epoch(metrics)
+            halves = epoch(metrics, 1) + epoch(metrics)  # patches may be dropped in the first
+            seconds["plain"] = stages["plain"]["epochs"] / 2 * halves
     return seconds
 
 
@@ -274,7 +275,7 @@ def shortened(settings: Settings) -> Settings:
         "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
         "export": {"views": settings.export.views and 2},
         "phase_b": {"epochs": 4, "gamma_epochs": 2, "patience": None},
-        "baseline": {"epochs": 2},
+        "baseline": {"epochs": 4},
         "data": {"buckets": None},
     }
     few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -83,6 +84,14 @@ class Training:
         """The weight of L_feat in an epoch counted from 0."""
         return 0.0
 
+    def drop_patches(self, epoch: int) -> float:
+        """The share of the patches that the student drops in an epoch counted from 0, from now."""
+        drops = epoch < self.epochs // 2 and not self.gamma(epoch)
+        rate = self.settings.phase_b.patch_drop_rate if drops else 0.0
+        if isinstance(self.student.patch_drop, PatchDropout):
+            self.student.patch_drop.prob = rate
+        return rate
+
     def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
         """The stored maps of an epoch's batches, and the view of the images that they show."""
         return None, None
@@ -143,6 +152,7 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
         for epoch in running.epochs():
             losses_of = update.data_parallel(losses)
             gamma, (maps, view) = job.gamma(epoch.number), job.maps_of_epoch(epoch.number)
+            job.drop_patches(epoch.number)
             # images [B, channels, h, w]
             for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
                 with update.forward():

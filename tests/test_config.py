@@ -120,7 +120,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("model.args={mlp_ratio: null}", "mlp_ratio"),
         ("model.args={drop_rate: 2}", "drop_rate"),
         ("model.args={pos_drop_rate: true}", "pos_drop_rate"),
-        ("model.args={patch_drop_rate: 0.5}", "every token needs its place"),
+        ("model.args={patch_drop_rate: 0.5}", "see phase_b.patch_drop_rate"),
         *(
             (f"model.args={{{name}: 1}}", f"{name!r} cannot be given here")
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")

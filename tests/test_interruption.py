@@ -48,7 +48,12 @@ CASES = {
         "phase_a.mode=stochastic",
         "baseline.epochs=0",
     ],
-    "vit": ["phase_a.teacher=vit", "phase_b.alpha=0.2", "phase_b.optim.accumulate=2"],
+    "vit": [
+        "phase_a.teacher=vit",
+        "phase_b.alpha=0.2",
+        "phase_b.optim.accumulate=2",
+        "phase_b.patch_drop_rate=0.5",
+    ],
 }
 
 Kill = tuple[str, tuple[int, ...], int]

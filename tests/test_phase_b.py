@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import timm
 import torch
+from timm.layers import Mlp
 
 import store
+from arguments import sets
 from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
@@ -95,6 +97,45 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
             rows.append(phase_b.train_student(settings, folder, teacher=teacher))
     losses = [[(row["train_loss"], row["val_loss"]) for row in of_run] for of_run in rows]
     assert losses[0] == losses[2] != losses[1] == losses[3]
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
+    run_dir, tmp_path, monkeypatch, distilled
+):
+    changes = ["phase_b.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
+    settings = config.load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
+    trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
+    scored: set[int] = set()
+    forward, drop_patches = Mlp.forward, student_training.Training.drop_patches
+
+    def noted(mlp, x):
+        (trained[-1] if mlp.training else scored).add(x.shape[1])
+        return forward(mlp, x)
+
+    def begun(job, epoch):
+        trained.append(set())
+        return drop_patches(job, epoch)
+
+    monkeypatch.setattr(Mlp, "forward", noted)
+    monkeypatch.setattr(student_training.Training, "drop_patches", begun)
+    teacher = RunDirectory(run_dir) if distilled else None
+    phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
+    assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
+
+
+@pytest.mark.parametrize("options", ["{}", "{prior: true}"])
+def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_process, options):
+    student = "standard" if "prior" in options else "gaussian"
+    changes = [f"phase_b.student={student}", f"phase_b.attention_options={options}"]
+    for command in ("train", "run", "plan"):
+        settings = sets(*changes, "phase_b.patch_drop_rate=0.5")
+        code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
+        last = err.splitlines()[-1]
+        assert code == 2 and last == (
+            "gaupipe: phase_b.patch_drop_rate: a student with Gaussians needs all patches"
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_export_to_onnx_agrees_in_onnxruntime(run_dir):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
@@ -43,17 +44,17 @@ def build_student(
     One that is fine-tuned has its trained weights, unless ``trained`` is False."""
     phase = settings.phase_b
     if fine_tunes(settings.model.name):
-        return with_weights(settings, data, device, trained)
-    torch.manual_seed(settings.seed)
-    return build_vit(
-        settings.model,
-        data,
-        phase.student,
-        device,
-        ("phase_b.model_args", phase.model_args),
-        attention_options=phase.attention_options,
-        match_params=phase.match_params,
-    )
+        student = with_weights(settings, data, device, trained)
+    else:
+        torch.manual_seed(settings.seed)
+        options = {name: getattr(phase, name) for name in ("attention_options", "match_params")}
+        changes = ("phase_b.model_args", phase.model_args)
+        student = build_vit(settings.model, data, phase.student, device, changes, **options)
+    if phase.patch_drop_rate:
+        if any(hasattr(module, "places") for module in student.modules()):
+            raise UserError("phase_b.patch_drop_rate: a student with Gaussians needs all patches")
+        student.patch_drop = PatchDropout(phase.patch_drop_rate, student.num_prefix_tokens)
+    return student
 
 
 def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None]:

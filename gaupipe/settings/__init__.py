@@ -60,10 +60,11 @@ MODEL_ARGS_ELSEWHERE = {
     ),
     **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
     **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
+    "patch_drop_rate": "see phase_b.patch_drop_rate",
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
-        ("features_only", "dynamic_img_size", "dynamic_img_pad", "patch_drop_rate"),
+        ("features_only", "dynamic_img_size", "dynamic_img_pad"),
         "every token needs its place on the grid",
     ),
 }
@@ -417,6 +418,9 @@ class PhaseBSettings(Section):
     that the maps belong to the image."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Smoothing of the labels in L_hard."""
+    patch_drop_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the patches that each image loses in the first half of the epochs, except while maps
+    are compared (PatchDropout, arXiv 2208.07220)."""
     warm_start: Annotated[Literal["none", "teacher", "exact"], Scope.TEACHER] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that

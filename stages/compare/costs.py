@@ -52,14 +52,16 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     stored, _view = job.maps_of_epoch(0)
     batch = next(iter(batches.epoch(0, Augment(settings.augment, settings.seed), stored)))
     losses = job.losses().train()
-    forwards = {
-        gamma: multiply_adds(partial(losses, batch, gamma)) / len(batch)
-        for gamma in {entry["gamma"] for entry in metrics}
-    }  # of an image
-    images = FORWARDS * len(data.train)
+    forwards: dict[tuple[float, float], float] = {}  # of an image
+    counted = 0.0
+    for epoch, entry in enumerate(metrics):
+        kind = gamma, _rate = entry["gamma"], job.drop_patches(epoch)
+        if kind not in forwards:
+            forwards[kind] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
+        counted += forwards[kind]
     return {
         "parameters": count_parameters(job.student),
-        "multiply_adds": round(images * sum(forwards[entry["gamma"]] for entry in metrics)),
+        "multiply_adds": round(FORWARDS * len(data.train) * counted),
         "processor_seconds": processor_seconds(metrics),
     }
 
