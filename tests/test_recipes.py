@@ -111,6 +111,7 @@ def test_the_experiments_are_the_papers():
 MEANT_FOR = {
     "teachers": "fashion_mnist_vit",
     "goal": "fashion_mnist_vit",
+    "baselines": "cifar10_small",
     "first_phases": "cifar10_small",
     "views": "cifar10_vit",
 }
