@@ -255,15 +255,15 @@ def measure(
             exports = images / len(small.train) * views
             seconds["export"] = exports * (time.monotonic() - started)
             metrics = phase_b.run(folder, data=small)
-            with_maps = phase.epochs
-            if phase.gamma_schedule != "constant":
-                with_maps = min(phase.gamma_ends, phase.epochs)
+            ends = phase.epochs if phase.gamma_schedule == "constant" else phase.gamma_ends
+            # without maps the first half: patches may be dropped in it
+            with_maps = min(ends, phase.epochs) if phase.gamma else phase.epochs // 2
             without = phase.epochs - with_maps
             seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
         if "plain" in stages:
             metrics = train.run(short, folder, data=small)
-            halves = epoch(metrics, 1) + epoch(metrics)  # patches may be dropped in the first
-            seconds["plain"] = stages["plain"]["epochs"] / 2 * halves
+            half, odd = divmod(stages["plain"]["epochs"], 2)
+            seconds["plain"] = half * epoch(metrics, 1) + (half + odd) * epoch(metrics)
     return seconds
 
 

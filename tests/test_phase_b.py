@@ -133,7 +133,7 @@ def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_proce
         code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
         last = err.splitlines()[-1]
         assert code == 2 and last == (
-            "gaupipe: phase_b.patch_drop_rate: a student with Gaussians needs all patches"
+            "gaupipe: phase_b.patch_drop_rate: should be 0 for a student with Gaussians"
         )
     assert list(tmp_path.iterdir()) == []
 

@@ -52,7 +52,7 @@ def build_student(
         student = build_vit(settings.model, data, phase.student, device, changes, **options)
     if phase.patch_drop_rate:
         if any(hasattr(module, "places") for module in student.modules()):
-            raise UserError("phase_b.patch_drop_rate: a student with Gaussians needs all patches")
+            raise UserError("phase_b.patch_drop_rate: should be 0 for a student with Gaussians")
         student.patch_drop = PatchDropout(phase.patch_drop_rate, student.num_prefix_tokens)
     return student
 
