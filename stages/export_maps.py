@@ -20,7 +20,7 @@ from torch import Tensor
 import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS, Attention
 from gaupipe.distillation.store_choice import check_export, chosen
 from gaupipe.settings import ExportSettings, Settings
@@ -110,7 +110,7 @@ def run(
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            job = other_teacher(settings, teacher, **tree["phase_a"], download=download, data=data)
+            job = other_teacher(run, teacher, **tree["phase_a"], download=download, data=data)
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
@@ -275,7 +275,7 @@ def ensure(
 
 
 def other_teacher(
-    settings: Settings,
+    run: RunDirectory,
     teacher: str,
     teacher_args: dict[str, Any] | None = None,
     *,
@@ -291,9 +291,9 @@ def other_teacher(
     changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
     parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
     changes["teacher"] = parsed.teacher
-    settings = settings.with_section("phase_a", **changes, per_image="table")
+    settings = run.settings().with_section("phase_a", **changes, per_image="table")
     settings = settings.model_copy(update={"download": download})
-    return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
+    return trained_teacher.build(settings, data or run.load_data(settings))
 
 
 def is_complete(url: str, teacher_sha256: str | None = None) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import store
 from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
+from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
@@ -33,8 +33,9 @@ class Run:
 
     @cached_property
     def data(self) -> ImageData:
-        """The data set of the run, with its splits ``train``, ``val`` and ``test``."""
-        return load_data(self.settings.data)
+        """The data set of the run, with its splits ``train``, ``val`` and ``test``. Raises
+        UserError for other training or validation images than those that the run began with."""
+        return self.directory.load_data(self.settings)
 
     @cached_property
     def store(self) -> store.Store:

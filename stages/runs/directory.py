@@ -190,6 +190,16 @@ class RunDirectory:
         if before.data.root and root != before.data.root and not os.path.exists(before.data.root):
             write_whole(self.config, config.dump(before.with_section("data", root=root)))
 
+    def load_data(self, settings: Settings, test: bool = False) -> ImageData:
+        """The data set of the run's settings, or of one of its students'. Raises UserError for
+        other images or classes than those that the run began with; for other test images with
+        ``test`` alone."""
+        from gaupipe.data.splits import load_data  # with torch
+
+        data = load_data(settings.data, settings.download)
+        data.check_split(self.split, test)
+        return data
+
     def settled(self, settings: Settings) -> Settings:
         """The :func:`settled` settings of this run, with its number of buckets."""
         return settled(settings, config.load(self.config) if self.config.is_file() else None)
