@@ -90,7 +90,7 @@ def run(
     run = RunDirectory(run_dir)
     place = Place(str(run.maps) if out is None else out, overwrite, repair, shard_mb, force)
 
-    def read_settings() -> Settings:
+    def check() -> None:
         if teacher is not None and out is None:
             raise UserError(
                 f"--teacher {teacher}: {run.maps} is for the maps of the run's own teacher: name "
@@ -103,7 +103,7 @@ def run(
                     "the run; it is for another --teacher"
                 )
         place.check()
-        return run.settings()  # a folder that is no run is left alone
+        run.settings()  # a folder that is no run is left alone
 
     def load() -> TeacherJob:
         if teacher is None:
@@ -115,10 +115,12 @@ def run(
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
 
-    settings = distributed.main_first(read_settings)
+    distributed.main_first(check)
     with run.locked():
-        options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
-        return export(distributed.main_first(load), place, options)
+        job = distributed.main_first(load)
+        if teacher is not None:
+            trained_teacher.say_if_others_are_predicted(job)
+        return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
 
 
 def run_model(

@@ -168,7 +168,6 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     if teacher == "gaussian":
         choices.choose("phase_a.per_image", "none")
     elif teacher != "vit" and not str(teacher).startswith(LOCAL):
-        choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
     _choose_batch(choices, images)
