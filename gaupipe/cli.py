@@ -887,13 +887,15 @@ def _settings(
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. The attention
-    ``student`` counts in these choices alone."""
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    attention that is to be trained, None that of the settings. A run on a folder of images that
+    has begun has its own."""
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
-        settings = distributed.main_first(lambda: load(config, overrides or []))
+        named = [] if student is None else [f"phase_b.student={student}"]
+        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(

@@ -182,6 +182,45 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
     assert unbroken == resumed and len(resumed) == 2
 
 
+def test_all_students_of_a_run_start_from_the_same_weights(command, folder, tmp_path, in_process):
+    run, weights = tmp_path / "run", folder / "weights/model.safetensors"
+    assert in_process(*command, *sets(*TINY), "--run-dir", run)[0] == 0
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-4] + b"abcd")
+    shutil.move(folder / "weights/SHA256SUMS", tmp_path)  # as another program saves a folder
+    second = [*command, "--run-dir", run, "--student", "belief2"]
+    third = ["phase-b", "--run-dir", run, "--no-distill", "--name", "third"]
+    for refused in (second, third):
+        code, _, err = in_process(*refused)
+        assert code == 2 and "weights were others when the run began" in err.splitlines()[-1], err
+    assert [path.name for path in (run / "plain").iterdir()] == ["standard"]
+    weights.write_bytes(before)
+    shutil.move(tmp_path / "SHA256SUMS", folder / "weights")
+    for trained in (second, third):
+        code, _, err = in_process(*trained)
+        assert code == 0, err
+
+
+@pytest.mark.parametrize("named", [[], ["--student", "xsa"], sets("phase_b.student=xsa")])
+def test_weights_keep_their_attention_whatever_the_configuration_names(tmp_path, in_process, named):
+    """That of the shipped digits is standard, as is that of the file below."""
+    sizes = dict(img_size=8, depth=1, embed_dim=16, num_heads=2, in_chans=1)
+    options = {"activation": "gelu"}
+    ours = timm.create_model(
+        "gauvit_pico_patch2_8", attention="belief2", attention_options=options, **sizes
+    )
+    save_student(ours, tmp_path / "weights")
+    mine = "data: {name: digits, train_images: 40}\nphase_b: {student: standard}\nthreads: 1\n"
+    (tmp_path / "mine.yaml").write_text(mine + "baseline: {epochs: 1}\n")
+    command = ["train", "mine.yaml", "--model", "local-dir:weights", "--run-dir", "run", *named]
+    code, _, err = in_process(*command, cwd=tmp_path)
+    assert code == 0, err
+    (student,) = (tmp_path / "run/plain").glob("*/student/config.json")
+    built = json.loads(student.read_text())["model_args"]
+    assert built["attention"] == student.parent.parent.name == ("xsa" if named else "belief2")
+    assert built["attention_options"] == ({} if named else options)
+
+
 @pytest.mark.parametrize(
     "model, change, message",
     [

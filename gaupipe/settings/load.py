@@ -32,12 +32,27 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
         )
-    merged = with_overrides(copy.deepcopy(tree), overrides)
+    merged = with_overrides(_for_model(tree, with_overrides({}, overrides)), overrides)
     try:
         return parse(merged, str(source))
     except UserError:
         parse(tree, str(source))  # a mistake of the file's own
         return parse(merged, "--set")
+
+
+def _for_model(tree: dict, given: dict) -> dict:
+    """A copy of a file's settings, without its student's attention where the settings ``given`` by
+    a command name trained weights, which then keep theirs, but no student."""
+    tree = copy.deepcopy(tree)
+    model, phase = (given.get(name) for name in ("model", "phase_b"))
+    name = model.get("name") if isinstance(model, dict) else None
+    if name is None or str(name).startswith("gauvit_"):
+        return tree
+    names_student = isinstance(phase, dict) and "student" in phase
+    if isinstance(tree.get("phase_b"), dict) and not names_student:
+        for setting in ("student", "attention_options"):
+            tree["phase_b"].pop(setting, None)
+    return tree
 
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:

@@ -42,6 +42,11 @@ class RunDirectory:
         return self.path / "split.json"
 
     @property
+    def weights_sha256(self) -> Path:
+        """Names the weights of a folder that every student of the run starts from."""
+        return self.path / "weights_sha256"
+
+    @property
     def phase_a(self) -> Path:
         return self.path / "phase_a"
 
@@ -173,13 +178,33 @@ class RunDirectory:
         """Makes the folder and writes the resolved settings, in one step, and which images are in
         each split. Raises UserError as :meth:`check_free` does, and for other images than those
         that the run began with."""
+        from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
+
         self.check_free(settings, resume)
         data.check_split(self.split)
+        self.check_weights(settings)
         self.follow(settings)
         self.path.mkdir(parents=True, exist_ok=True)
         if not self.config.is_file():
             write_whole(self.config, config.dump(settings))
+        for sha256 in weights_sha256(settings.model.name).values():
+            write_whole(self.weights_sha256, sha256 + "\n")
         data.write_split(self.split)
+
+    def check_weights(self, settings: Settings) -> None:
+        """Raises UserError where the weights of a fine-tuning are not those that the run began
+        with: its students would have different starts."""
+        from gaupipe.teachers.fine_tuning import weights_sha256  # with timm
+
+        if not self.weights_sha256.is_file():
+            return
+        before = self.weights_sha256.read_bytes().strip()
+        for sha256 in weights_sha256(settings.model.name).values():
+            if sha256.encode() != before:
+                raise UserError(
+                    f"{self.weights_sha256}: the weights in {settings.model.name} were others when "
+                    "the run began: put them back, or start another run with --run-dir"
+                )
 
     def follow(self, settings: Settings) -> None:
         """Writes down where the images of the settings are, if the folder that the run knows has
