@@ -13,6 +13,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
+from gaupipe.training.job import training_state
 from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
 from stages import phase_b
@@ -46,7 +47,7 @@ def test_a_step_of_every_shipped_configuration(name):
     job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    update = Update(job.training_state(job), 2)
+    update = Update(training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0

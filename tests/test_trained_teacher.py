@@ -370,7 +370,7 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     other = timm.create_model(f"local-dir:{run / 'phase_a' / 'teacher'}", num_classes=7)
     save_student(other, tmp_path / "seven", mean=(0.5,), std=(0.5,))
     out = tmp_path / "seven.zarr"
-    export = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
+    exporting = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
     advice = "phase_a.teacher_args={num_classes: 0}"
     for wrong in (
         [],
@@ -378,10 +378,10 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
         ["--set", "phase_a.teacher_args=5"],
         ["--set", "phase_a.teacher_args = {num_classes: 0}"],
     ):
-        code, _, err = in_process(*export, "--out", out, *wrong)
+        code, _, err = in_process(*exporting, "--out", out, *wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err and not out.exists()
         assert wrong or advice in err
-    assert in_process(*export, "--out", out, "--set", advice)[0] == 0
+    assert in_process(*exporting, "--out", out, "--set", advice)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
     settings = sets("phase_b.alpha=0", "phase_b.beta=1", "phase_b.epochs=1")
     student = ["phase-b", "--run-dir", run, "--maps", out, "--name", "seven"]
@@ -404,8 +404,18 @@ def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_pro
     phase_a.run(settings_with(*gaussian, option), folder)
     out = tmp_path / "vit.zarr"
     vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
-    export = ["export-maps", "--run-dir", folder, "--teacher", vit, "--kind", "topk", "--out", out]
-    assert in_process(*export)[0] == 0
+    exporting = [
+        "export-maps",
+        "--run-dir",
+        folder,
+        "--teacher",
+        vit,
+        "--kind",
+        "topk",
+        "--out",
+        out,
+    ]
+    assert in_process(*exporting)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", folder)[0] == 0
 
 
