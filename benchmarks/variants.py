@@ -226,11 +226,11 @@ def main() -> None:
     settings = load(
         arguments.config,
         [
-            *["threads=1", "model.init=normal", "phase_b.optim.name=muon", "phase_b.optim.lr=4e-3"],
-            *["baseline.epochs=null", "phase_b.label_smoothing=0.0", f"seed={arguments.seed}"],
+            *["threads=1", "model.init=normal", "train.optim.name=muon", "train.optim.lr=4e-3"],
+            *["baseline.epochs=null", "train.label_smoothing=0.0", f"seed={arguments.seed}"],
             *[
                 f"data.batch_size={BATCH_SIZES.get(name, 256)}",
-                f"phase_b.epochs={arguments.epochs}",
+                f"train.epochs={arguments.epochs}",
             ],
             *arguments.set,
         ],

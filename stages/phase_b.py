@@ -68,7 +68,7 @@ class PhaseB(Training):
 
     def gamma(self, epoch: int) -> float:
         phase = self.settings.phase_b
-        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends)
+        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends(self.epochs))
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
         settings, maps = self.settings, self.teacher_store
@@ -216,7 +216,8 @@ def build(
     if teacher is None:
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, trained=afresh).to(device)
+    train = settings.student_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
@@ -226,7 +227,7 @@ def build(
     )
     check_fit(student, maps.schema, settings.phase_b, url)
     check_targets(maps.schema, settings, url)
-    job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, train, maps)
     _ = job.read  # a damaged decoder shows before anything is written
     return job
 

@@ -21,7 +21,13 @@ from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.losses import hard_loss
 from gaupipe.distillation.student import build_student, check_baseline
-from gaupipe.settings import OptimSettings, Settings
+from gaupipe.settings import (
+    BaselineSettings,
+    ExportSettings,
+    Settings,
+    TrainChanges,
+    TrainSettings,
+)
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
@@ -49,21 +55,17 @@ class Training:
     data: ImageData
     device: torch.device
     student: VisionTransformer
-    optim: OptimSettings
+    train: TrainSettings
     maps: store.Store | None = None
     """The store of a teacher's maps, in phase B."""
 
     @property
     def epochs(self) -> int:
-        return self.settings.phase_b.epochs
+        return self.train.epochs
 
     @property
     def augment(self) -> AugmentSettings:
         return self.settings.augment
-
-    @property
-    def label_smoothing(self) -> float:
-        return self.settings.phase_b.label_smoothing
 
     def label(self, folder: Path) -> str:
         """The name of the training in lines and on the bar."""
@@ -71,7 +73,14 @@ class Training:
 
     def identity(self) -> dict[str, Any]:
         """Settings, data and teacher that a checkpoint belongs to."""
-        return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
+        # the epoch to keep, the store and the trainings of other students may change
+        changes = {
+            "train": self.train.model_copy(update={"keep": "last"}),
+            "phase_b": self.settings.phase_b.model_copy(update=dict(TrainChanges())),
+            "baseline": BaselineSettings(),
+            "export": ExportSettings(),
+        }
+        return flatten(self.settings.model_copy(update=changes), Scope.ANYTIME) | {
             "the data set": self.data.sha256,
             **weights_sha256(self.settings.model.name),
         }
@@ -87,7 +96,7 @@ class Training:
     def drop_patches(self, epoch: int) -> float:
         """The share of the patches that the student drops in an epoch counted from 0, from now."""
         drops = epoch < self.epochs // 2 and not self.gamma(epoch)
-        rate = self.settings.phase_b.patch_drop_rate if drops else 0.0
+        rate = self.train.patch_drop_rate if drops else 0.0
         if isinstance(self.student.patch_drop, PatchDropout):
             self.student.patch_drop.prob = rate
         return rate
@@ -103,18 +112,18 @@ class Training:
     def ending(self, state: TrainingState, folder: Path) -> str:
         """A line about a training that has ended: why early, and which epoch is kept where."""
         assert state.best
-        phase, best, last = self.settings.phase_b, state.best["epoch"], len(state.metrics)
+        train, best, last = self.train, state.best["epoch"], len(state.metrics)
         accuracy = state.metrics[best - 1]["val_acc"]
-        early = f"; phase_b.patience={phase.patience} ended it" if last < self.epochs else ""
-        kept = best if phase.keep == "best" else last
+        early = f"; patience={train.patience} ended it" if last < self.epochs else ""
+        kept = best if train.keep == "best" else last
         return (
             f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
-            f"epoch {kept} (phase_b.keep={phase.keep})"
+            f"epoch {kept} (keep={train.keep})"
         )
 
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
-        patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
+        patience, since_best = self.train.patience, state.keep_best(metrics)
         return patience is not None and since_best >= patience
 
 
@@ -123,7 +132,7 @@ class LabelLosses(nn.Module):
 
     def __init__(self, job: Training) -> None:
         super().__init__()
-        self.student, self.label_smoothing = job.student, job.label_smoothing
+        self.student, self.label_smoothing = job.student, job.train.label_smoothing
         self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
@@ -184,9 +193,10 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
-    optimizer, schedule = build_optimizer(job.student, job.optim, job.epochs, steps)
+    optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
     precision, identity = job.settings.precision, job.identity()
-    return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)
+    optim = job.train.optim
+    return TrainingState(job.student, optimizer, schedule, optim, precision, identity=identity)
 
 
 def train_into(
@@ -217,9 +227,7 @@ def train_into(
         maps = (job.maps.url, job.maps.schema.teacher_sha256) if job.maps else None
         distributed.on_main(lambda: write_request(folder, settings, maps))
         train(job, state, folder)
-        distributed.on_main(
-            lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
-        )
+        distributed.on_main(lambda: kept_epochs.save(state, folder, job.train.keep, job.data))
     return state.metrics
 
 
@@ -227,8 +235,6 @@ def train_plain(
     settings: Settings, folder: Path, *, data: ImageData | None = None, resume: bool = False
 ) -> list[dict[str, Any]]:
     """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
-    if settings.baseline.epochs:
-        settings = settings.with_section("phase_b", epochs=settings.baseline.epochs)
     return train_into(folder, settings, partial(build, settings), data, resume)
 
 
@@ -236,8 +242,9 @@ def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
     weights out. Writes nothing. Raises UserError for settings that do not fit."""
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, trained=afresh).to(device)
-    return Training(settings, data, device, student, settings.baseline_optim)
+    train = settings.baseline_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
+    return Training(settings, data, device, student, train)
 
 
 def check_training(settings: Settings, data: ImageData) -> None:
@@ -258,12 +265,12 @@ def run(
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too.
-    ``attention`` None is the settings' ``phase_b.student``; ``resume`` continues from the last
+    ``attention`` None is the settings' ``model.attention``; ``resume`` continues from the last
     checkpoint; ``data`` is the data set of the settings, where it has been read already.
 
     Raises UserError before anything is written.
     """
-    attention = attention or settings.phase_b.student
+    attention = attention or settings.model.attention
     run = RunDirectory(run_dir)
     request = ranks.resolve(lambda: resolve(settings, run, attention, resume, data))
     created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, resume)))
@@ -285,10 +292,11 @@ def resolve(
 ) -> Request:
     """The request for a student of this ``attention``. Raises UserError for a training that the
     run directory or the machine does not allow."""
-    settings = run.settled(settings.with_section("phase_b", student=attention))
-    keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
+    settings = run.settled(settings.with_section("model", attention=attention))
+    before = run.settings() if run.config.is_file() else settings
     # another epoch to keep does not make another run
-    run.check(settings.with_section("phase_b", keep=keep))
+    asked = settings.with_section("train", keep=before.train.keep)
+    run.check(asked.with_section("baseline", keep=before.baseline.keep))
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
         raise UserError(f"{folder} already exists: --resume continues it, {ELSEWHERE}")

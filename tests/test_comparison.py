@@ -154,7 +154,7 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert [*settings] == [*baselines, *(f"distilled {name}" for name in students), *controls]
     assert settings["prior alone"].phase_a.per_image == "none"
     phases = {name: each.phase_b for name, each in settings.items()}
-    assert phases["distilled standard"].optim == base.phase_b.optim
+    assert phases["distilled standard"].optim == base.train.optim
     assert phases["shuffled maps"].shuffle_maps and phases["no soft labels"].alpha == 0
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = config.load("cifar10_atto")  # whose teacher has no prior
@@ -186,7 +186,7 @@ def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
     other = digests("phase_b.gamma=0.5", "phase_a.mode=stochastic")
     assert other[0] == plain and other[1] != student and other[2] != teacher
     assert digests("seed=1")[0] != plain
-    longer = digests("phase_b.epochs=3", "baseline.epochs=20")
+    longer = digests("train.epochs=3", "baseline.epochs=20")
     assert longer[0] == plain and longer[1] != student and longer[2] == teacher
     alone = "phase_a.per_image=none"
     assert digests(alone) == digests(alone, "phase_b.shuffle_maps=yes")
@@ -207,11 +207,11 @@ def swept(entries, base):
 
 def test_an_entry_changes_the_row_named_in_like_and_inherits_plain():
     entries = [
-        {"name": "longer", "plain": True, "phase_b.epochs": 3},
-        {"like": "longer", "phase_b.optim.lr": 0.1},
+        {"name": "longer", "plain": True, "train.epochs": 3},
+        {"like": "longer", "train.optim.lr": 0.1},
         {"export.encoding": "uint8"},
-        {"name": "mine", "like": None, "phase_b.model_args": {"mlp_ratio": 3}},
-        {"name": "smaller", "like": "mine", "phase_b.model_args.mlp_ratio": 2},
+        {"name": "mine", "like": None, "model.student_args": {"mlp_ratio": 3}},
+        {"name": "smaller", "like": "mine", "model.student_args.mlp_ratio": 2},
     ]
     base = config.load("digits")
     rows = {row.name: row for row in swept(entries, base)}
@@ -220,7 +220,7 @@ def test_an_entry_changes_the_row_named_in_like_and_inherits_plain():
     phase = settings["lr 0.1"].phase_b
     assert (phase.epochs, phase.optim.lr, phase.match_params) == (3, 0.1, False)
     assert settings["encoding uint8"].export.encoding == "uint8"
-    assert [settings[name].phase_b.model_args["mlp_ratio"] for name in ("mine", "smaller")] == [
+    assert [settings[name].model.student_args["mlp_ratio"] for name in ("mine", "smaller")] == [
         3,
         2,
     ]
@@ -245,7 +245,7 @@ def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
 
 def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
     """Which a configuration may name apart from phase B's."""
-    changes = ["phase_b.epochs=6", "baseline.epochs=9", "phase_b.optim.lr=3e-3"]
+    changes = ["train.epochs=6", "baseline.epochs=9", "train.optim.lr=3e-3"]
     base = config.load("digits", [*changes, "baseline.optim.lr=1e-3"])
     expected = {
         BASELINE: (9, 1e-3),
@@ -256,9 +256,9 @@ def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
         "student": (6, 3e-3),
     }
     entries = [
-        {"name": "longer", "plain": True, "phase_b.epochs": 24},
+        {"name": "longer", "plain": True, "train.epochs": 24},
         {"name": "longest", "plain": True, "baseline.epochs": 30},
-        {"name": "rate", "plain": True, "like": None, "phase_b.optim.lr": 0.1},
+        {"name": "rate", "plain": True, "like": None, "train.optim.lr": 0.1},
         {"name": "as it is", "plain": True, "like": None},
         {"name": "student", "phase_b.gamma": 0.5},
     ]
@@ -288,7 +288,7 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare") / "c"
     sweep = folder.parent / "mine.yaml"
     sweep.write_text(
-        "- {name: plain longer, plain: true, phase_b.epochs: 3, phase_b.patch_drop_rate: 0.5}\n"
+        "- {name: plain longer, plain: true, train.epochs: 3, train.patch_drop_rate: 0.5}\n"
         "- {phase_b.gamma: 0.5, export.encoding: uint8}\n"
     )
     printed = io.StringIO()
@@ -373,9 +373,9 @@ def test_the_differences_of_a_tiny_comparison(compared):
 def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "plain.yaml"
     sweep.write_text(
-        "- {name: no FFN, plain: true, phase_b.student: belief2, "
-        "phase_b.model_args: {mlp_ratio: 0}}\n- {name: diverges, plain: true, "
-        "phase_b.optim.lr: 1.0e+30, phase_b.optim.clip_grad: null}\n"
+        "- {name: no FFN, plain: true, model.attention: belief2, "
+        "model.student_args: {mlp_ratio: 0}}\n- {name: diverges, plain: true, "
+        "train.optim.lr: 1.0e+30, train.optim.clip_grad: null}\n"
     )
     code, out, err = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
     assert code == 0, err
@@ -412,7 +412,7 @@ def test_finished_rows_are_not_run_again(compared, in_process):
 def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "views.yaml"
     sweep.write_text(
-        "- {name: xsa, phase_b.student: xsa}\n"
+        "- {name: xsa, model.attention: xsa}\n"
         "- {name: flips, augment.flip: true}\n"
         "- {name: the images themselves, export.views: null}\n"
     )
@@ -446,13 +446,13 @@ def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, t
 
 def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
     """What is no setting of a teacher does not keep a comparison from its students."""
-    vit = config.load("digits", [*TINY, "phase_b.student=standard"])
+    vit = config.load("digits", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
     changes = [
         f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
         "phase_a.teacher_args={num_classes: 0}",
-        "phase_b.model_args={num_heads: 1}",
+        "model.student_args={num_heads: 1}",
         "phase_b.head_map=mean",
         "phase_b.alpha=0.0",
     ]

@@ -16,17 +16,17 @@ from gaupipe.system.errors import UserError
 
 def test_dumped_settings_load_to_the_same(tmp_path):
     settings = config.load(
-        "digits", ["phase_b.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
+        "digits", ["train.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
     )
     path = tmp_path / "config.yaml"
     path.write_text(config.dump(settings))
     assert config.load(path) == settings
-    assert (settings.phase_b.epochs, settings.model.args["embed_dim"]) == (7, 32)
+    assert (settings.train.epochs, settings.model.args["embed_dim"]) == (7, 32)
 
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_in_scientific_notation_are_numbers(text):
-    assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
+    assert config.load("digits", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
 
 
 @pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
@@ -93,12 +93,12 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
     "overrides,message",
     [
         ("sed=1", "unknown setting 'sed'; did you mean 'seed'"),
-        ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
+        ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'train.epochs'"),
         ("phase_bb.epochs=3", "did you mean 'phase_b'"),
         ("baseline.optim.rl=1", "baseline.optim: unknown setting 'rl'; did you mean 'lr'?"),
         ("baseline.optim.lr=0", "baseline.optim: lr: input should be greater than 0, got 0"),
         ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'r"),
-        ("phase_b.epochs", "should look like"),
+        ("train.epochs", "should look like"),
         ("=1", "should look like"),
         (".=1", "unknown setting"),
         ("data.name.x=1", "'name' is a value, not a section"),
@@ -120,7 +120,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("model.args={mlp_ratio: null}", "mlp_ratio"),
         ("model.args={drop_rate: 2}", "drop_rate"),
         ("model.args={pos_drop_rate: true}", "pos_drop_rate"),
-        ("model.args={patch_drop_rate: 0.5}", "see phase_b.patch_drop_rate"),
+        ("model.args={patch_drop_rate: 0.5}", "see train.patch_drop_rate"),
         *(
             (f"model.args={{{name}: 1}}", f"{name!r} cannot be given here")
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
@@ -196,25 +196,25 @@ def test_what_a_scope_says():
     anytime = names.keys() - config.flatten(Settings(), Scope.ANYTIME).keys()
     assert {"device", "threads", "data.root", "data.workers", "log.every"} <= anytime
     assert scope("model.args.depth") == scope("phase_a.rows.lr") == Scope.RUN
-    assert scope("phase_b.student") == Scope.STUDENT | Scope.COMMAND
-    assert scope("phase_b.optim.lr") == scope("baseline.optim.lr") == Scope.STUDENT
+    assert scope("model.attention") == Scope.STUDENT | Scope.COMMAND
+    assert scope("train.optim.lr") == scope("baseline.optim.lr") == Scope.STUDENT
     assert scope("export.kind") is Scope.EXPORT and scope("seed") is Scope.PHASE
-    other = config.load("digits", ["threads=3", "seed=5", "phase_b.optim.lr=0.5"])
+    other = config.load("digits", ["threads=3", "seed=5", "train.optim.lr=0.5"])
     assert set(config.changed(config.load("digits"), other, Scope.ANYTIME | Scope.PHASE)) == {
-        "phase_b.optim.lr"
+        "train.optim.lr"
     }
 
 
 def test_the_baseline_has_the_optimizer_of_phase_b_but_for_its_own_settings():
     args = {"betas": [0.1, 0.2]}
-    changes = [f"phase_b.optim={{lr: 0.5, args: {args}}}", "baseline.optim={lr: 0.25}"]
+    changes = [f"train.optim={{lr: 0.5, args: {args}}}", "baseline.optim={lr: 0.25}"]
     optim = config.load("digits", changes).baseline_optim
     assert (optim.lr, optim.args, optim.name) == (0.25, args, "muon")
 
 
 @pytest.mark.parametrize("name", config.shipped())
 def test_shipped_settings_are_valid(name):
-    assert config.load(name).phase_b.epochs > 0
+    assert config.load(name).train.epochs > 0
 
 
 @pytest.mark.parametrize(

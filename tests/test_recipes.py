@@ -103,7 +103,7 @@ def test_the_experiments_are_the_papers():
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
     assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
     settings = config.load("attentionx_vit_small")
-    assert (settings.phase_b.optim.lr, settings.phase_b.optim.args) == (1e-4, {})
+    assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
     model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 

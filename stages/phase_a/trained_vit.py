@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import check_student
-from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings import PhaseASettings, Settings, TrainSettings
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import LOCAL, Scope
@@ -42,12 +42,6 @@ VitJob = TeacherJob[VitTeacher]
 
 class TeacherTraining(Training):
     """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
-
-    label_smoothing = 0.0  # maps of a teacher with smoothed labels teach less
-
-    @property
-    def epochs(self) -> int:
-        return self.settings.phase_a.max_epochs
 
     @property
     def augment(self) -> AugmentSettings:
@@ -89,7 +83,7 @@ def ending(phase: PhaseASettings, metrics: list[dict[str, Any]]) -> str:
 
 def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
     """Every setting that phase A reads, and the data set."""
-    of_phase = flatten(settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
+    of_phase = flatten(settings.without_student(), Scope.ANYTIME)
     return of_phase | {"the data set": data.sha256}
 
 
@@ -103,7 +97,10 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         device = select_device(settings.device, settings.threads)
         vit = build_model(settings, data).to(device)
-        return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
+        # no label smoothing: maps of a teacher with smoothed labels teach less
+        phase = settings.phase_a
+        train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+        return TeacherTraining(settings, data, device, vit, train)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
