@@ -92,7 +92,6 @@ def gaupipe(
         "augment.resized_crop.scale": list(SCALE),
         "train.epochs": epochs,
         "train.optim": f"{{name: adamw, lr: {LR}, weight_decay: {DECAY}, min_lr: {MIN_LR}}}",
-        "baseline": "{}",
         "seed": seed,
         "threads": 1,
     }

@@ -109,14 +109,12 @@ def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
     logits = []
     for attention in ("standard", "belief2"):
         settings = settings_of(folder, f"model.attention={attention}")
-        student = build_student(settings, data).eval()
+        student = build_student(settings, data, settings.train).eval()
         features = student.forward_features(images)
         torch.testing.assert_close(features, weights.forward_features(images))
         logits.append(student(images))
-    again, other = (
-        build_student(settings_of(folder, "model.attention=belief2", f"seed={seed}"), data)
-        for seed in (0, 1)
-    )
+    seeded = [settings_of(folder, "model.attention=belief2", f"seed={seed}") for seed in (0, 1)]
+    again, other = [build_student(settings, data, settings.train) for settings in seeded]
     assert again.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
     assert not other.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
     torch.testing.assert_close(*logits)
@@ -133,7 +131,7 @@ def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folde
         settings = settings_of(folder, "data.batch_size=8")
         tree = settings.model_dump(mode="json", exclude={"phase_b", "model"})
         settings = config.parse(config.with_overrides(tree, changes), "test")
-        student = build_student(settings, load_data(settings.data)).eval()
+        student = build_student(settings, load_data(settings.data), settings.train).eval()
         assert student.gaupipe_args["attention"] == settings.model.attention == attention
         same = student.forward_features(images).allclose(ours.forward_features(images))
         assert same == (attention == "belief2")
@@ -142,7 +140,7 @@ def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folde
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
     settings = settings_of(folder, "train.optim={lr: 0.1, args: {layer_decay: 0.5}}")
-    student = build_student(settings, load_data(settings.data))
+    student = build_student(settings, load_data(settings.data), settings.train)
     prior = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.3, "weight_decay": 0.0}
     optimizer, schedule = build_optimizer(student, settings.train.optim, 4, 10, [prior])
     schedule.step_update(10)  # after the warm-up

@@ -76,7 +76,8 @@ def test_what_is_chosen_can_be_built_whatever_the_folder():
         args = of_run.model.args
         assert of_run.data.image_size % args["patch_size"] == 0
         assert args["embed_dim"] % args["num_heads"] == 0
-        assert of_run.baseline.epochs == of_run.phase_a.max_epochs + of_run.train.epochs
+        together = of_run.phase_a.max_epochs + of_run.student_training.epochs
+        assert of_run.baseline_training.epochs == of_run.baseline_epochs == together
         assert 0 < of_run.data.val_fraction <= 0.5
         store = (of_run.data.image_size // args["patch_size"]) ** 2
         store *= images * args["depth"] * args["num_heads"] * 16
@@ -111,7 +112,9 @@ def test_what_the_user_set_stays_and_the_rest_follows():
     of_run = settings([*given, "augment.flip=false", "phase_b.alpha=0.5"])
     assert (of_run.data.image_size, of_run.model.args["patch_size"]) == (30, 3)
     assert (of_run.model.args["embed_dim"], of_run.model.args["num_heads"]) == (50, 1)
-    assert (of_run.phase_a.max_epochs, of_run.baseline.epochs) == (3, 9)
+    assert (of_run.phase_a.max_epochs, of_run.baseline_epochs) == (3, 9)
+    assert of_run.student_training.epochs == of_run.baseline_training.epochs == 6
+    assert settings(["phase_b.epochs=6"]).baseline_training.epochs == 9
     assert not of_run.augment.flip and of_run.phase_b.alpha == 0.5
     fewer = settings(["data.train_images=100"])
     assert fewer.train.epochs > settings().train.epochs
@@ -133,7 +136,7 @@ def test_a_line_for_each_choice_names_the_setting():
             ["data.batch_size=7", "as you set it"],
             ["train.optim.lr=0.01", "as you set it"],
         ]
-    of_teacher = ("phase_a.teacher=vit ", "phase_b.gamma=0.3 ", "train.epochs=")
+    of_teacher = ("phase_a.teacher=vit ", "phase_b.gamma=0.3 ", "phase_b.epochs=")
     for start in (*of_teacher, "model.args.depth=", "model.attention=belief "):
         assert any(line.startswith(start) for line in every)
         assert any(line.startswith(start) for line in plain) == (start not in of_teacher)
@@ -163,7 +166,7 @@ def test_published_weights_are_taken_for_their_maps_alone():
     assert of_run.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
     assert of_run.phase_b.head_map == "mean"
     assert not of_run.phase_b.alpha
-    assert of_run.baseline.epochs == of_run.train.epochs
+    assert of_run.baseline_epochs == of_run.student_training.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 
 

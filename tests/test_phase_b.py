@@ -323,9 +323,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
             "phase_b.gamma=1",
         ],
     )
-    settings = settings.model_copy(
-        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
-    )
+    settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
     teacher = phase_a.build_teacher(settings, data)
     check_student(settings, data, teacher, teacher.weights())
@@ -369,15 +367,15 @@ def test_calibration_error_by_hand():
     assert evaluate.metrics(logits, labels)["calibration_error"] == pytest.approx(0.3, abs=1e-6)
 
 
-def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
+def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     command = dict(student="standard", name="y", distilled=False)
-    with pytest.raises(UserError, match=r"takes its place in plain training: --set baseline.optim"):
-        phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5"])
+    with pytest.raises(UserError, match=r"--set phase_b\.optim\.lr: .* set train\.optim\.lr"):
+        phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
     assert not (run_dir / "plain" / "y").exists()
-    with changed(run_dir, "baseline.optim={}"):
-        phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5"])
-        settings = RunDirectory(run_dir).student_settings("y", distilled=False)
-        assert settings.baseline_optim.lr == 0.5
+    phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5", "train.epochs=1"])
+    settings = RunDirectory(run_dir).student_settings("y", distilled=False)
+    assert settings.baseline_training.optim.lr == 0.5
+    assert len(metrics(run_dir / "plain" / "y" / "metrics.jsonl")) == 1
 
 
 @pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])

@@ -20,7 +20,7 @@ def table() -> dict[str, list[str]]:
 
 def test_every_setting_is_on_the_page_with_its_default():
     described = table()
-    shared = {"train.optim.": "phase_a.optim."}
+    shared = {"phase_a.optim.": "train.optim."}
     for key, value in config.flatten(config.Settings()).items():
         for section, same in shared.items():
             key = key.replace(section, same)
@@ -36,7 +36,7 @@ def test_every_setting_has_an_effect():
     "annotation,words",
     [
         (bool, "true or false"),
-        (Annotated[Count | None, Scope.PHASE], "whole number at least 0 or null"),
+        (Annotated[Count | None, Scope.STUDENT], "whole number at least 0 or null"),
         (Fraction, "number from 0 to 1"),
         (tuple[Rate, Rate], "list of 2 (each: number above 0)"),
         (list[Count | None] | None, "list (each: whole number at least 0 or null) or null"),

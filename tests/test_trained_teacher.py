@@ -92,7 +92,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
     optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.train.epochs}
-    settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
+    settings = settings.with_section("baseline", **optim)
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row["model"] for row in rows] == models

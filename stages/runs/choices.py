@@ -161,8 +161,8 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     student = choices.given("phase_b.epochs") or choices.given("train.epochs")
     half = choices.choose("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))
-    if choices.given("baseline.epochs") is None:
-        choices.choose("train.epochs", together, "of a training without a teacher")
+    plain = "train.epochs" if choices.given("baseline.epochs") is None else "baseline.epochs"
+    choices.choose(plain, together, "of a training without a teacher")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
     gamma = choices.choose("phase_b.gamma", 0.3, "the weight of the teacher's attention maps")
