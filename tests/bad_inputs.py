@@ -244,6 +244,10 @@ COMMAND_LINE = [
         ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
         ("--name new --set model.args.depth=2", "--set model.args.depth: belongs to the run"),
         ("--resume --set train.epochs=3", "train.epochs"),
+        ("--name new --epochs 3 --set train.epochs=4", "--epochs 3: is train.epochs"),
+        ("--name new --lr 1 --set train={epochs:1}", "--lr 1.0: is train.optim.lr"),
+        ("--name new --seed -1", "--seed"),
+        ("--name new --lr 0", "train.optim.lr"),
         ("--student belief2 --resume --name standard", "is the name of an attention"),
     ),
     *options(

@@ -173,8 +173,8 @@ def test_published_weights_are_taken_for_their_maps_alone():
 def test_the_student_has_belief_attention_unless_options_are_for_another():
     assert settings().model.attention == "belief"
     assert settings(["model.attention=xsa"]).model.attention == "xsa"
-    prior = settings(["model.attention_options.prior=true"]).phase_b
-    assert (prior.student, prior.attention_options) == ("standard", {"prior": True})
+    prior = settings(["model.attention_options.prior=true"]).model
+    assert (prior.attention, prior.attention_options) == ("standard", {"prior": True})
 
 
 UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3", "augment=null"

@@ -104,9 +104,8 @@ def test_the_experiments_are_the_papers():
     assert (train.epochs, train.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
     settings = config.load("attentionx_vit_small")
     assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
-    model = build_student(
-        settings, data_of("attentionx_vit_small", settings), settings.train, "meta"
-    )
+    data = data_of("attentionx_vit_small", settings)
+    model = build_student(settings, data, settings.train, "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 

@@ -52,6 +52,24 @@ def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
     assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[0]["gamma"] == 0
 
 
+def test_the_options_of_a_training_are_settings(tmp_path, in_process):
+    """Those of phase A, whose epochs and rate are its own; with --set of another one beside."""
+    options = ["--epochs", 1, "--lr", 0.01, "--batch-size", 25, "--seed", 7]
+    sized = sets("data.train_images=100", "model.args={depth: 1, embed_dim: 16, num_heads: 2}")
+    for command in ("train", "phase-a"):
+        code, _, err = in_process(command, *sized, *options, "--run-dir", tmp_path / command)
+        assert code == 0, err
+        settings = RunDirectory(tmp_path / command).settings()
+        assert (settings.data.batch_size, settings.seed) == (25, 7)
+    plain = RunDirectory(tmp_path / "train").settings()
+    assert (plain.train.epochs, plain.train.optim.lr) == (1, 0.01)
+    assert plain.baseline_training.optim.lr == 0.01  # the digits' baseline has another
+    assert len(metrics(tmp_path / "train/plain/standard/metrics.jsonl")) == 1
+    teacher = RunDirectory(tmp_path / "phase-a").settings()
+    assert (teacher.phase_a.max_epochs, teacher.phase_a.optim.lr) == (1, 0.01)
+    assert teacher.train == config.load("digits").train
+
+
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
     settings = config.load("digits", [*TINY, "baseline.epochs=3"])
     run.run(settings, tmp_path / "run")
