@@ -12,8 +12,7 @@ import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages import compare, run, train
-from stages.phase_a import gaussian as phase_a
+from stages import compare, phase_a, run, train
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics
@@ -56,10 +55,10 @@ def test_the_options_of_a_training_are_settings(tmp_path, in_process):
     """Those of phase A, whose epochs and rate are its own; with --set of another one beside."""
     options = ["--epochs", 1, "--lr", 0.01, "--batch-size", 25, "--seed", 7]
     sized = sets("data.train_images=100", "model.args={depth: 1, embed_dim: 16, num_heads: 2}")
-    for command in ("train", "phase-a"):
-        code, _, err = in_process(command, *sized, *options, "--run-dir", tmp_path / command)
+    for name in ("train", "phase-a"):
+        code, _, err = in_process(name, *sized, *options, "--run-dir", tmp_path / name)
         assert code == 0, err
-        settings = RunDirectory(tmp_path / command).settings()
+        settings = RunDirectory(tmp_path / name).settings()
         assert (settings.data.batch_size, settings.seed) == (25, 7)
     plain = RunDirectory(tmp_path / "train").settings()
     assert (plain.train.epochs, plain.train.optim.lr) == (1, 0.01)

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import (
     ExportSettings,
     PhaseASettings,
@@ -19,7 +20,6 @@ from gaupipe.settings import (
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
-from stages import export_maps
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
@@ -154,4 +154,4 @@ def resolve(row: Row, base: Settings) -> Settings:
     phase_a = settings.phase_a
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         settings = settings.with_section("phase_b", shuffle_maps=False)
-    return settings.model_copy(update={"export": export_maps.chosen(settings)})
+    return settings.model_copy(update={"export": chosen(settings)})
