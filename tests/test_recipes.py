@@ -71,7 +71,7 @@ def counts(name: str, sweep: str) -> dict[str, int]:
     base = config.load(name)
     data = data_of(name, base)
     return {
-        row.name: count_parameters(build_student(settings, data, "meta"))
+        row.name: count_parameters(build_student(settings, data, settings.train, "meta"))
         for row, settings in resolved(base, sweep)
     }
 
@@ -100,12 +100,13 @@ def test_the_experiments_are_the_papers():
     """*Belief2, section 4.3*, and *AttentionX, section 4.1*; gamma 1 and a masked diagonal are the
     defaults of its class."""
     settings = config.load("belief2_cifar100")
-    args, phase = settings.model.args, settings.phase_b
+    args, train = settings.model.args, settings.train
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
-    assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
+    assert (train.epochs, train.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
     settings = config.load("attentionx_vit_small")
-    assert (settings.phase_b.optim.lr, settings.phase_b.optim.args) == (1e-4, {})
-    model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
+    assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
+    data = data_of("attentionx_vit_small", settings)
+    model = build_student(settings, data, settings.train, "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 
