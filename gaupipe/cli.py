@@ -119,7 +119,12 @@ StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     Student | None,
-    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "model.attention"),
+    _option(
+        "--student ATTENTION",
+        f"One of {', '.join(STUDENTS)}.",
+        "model.attention",
+        case_sensitive=False,
+    ),
 ]
 Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
@@ -602,8 +607,10 @@ def compare(
     settings, _ = _settings(config, overrides, folder, data)
     from pydantic import Field
 
+    from gaupipe.settings import StudentKey
+
     students = settings.model.attention if students is None else students
-    attentions = _listed("--students", students, Student)
+    attentions = _listed("--students", students, StudentKey)
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
     goals = [] if targets is None else _listed("--targets", targets, share)

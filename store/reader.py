@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -92,7 +92,7 @@ class Store:
         return self.schema.num_images
 
     def gather(
-        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+        self, image_ids: np.ndarray, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
@@ -102,7 +102,7 @@ class Store:
         another image's.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
@@ -124,7 +124,7 @@ class Store:
         return rows
 
     def read(
-        self, start: int, stop: int, names: Sequence[str] | None = None
+        self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
@@ -134,7 +134,7 @@ class Store:
         `gather` raises.
         """
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         checksums = self._read_checksums(start, stop)
         rows = {}
@@ -151,10 +151,11 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Iterable[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
+        names = None if names is None else [*names]
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,10 +35,16 @@ from gaupipe.settings.sections import (
     section_of,
 )
 
+
+def _as_key(name: Any) -> Any:
+    """An attention's key, for a name in any case: papers write Belief2 and AttentionX."""
+    return name.lower() if isinstance(name, str) else name
+
+
 if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
-    StudentKey = Literal[STUDENTS]
+    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
 
 
 def _known_kind(kind: str) -> str:
