@@ -403,7 +403,7 @@ class TrainChanges(Section):
     """Fields of :class:`TrainSettings` in which one kind of training differs from ``train``."""
 
     epochs: Positive | None = None
-    """Epochs, where they are not ``train.epochs``."""
+    """Null is ``train.epochs``."""
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``train.optim`` that are others here, e.g. ``{lr: 0.002}``."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
