@@ -96,6 +96,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
         ("phase_bb.epochs=3", "did you mean 'phase_b'"),
         ("baseline.optim.rl=1", "baseline.optim: unknown setting 'rl'; did you mean 'lr'?"),
+        ("phase_b.optim.ema=1", "phase_b.optim.ema: input should be less than 1, got 1"),
         ("baseline.optim.lr=0", "baseline.optim: lr: input should be greater than 0, got 0"),
         ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'r"),
         ("phase_b.epochs", "should look like"),
