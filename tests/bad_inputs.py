@@ -363,8 +363,8 @@ SETTINGS = [
         ("phase_a.optim.name=adamx", "optim.name"),
         ("phase_a.optim.name=lbfgs", "optim"),
         ("phase_a.optim.schedule=plateau", "optim.schedule"),
-        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.001"),
-        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.002"),
+        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
         ("baseline.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr"),
         ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
         (

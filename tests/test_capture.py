@@ -167,7 +167,7 @@ def test_maps_of_a_padded_decoder_are_its_eager_attention(name):
         assert maps[block][:, :, 3:].triu(4).eq(0).all() and maps[block][0, :, 3:, :3].eq(0).all()
     sums = maps[0][1].sum(-1)
     if name == "GptOss":
-        assert sums.min() < 0.9 and sums.max() < 1, "a sink takes its part"
+        assert sums.min() < 0.9, "a sink takes its part"
     else:
         torch.testing.assert_close(sums, torch.ones(4, 7))
     rows = captured_text(model, blocks=[-1], queries=[0, -1])

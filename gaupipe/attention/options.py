@@ -50,7 +50,7 @@ def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: A
 
         def __reduce__(self) -> tuple[Any, ...]:
             """Copies are of ``cls``: a reader of a pickle does not know this class."""
-            return without_state, (made,), self.__getstate__()  # type: ignore[attr-defined]
+            return without_state, (made,), self.__getstate__()
 
     Bound.__name__ = Bound.__qualname__ = made.__name__
     return Bound

@@ -292,7 +292,8 @@ def _seen(function: Callable, implementation: str, captured: CapturedMaps) -> Ca
     sdpa and flex_attention are told by their arguments, and every other one by what it calls, as
     gaupipe's are, or by the weights that it returns, as each model's own eager attention does.
     """
-    map_of = {"sdpa": _map_of_sdpa, "flex_attention": _map_of_flex}.get(implementation)
+    maps: dict[str, Callable[..., Tensor]] = {"sdpa": _map_of_sdpa, "flex_attention": _map_of_flex}
+    map_of = maps.get(implementation)
 
     def attend(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not captured.watching:
