@@ -367,6 +367,9 @@ SETTINGS = [
         ("phase_a.optim.name=adamx", "optim.name"),
         ("phase_a.optim.name=lbfgs", "optim"),
         ("phase_a.optim.schedule=plateau", "optim.schedule"),
+        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("baseline.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr"),
         ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
         (
             "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
@@ -382,6 +385,7 @@ SETTINGS = [
         ("model.attention_options={prior: 1}", "prior"),
         ("model.attention_options={nonsense: 1}", "nonsense"),
         ("model.attention=attentionx & model.attention_options={gamma: null}", "gamma"),
+        ("model.attention=attentionx & model.attention_options={gamma: .nan}", "finite number"),
         ("model.attention=attentionx & model.attention_options={mask_diagonal: 7}", "diagonal"),
         ("model.student_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
         ("model.args={qkv_bias: maybe}", "qkv_bias"),
