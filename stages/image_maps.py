@@ -29,7 +29,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import forward_with_maps
 from stages import any_vit
-from stages.phase_b import PhaseB
+from stages.phase_b import LocalPhaseB, PhaseB
 from stages.runs.directory import RunDirectory
 from stages.students import load_student, open_maps
 
@@ -211,7 +211,7 @@ class LiveMaps:
 
 class StudentMaps(LiveMaps):
     """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. Raises UserError where the student is not there or damaged.
+    is none that fits it. ``local`` says that it learned from the teacher local instead. Raises UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
     """
@@ -228,7 +228,9 @@ class StudentMaps(LiveMaps):
         super().__init__(student.name, model, data, forward)
         self.explains = settings.phase_b.student != "gaussian"
         self.store = open_maps(student, data)
-        self._job = PhaseB(settings, data, CPU, model, settings.phase_b.optim, self.store)
+        self.local = settings.phase_a.is_local and student.distilled and self.store is None
+        kind = LocalPhaseB if self.local else PhaseB
+        self._job = kind(settings, data, CPU, model, settings.phase_b.optim, self.store)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
@@ -243,6 +245,8 @@ class StudentMaps(LiveMaps):
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
+        if self.local:
+            return None
         if self.store is None:
             return "there is no whole store that fits the student"
         if split != "train":
@@ -257,8 +261,9 @@ class StudentMaps(LiveMaps):
     def _teacher(
         self, batch: Batch, image: int, view: int, maps: Callable[[int], Tensor]
     ) -> list[Tensor | None]:
-        entry = image * self._job.teacher_store.schema.views + view
-        batch.stored = self._job.teacher_store.read(entry, entry + 1)
+        if not self.local:
+            entry = image * self._job.teacher_store.schema.views + view
+            batch.stored = self._job.teacher_store.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer in range(self.layers):

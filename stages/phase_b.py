@@ -20,6 +20,7 @@ import store
 from gaupipe.data.augment import mixed_targets
 from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation import local
 from gaupipe.distillation.kinds import KINDS, Reader
 from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
 from gaupipe.distillation.student import build_student, check_fit, layer_map
@@ -120,6 +121,35 @@ class PhaseB(Training):
         return KINDS[maps.schema.kind].reader(maps, self.device)
 
 
+@dataclass
+class LocalPhaseB(PhaseB):
+    """A student that learns from the fixed Gaussians of the teacher local, without a store."""
+
+    def identity(self) -> dict[str, Any]:
+        return Training.identity(self)
+
+    def maps_of_epoch(self, epoch: int) -> tuple[None, None]:
+        return None, None
+
+    def remarks(self) -> list[str]:
+        maps = local.described(self.settings.phase_a)
+        return [f"the teacher local has {maps}; it predicts nothing, so phase_b.alpha is 0"]
+
+    def teacher_maps(self, batch: Batch) -> TeacherMaps:
+        phase, grid = self.settings.phase_b, self.local_maps.grid
+        return TeacherMaps(self.local_maps, self.layers, grid, heads=phase.head_map)
+
+    @cached_property
+    def layers(self) -> list[int | None]:
+        depth = len(self.student.blocks)
+        return layer_map(self.settings.phase_b, depth, depth)
+
+    @cached_property
+    def local_maps(self) -> local.LocalMaps:
+        """The maps of all images, on the device."""
+        return local.local_maps(self.settings, self.student).to(self.device)
+
+
 class StudentLosses(LabelLosses):
     """The losses of phase B for a batch."""
 
@@ -188,10 +218,13 @@ def train_student(
     """Trains a student into ``folder``, or goes on with one, and returns its metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
-    maps_url    the teacher's store; None is the run's own, which must then be of that teacher
+    maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
+                the maps that the teacher local has without a store
     """
     if teacher is None:
         return train_plain(settings, folder, data=data, resume=resume)
+    if settings.phase_a.is_local and maps_url is None:
+        settings = local.without_predictions(settings)
 
     def start(images: ImageData, afresh: bool) -> Training:
         job = build(settings, images, teacher, maps_url, afresh)
@@ -217,6 +250,11 @@ def build(
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
     student = build_student(settings, data, trained=afresh).to(device)
+    if settings.phase_a.is_local and maps_url is None:
+        settings = local.without_predictions(settings)
+        local_job = LocalPhaseB(settings, data, device, student, settings.phase_b.optim)
+        _ = local_job.local_maps  # what does not fit shows before anything is written
+        return local_job
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,

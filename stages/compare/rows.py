@@ -150,8 +150,11 @@ def resolve(row: Row, base: Settings) -> Settings:
         changes |= {name: getattr(defaults, name) for name in unused}
     elif phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         changes["shuffle_maps"] = False
+    elif phase_a.is_local:  # neither a map nor a prediction of an image
+        changes |= {"shuffle_maps": False, "alpha": 0.0}
+    no_store = row.plain or phase_a.is_local
     sections = {
-        "export": ExportSettings() if row.plain else export_maps.chosen(settings),
+        "export": ExportSettings() if no_store else export_maps.chosen(settings),
         "phase_a": phase_a,
         "phase_b": settings.phase_b.model_copy(update=changes),
         "baseline": BaselineSettings(),

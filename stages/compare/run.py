@@ -24,6 +24,7 @@ from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_r
 from stages.compare.trainings import Training
 from stages.compare.workers import train
 from stages.phase_a import gaussian as phase_a
+from stages.phase_a import local
 from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory, locked, settled
 
@@ -107,6 +108,8 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
         select_device(settings.device, settings.threads)
         if row.plain:
             check_baseline(settings, data)
+        elif settings.phase_a.is_local:
+            local.check(settings, data)
         elif settings.phase_a.learns_gaussians:
             job = phase_a.check(settings, data, RunDirectory(Path()), True, force=True)
             phase_a.training_state(job)

@@ -1,0 +1,95 @@
+"""The teacher ``local``: fixed Gaussians round the tokens, which need no network and no store.
+
+Axis letters: H heads, T tokens on a grid (h, w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.distillation.kinds import StoredGaussians, of_heads
+from gaupipe.distillation.student import MapShape, check_fit
+from gaupipe.maps.gaussians import local_axes
+from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.system.errors import UserError
+
+
+class LocalMaps(StoredGaussians):
+    """The attention of every image alike, as :class:`~gaupipe.distillation.losses.TeacherMaps`
+    reads it: B is 1, and neither a view nor another block changes it."""
+
+    def __init__(
+        self, shape: MapShape, stds: Sequence[float], permutation: Tensor | None = None
+    ) -> None:
+        """``stds`` are in tokens, one for each head; ``permutation`` int64 [T] gives query i the
+        Gaussian of the token permutation[i]."""
+        self.grid, self.layers, self.heads = shape.grid, shape.layers, shape.heads
+        along_y, along_x = local_axes(self.grid, stds)
+        if permutation is not None:
+            along_y, along_x = along_y[:, permutation], along_x[:, permutation]
+        self.factors = along_y[None], along_x[None]
+
+    def to(self, device: torch.device) -> LocalMaps:
+        along_y, along_x = self.factors
+        self.factors = along_y.to(device), along_x.to(device)
+        return self
+
+    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> tuple[Tensor, Tensor]:
+        """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
+        along_y, along_x = self.factors
+        return of_heads(along_y, heads), of_heads(along_x, heads)
+
+
+def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
+    """The maps of ``phase_a.teacher: local`` for a student, on the CPU. Raises UserError where the
+    settings and the student do not fit."""
+    local, shape = settings.phase_a.local, MapShape.of(student)
+    if settings.phase_b.shuffle_maps:
+        raise UserError(
+            "phase_b.shuffle_maps: the teacher local has the same maps for all images; the control "
+            "is phase_a.local.permuted=true"
+        )
+    if len(local.std) > shape.heads:
+        raise UserError(
+            f"phase_a.local.std: has {len(local.std)} numbers for the {shape.heads} heads of the "
+            f"student: give at most {shape.heads}"
+        )
+    stds = [local.std[head % len(local.std)] for head in range(shape.heads)]
+    permutation = None
+    if local.permuted:
+        generator = torch.Generator().manual_seed(settings.seed)
+        permutation = wrong_places(shape.grid[0] * shape.grid[1], generator)
+    maps = LocalMaps(shape, stds, permutation)
+    check_fit(student, maps, settings.phase_b, "the teacher local")
+    return maps
+
+
+def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
+    """A permutation int64 [tokens] that is one cycle, so that no token keeps its place."""
+    order = torch.randperm(tokens, generator=generator)
+    places = torch.empty_like(order)
+    places[order] = order.roll(1)
+    return places
+
+
+def without_predictions(settings: Settings) -> Settings:
+    """The settings of a student of the teacher local, which predicts nothing: alpha is 0. Raises
+    UserError where nothing else is left to learn from."""
+    if settings.phase_b.beta + settings.phase_b.gamma == 0:
+        raise UserError(
+            "phase_b.alpha: the teacher local predicts no classes, and beta and gamma are 0: set "
+            "phase_b.beta=1"
+        )
+    return settings.with_section("phase_b", alpha=0.0)
+
+
+def described(phase: PhaseASettings) -> str:
+    """The maps in words."""
+    local = phase.local
+    stds = ", ".join(f"{std:g}" for std in local.std)
+    places = "at a wrong place for each query" if local.permuted else "round each token"
+    return f"Gaussians of std {stds} tokens {places}, the same for all images"
