@@ -37,6 +37,7 @@ CASES = {
         "phase_b.optim.accumulate=2",
     ],
     "files": [
+        "model.stem=conv",
         "phase_a.rows.initial_std=0.1",
         "phase_a.augment=true",
         "augment.flip=true",

@@ -98,14 +98,24 @@ def whole_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance [channels] float32 of x [B, channels, height, width] over all ranks'
     images, and the number of values of a channel. Differentiable, and collective in both
     directions."""
-    from torch.distributed.nn.functional import all_reduce
-
     x = x.float()
     counted = x.new_tensor([x.numel() / x.shape[1]])
     count = distributed.all_reduce_sum(counted)
-    mean = all_reduce(x.sum((0, 2, 3))) / count
+    mean = _SumOverRanks.apply(x.sum((0, 2, 3))) / count
     squares = (x - mean[:, None, None]).square().sum((0, 2, 3))
-    return mean, all_reduce(squares) / count, count
+    return mean, _SumOverRanks.apply(squares) / count, count
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum of a tensor over all ranks; each rank's part has a share in every rank's loss."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor) -> Tensor:
+        return distributed.all_reduce_sum(values)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return distributed.all_reduce_sum(grad)
 
 
 STEMS = {"patch": PatchEmbed, "conv": ConvPatchEmbed}
