@@ -37,10 +37,10 @@ from gaupipe.data.buckets import Buckets
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings.load import load
+from gaupipe.training.job import LabelLosses, Training, build, train, training_state
 from gaupipe.training.scores import score_model
 from gaupipe.training.state import TrainingState
 from stages.compare.costs import processor_seconds
-from stages.train import LabelLosses, Training, build, train, training_state
 
 BATCH_SIZES = {"plain": 128, "impulse": 128, "infobatch": 176}
 HALVES = ("random_half", "own_loss", "proxy_loss")

@@ -221,7 +221,7 @@ def phase_a(
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
-    from stages.phase_a import gaussian as stage
+    from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
     following = "phase-b" if settings.phase_a.is_local else "export-maps"
@@ -283,7 +283,7 @@ def export_maps(
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = _run(run_dir)
         _say(f"export: the teacher of {run_dir} ...")
-        from stages import export_maps as stage
+        from stages import export as stage
 
         if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
             print(url)
@@ -294,7 +294,7 @@ def export_maps(
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
     _say(f"export: {model}, into {out} ...")
-    from stages import export_maps as stage
+    from stages import export as stage
 
     print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
@@ -398,15 +398,15 @@ def evaluate(
     if test and data is not None:
         raise UserError(f"--test and --data {data}: choose one")
     run_dir = _run(run_dir)
-    from stages import by_class
     from stages import evaluate as stage
+    from stages.evaluate.by_class import summary, tables
 
     split, distilled = "test" if test else "val", False if plain else None
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
     scores = stage.run(run_dir, student, split=split, distilled=distilled, **options)
-    _report(scores if as_json else by_class.summary(scores), as_json)
+    _report(scores if as_json else summary(scores), as_json)
     if not as_json:
-        _print_rich(*by_class.tables(scores))
+        _print_rich(*tables(scores))
         look = ["view", "--run-dir", run_dir, "--student", scores["student"]]
         if scores["mistakes"] and data is None and not plain:
             # the page opens with the most confident one
@@ -615,7 +615,7 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
-    from stages import inspect_maps as stage
+    from stages.look import inspect as stage
 
     shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
     options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}

@@ -17,12 +17,12 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.local import local_maps
-from gaupipe.distillation.student import build_student
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
-from stages.image_maps import drawn
+from gaupipe.training.student import build_student
+from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
-from stages.students import load_student
+from stages.runs.trained import load_student
 
 
 class Run:

@@ -21,16 +21,20 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.distillation import gaussian_teacher, vit_teacher
+from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
-from gaupipe.distillation.student import MapShape, build_student, check_baseline
+from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import LogSettings, Settings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from stages import export_maps, phase_b, train
-from stages.phase_a import gaussian as phase_a
+from gaupipe.training.student import build_student, check_baseline
+from stages import export as exporting
+from stages import phase_a, phase_b, train
 from stages.phase_a import local
-from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
     SMALLER,
@@ -123,7 +127,7 @@ def plan_phases(
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
     memory = {"memory_bytes": needs.memory_bytes}
-    student["memory_bytes"] += stored if stored <= phase_b.PRELOAD_BYTES else 0
+    student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages = {
         "phase_a": {
             "model": "teacher (phase A)",
@@ -164,11 +168,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Any:
     it takes no memory."""
     phase = settings.phase_a
     if phase.teacher == "vit":
-        return trained_teacher.build_model(settings, data, "meta")
+        return build_model(settings, data, "meta")
     if not phase.learns_gaussians:
-        return trained_teacher.build(settings, data).teacher
+        return vit_teacher.build(settings, data).teacher
     with torch.device("meta"):
-        return phase_a.build_teacher(settings, data)
+        return gaussian_teacher.build_teacher(settings, data)
 
 
 def mistake_in(check: Callable[[], None]) -> str | None:
@@ -270,10 +274,10 @@ def measure_export(settings: Settings, folder: Path, small: ImageData, images: i
     """Seconds of the export of so many images, from that of the run in ``folder``."""
     job = phase_a.load(RunDirectory(folder), small)
     export = planned_export(job.settings, job.teacher, job.shape.grid)
-    place = export_maps.Place(str(folder / "maps.zarr"))
-    writer = place.create(job, export_maps.make_schema(job, export))
+    place = exporting.Place(str(folder / "maps.zarr"))
+    writer = place.create(job, make_schema(job, export))
     started = time.monotonic()
-    export_maps.write(job, writer)
+    exporting.write(job, writer)
     views = (settings.export.views or 1) / (job.settings.export.views or 1)
     return images / len(small.train) * views * (time.monotonic() - started)
 

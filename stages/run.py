@@ -10,12 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import total_seconds
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from gaupipe.training.student import check_baseline
+from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
 
@@ -41,7 +40,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
-    export_maps.ensure(run_dir, export=settings.export, data=data)
+    export.ensure(run_dir, export=settings.export, data=data)
     folder = run_directory.student(attention)
     student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
     last = teacher[-1]

@@ -21,10 +21,10 @@ import store
 from arguments import sets, tiny
 from conftest import run_main
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.student import build_student
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.errors import UserError
+from gaupipe.training.student import build_student
 from stages import phase_b
 from stages.compare.figures import draw
 from stages.compare.measures import (

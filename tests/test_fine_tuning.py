@@ -11,13 +11,14 @@ from timm.data import resolve_model_data_config
 from timm.optim import param_groups_layer_decay
 
 from arguments import sets
+from gaupipe.data.batches import train_and_val
 from gaupipe.data.splits import load_data
-from gaupipe.distillation.student import build_student
 from gaupipe.settings import load as config
+from gaupipe.training import job as training_job
+from gaupipe.training.job import LabelLosses
 from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.student import build_student
 from gaupipe.vit.saving import save_student
-from stages import train
-from stages.train import LabelLosses
 from test_cli import metrics
 from test_own_images import photos
 
@@ -163,8 +164,8 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
 
     assert in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "unbroken")[0] == 0
     with monkeypatch.context() as patch:
-        scores = iter([train.score_model, interrupted])
-        patch.setattr(train, "score_model", lambda *asked: next(scores)(*asked))
+        scores = iter([training_job.score_model, interrupted])
+        patch.setattr(training_job, "score_model", lambda *asked: next(scores)(*asked))
         assert in_process(*command, *sets(*TINY), "--run-dir", tmp_path / "run")[0] == 130
     again = ["train", "--data", folder / "photos", "--run-dir", tmp_path / "run", "--resume"]
     other = folder / "weights" / "model.safetensors"
@@ -216,7 +217,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
     for checkpointing in (False, True):
         settings = settings_of(folder, "phase_b.student=belief2")
         data = load_data(settings.data)
-        job = train.build(settings, data)
+        job = training_job.build(settings, data)
         job.student.set_grad_checkpointing(checkpointing)
         sizes = []
 
@@ -224,7 +225,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
             sizes.append(tensor.nbytes)
             return tensor
 
-        batch = next(iter(train.train_and_val(data, settings.data, job.device)[0].in_order()))
+        batch = next(iter(train_and_val(data, settings.data, job.device)[0].in_order()))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = LabelLosses(replace(job))(batch)["loss"]
         loss.backward()

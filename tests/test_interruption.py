@@ -178,7 +178,7 @@ def test_draws_start_anew_on_another_type_of_device():
 
 def test_short_epochs_have_checkpoints_between_them_only(tmp_path, monkeypatch):
     from gaupipe.training.state import TrainingState
-    from stages.phase_a import gaussian as phase_a
+    from stages import phase_a
 
     written = []
     save = TrainingState.save

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from gaupipe.training import job as training
 from stages import evaluate, phase_b
 from stages import run as whole_run
-from stages import train as training
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 

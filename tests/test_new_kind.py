@@ -10,7 +10,7 @@ import store
 from gaupipe.distillation import kinds
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.phase_a import gaussian as phase_a
+from stages import phase_a
 from stages.view.serve import open_viewer
 from store.encoding import Weights
 from store.kinds import ArraySpec

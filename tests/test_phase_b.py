@@ -20,6 +20,8 @@ from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.gaussian_teacher import build_teacher
+from gaupipe.distillation.job import MapsOfEpoch
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
@@ -27,10 +29,10 @@ from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
-from stages import evaluate, export_maps, phase_b
+from stages import evaluate, export, phase_a, phase_b
 from stages import train as student_training
-from stages.phase_a import gaussian as phase_a
 from stages.publish import export_student
 from stages.runs.directory import RunDirectory
 
@@ -49,7 +51,7 @@ TEACHER = [
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
     phase_a.run(config.load("digits", [*TEACHER, *overrides]), run_dir)
-    export_maps.run(run_dir, kind)
+    export.run(run_dir, kind)
     return run_dir
 
 
@@ -107,7 +109,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     settings = config.load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
     trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
     scored: set[int] = set()
-    forward, drop_patches = Mlp.forward, student_training.Training.drop_patches
+    forward, drop_patches = Mlp.forward, Training.drop_patches
 
     def noted(mlp, x):
         (trained[-1] if mlp.training else scored).add(x.shape[1])
@@ -118,7 +120,7 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
         return drop_patches(job, epoch)
 
     monkeypatch.setattr(Mlp, "forward", noted)
-    monkeypatch.setattr(student_training.Training, "drop_patches", begun)
+    monkeypatch.setattr(Training, "drop_patches", begun)
     teacher = RunDirectory(run_dir) if distilled else None
     phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
@@ -290,7 +292,7 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    shuffled = phase_b.MapsOfEpoch(maps, seed=0)
+    shuffled = MapsOfEpoch(maps, seed=0)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
@@ -327,7 +329,7 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
         update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
     )
     data = load_data(settings.data)
-    teacher = phase_a.build_teacher(settings, data)
+    teacher = build_teacher(settings, data)
     check_student(settings, data, teacher, teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
@@ -385,7 +387,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
     """Its folder has the request, and the command that goes on is said."""
-    export_maps.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
+    export.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
@@ -415,9 +417,9 @@ def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
 
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
     other = make(tmp_path / "other", "seed=7")
-    export_maps.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
+    export.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
     try:
         with pytest.raises(ValueError, match="teacher"):
             phase_b.run(run_dir, "belief_star", resume=True)
     finally:
-        export_maps.run(run_dir, overwrite=True)
+        export.run(run_dir, overwrite=True)

@@ -11,11 +11,11 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
+from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
-from stages import phase_b, train
+from stages import phase_b
 from stages.compare.rows import Row, default_rows, resolve, sweep_rows
 from stages.compare.run import check
 from stages.compare.trainings import digest
@@ -46,7 +46,7 @@ def test_a_step_of_every_shipped_configuration(name):
     job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    update = Update(train.training_state(job), 2)
+    update = Update(job.training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0

@@ -84,7 +84,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
-    from stages.phase_a import gaussian as phase_a
+    from stages import phase_a
 
     settings = config.load(
         "digits",

@@ -13,8 +13,7 @@ from arguments import sets, tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import FORKS
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a, phase_b
 from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used, locked
 from stages.runs.students import removed_if_refused
@@ -27,7 +26,7 @@ SETS = sets(*TINY)
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     phase_a.run(config.load("digits", TINY), folder / "run")
-    export_maps.run(folder / "run")
+    export.run(folder / "run")
     return folder / "run"
 
 

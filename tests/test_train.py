@@ -12,8 +12,7 @@ import gaupipe.vit.models  # noqa: F401  (timm learns the attentions)
 from arguments import sets
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages import compare, run, train
-from stages.phase_a import gaussian as phase_a
+from stages import compare, phase_a, run, train
 from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics

@@ -6,16 +6,24 @@ Axis letters: H heads, T tokens on a grid (h, w).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
+from gaupipe.data.batches import Batch
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import StoredGaussians, of_heads
-from gaupipe.distillation.student import MapShape, check_fit
+from gaupipe.distillation.losses import TeacherMaps
+from gaupipe.distillation.student import MapShape, check_fit, layer_map
 from gaupipe.maps.gaussians import local_axes
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.system.errors import UserError
+from gaupipe.training.job import Training
 
 
 class LocalMaps(StoredGaussians):
@@ -93,3 +101,42 @@ def described(phase: PhaseASettings) -> str:
     stds = ", ".join(f"{std:g}" for std in local.std)
     places = "at a wrong place for each query" if local.permuted else "round each token"
     return f"Gaussians of std {stds} tokens {places}, the same for all images"
+
+
+@dataclass
+class LocalPhaseB(PhaseB):
+    """A student that learns from fixed Gaussians, its ``maps``, without a store."""
+
+    maps: LocalMaps  # type: ignore[assignment]
+
+    def identity(self) -> dict[str, Any]:
+        return Training.identity(self)
+
+    def maps_of_epoch(self, epoch: int) -> tuple[None, None]:
+        return None, None
+
+    def source_of_maps(self) -> None:  # type: ignore[override]
+        return None
+
+    def remarks(self) -> list[str]:
+        maps = described(self.settings.phase_a)
+        return [f"the teacher local has {maps}; it predicts nothing, so phase_b.alpha is 0"]
+
+    def teacher_maps(self, batch: Batch) -> TeacherMaps:
+        return TeacherMaps(
+            self.maps, self.layers, self.maps.grid, heads=self.settings.phase_b.head_map
+        )
+
+    @cached_property
+    def layers(self) -> list[int | None]:
+        return layer_map(self.settings.phase_b, self.maps.layers, self.maps.layers)
+
+
+def build(
+    settings: Settings, data: ImageData, device: torch.device, student: VisionTransformer
+) -> LocalPhaseB:
+    """The training of a ``student`` that lies on the ``device``. Raises UserError as
+    :func:`local_maps` and :func:`without_predictions`."""
+    settings = without_predictions(settings)
+    maps = local_maps(settings, student).to(device)
+    return LocalPhaseB(settings, data, device, student, settings.phase_b.optim, maps)

@@ -349,8 +349,10 @@ class PhaseASettings(Section):
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
-        if self.is_local and self.teacher_args:
-            raise ValueError("teacher_args: the teacher local is no network: see local")
+        if self.is_local:
+            if self.teacher_args:
+                raise ValueError("teacher_args: the teacher local is no network: see local")
+            return self
         if self.teacher == "vit":
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:

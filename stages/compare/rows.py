@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import (
     BaselineSettings,
     ExportSettings,
@@ -21,7 +22,6 @@ from gaupipe.settings import (
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope, Section, problem
 from gaupipe.system.errors import UserError
-from stages import export_maps
 
 BASELINE = "plain ViT"
 """The reference of every comparison: standard attention, trained on the labels alone."""
@@ -154,7 +154,7 @@ def resolve(row: Row, base: Settings) -> Settings:
         changes |= {"shuffle_maps": False, "alpha": 0.0}
     no_store = row.plain or phase_a.is_local
     sections = {
-        "export": ExportSettings() if no_store else export_maps.chosen(settings),
+        "export": ExportSettings() if no_store else chosen(settings),
         "phase_a": phase_a,
         "phase_b": settings.phase_b.model_copy(update=changes),
         "baseline": BaselineSettings(),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gaupipe.distillation.export import drawing, is_complete
 from gaupipe.settings import BaselineSettings, ExportSettings, PhaseBSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import epochs_in, read_metrics
-from stages import export_maps
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -68,14 +68,14 @@ class Training:
         export = self.settings.export
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            held.append(export_maps.drawing(self.settings))
+            held.append(drawing(self.settings))
         return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property
     def exported(self) -> bool:
         """Whether the store, where the teacher has one, and the costs beside it are there."""
         url = self.maps_url
-        return self.phase_a_costs.is_file() and (url is None or export_maps.is_complete(url))
+        return self.phase_a_costs.is_file() and (url is None or is_complete(url))
 
     @property
     def maps_url(self) -> str | None:

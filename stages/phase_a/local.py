@@ -10,12 +10,12 @@ from typing import Any
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.local import described, local_maps, without_predictions
-from gaupipe.distillation.student import build_student
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import read_metrics
 from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.student import build_student
 from stages.runs.directory import RunDirectory
 
 

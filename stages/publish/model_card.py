@@ -17,7 +17,7 @@ from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
-from stages.students import TrainedStudent
+from stages.runs.trained import TrainedStudent
 
 TEACHERS = {
     "gaussian": "a ViT with GauAttention, trained in phase A",
