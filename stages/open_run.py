@@ -60,7 +60,9 @@ class Run:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
         sum to 1. Raises UserError for a store of views where ``view`` is None."""
         if self.settings.phase_a.is_local:
-            student = build_student(self.settings, self.data, "meta")
+            student = build_student(
+                self.settings, self.data, self.settings.student_training, "meta"
+            )
             maps = local_maps(self.settings, student)
             images = len(np.fromiter(ids, np.int64))
             return [maps.map(layer).expand(images, -1, -1, -1) for layer in range(maps.layers)]

@@ -143,7 +143,7 @@ def test_no_map_is_made_for_each_image():
 SMALL = [
     "data.train_images=60",
     "phase_a.teacher=local",
-    "phase_b.epochs=2",
+    "train.epochs=2",
     "baseline.epochs=0",
     "model.args={embed_dim: 16, depth: 2, num_heads: 2}",
     "phase_a.local.std=[0.8, 2.0]",
@@ -276,14 +276,14 @@ def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_pat
     assert job.settings.phase_b.alpha == 0 and job.source_of_maps() is None
     again = config.load(local_run / "phase_b/attentionx/config.yaml")
     assert job.identity() == phase_b.build(again, job.data, run).identity() | {
-        "phase_b.student": settings.phase_b.student
+        "model.attention": settings.model.attention
     }
 
 
 def test_a_comparison_has_wrong_places_and_uniform_maps_as_controls(tmp_path):
     from stages import compare
 
-    settings = config.load("digits", [*SMALL, "phase_b.student=standard", "phase_b.alpha=0.1"])
+    settings = config.load("digits", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"])
     folder = tmp_path / "all"
     options: dict = {"sweep": None, "only": [], "jobs": 1}
     compare.run(settings, folder, students=["standard"], seeds=[0], **options)

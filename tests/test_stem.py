@@ -14,7 +14,7 @@ import gaupipe.models
 from gaupipe.distillation import vit_teacher
 from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.warm_start import warm_start
-from gaupipe.settings import OptimSettings
+from gaupipe.settings import OptimSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from gaupipe.training.optimizer import build_optimizer
@@ -23,6 +23,10 @@ from gaupipe.vit.stem import ConvPatchEmbed
 
 PICO = "gauvit_pico_patch2_8"
 DIGITS = SimpleNamespace(image_size=8, channels=1, num_classes=10)
+
+
+def student_of(settings: Settings, device: str | None = None) -> VisionTransformer:
+    return build_student(settings, DIGITS, settings.student_training, device)
 
 
 def random_vit(**kwargs) -> VisionTransformer:
@@ -115,15 +119,13 @@ def test_student_baseline_and_trained_teachers_have_the_stem():
     settings = config.load("digits", ["model.stem=conv"])
     teacher = build_teacher(settings, DIGITS)
     for vit in (
-        build_student(settings, DIGITS),
-        build_student(settings, DIGITS, "meta"),
+        student_of(settings),
+        student_of(settings, "meta"),
         vit_teacher.build_model(settings, DIGITS),
         teacher.vit,
     ):
         assert isinstance(vit.patch_embed, ConvPatchEmbed)
-    assert isinstance(
-        build_student(config.load("digits"), DIGITS).patch_embed, timm.layers.PatchEmbed
-    )
+    assert isinstance(student_of(config.load("digits")).patch_embed, timm.layers.PatchEmbed)
 
 
 def test_a_warm_start_copies_the_statistics_too():
@@ -138,12 +140,12 @@ def test_a_warm_start_copies_the_statistics_too():
 
 SMALL = [
     "data.train_images=60",
-    "baseline.epochs=2",
+    "train.epochs=2",
     "model.stem=conv",
     "model.args={embed_dim: 16, depth: 1, num_heads: 2}",
     "augment.flip=true",
     "augment.crop_padding=1",
-    "phase_b.optim.ema=0.9",
+    "train.optim.ema=0.9",
     "threads=1",
 ]
 SETS = [part for setting in SMALL for part in ("--set", setting)]
@@ -178,10 +180,10 @@ def test_trained_weights_keep_their_stem(tmp_path):
     gaupipe.models.save_student(timm.create_model(PICO, depth=1, in_chans=1).eval(), patch)
     for asked in ("patch", "conv"):
         settings = config.load("digits", [f"model={{name: 'local-dir:{conv}', stem: {asked}}}"])
-        assert isinstance(build_student(settings, DIGITS).patch_embed, ConvPatchEmbed)
+        assert isinstance(student_of(settings).patch_embed, ConvPatchEmbed)
     settings = config.load("digits", [f"model={{name: 'local-dir:{patch}', stem: conv}}"])
     with pytest.raises(UserError, match="keeps the stem that its weights have"):
-        build_student(settings, DIGITS)
+        student_of(settings)
 
 
 @pytest.mark.parametrize(

@@ -139,4 +139,4 @@ def build(
     :func:`local_maps` and :func:`without_predictions`."""
     settings = without_predictions(settings)
     maps = local_maps(settings, student).to(device)
-    return LocalPhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    return LocalPhaseB(settings, data, device, student, settings.student_training, maps)

@@ -229,7 +229,7 @@ class StudentMaps(LiveMaps):
             return logits, [block.exp() for block in log_maps]
 
         super().__init__(student.name, model, data, forward)
-        self.explains = settings.phase_b.student != "gaussian"
+        self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
         learned = student.distilled and recorded_store(student.folder) is None
         self.local = settings.phase_a.is_local and learned and self.store is None
@@ -237,7 +237,7 @@ class StudentMaps(LiveMaps):
         if self.local:
             self._job = local.build(settings, data, CPU, model)
         elif self.store is not None:
-            self._job = PhaseB(settings, data, CPU, model, settings.phase_b.optim, self.store)
+            self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""

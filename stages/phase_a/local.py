@@ -31,10 +31,10 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> LocalJo
     """The teacher of the settings. Raises UserError for what phase B could not do with it, unless
     ``students`` is False."""
     if students:
-        phase = without_predictions(settings).phase_b
-        student = build_student(settings, data, "meta")
+        train = without_predictions(settings).student_training
+        student = build_student(settings, data, train, "meta")
         local_maps(settings, student)
-        build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
+        build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     return LocalJob(settings, data)
 
 
