@@ -16,8 +16,10 @@ import store
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
+from gaupipe.training.student import build_student
 from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
 from stages.runs.trained import load_student
@@ -39,8 +41,9 @@ class Run:
 
     @cached_property
     def store(self) -> store.Store:
-        """The store of the teacher's maps. Raises StoreError where there is none."""
-        url, teacher_sha256 = str(self.directory.maps), self.directory.teacher_digest()
+        """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
+        the teacher local, which has none."""
+        url, teacher_sha256 = str(self.directory.stored()), self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
 
     def images(self, ids: Iterable[int], split: str = "train", view: int | None = None) -> Tensor:
@@ -61,6 +64,17 @@ class Run:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
         sum to 1. Raises UserError for ids and views that there are not, and for a store of views
         where ``view`` is None."""
+        if self.settings.phase_a.is_local:
+            if view is not None:
+                raise UserError(f"view={view}: the teacher local has the same maps for all views")
+            student = build_student(
+                self.settings, self.data, self.settings.student_training, "meta"
+            )
+            maps = local_maps(self.settings, student)
+            image_ids = checked(ids, len(self.data.train), f"images in {self.directory.path}")
+            return [
+                maps.map(layer).expand(len(image_ids), -1, -1, -1) for layer in range(maps.layers)
+            ]
         schema = self.store.schema
         if view is None and schema.views > 1:
             raise UserError(
