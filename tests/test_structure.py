@@ -90,9 +90,8 @@ def test_who_reads_the_store_in_gaupipe():
 
 
 def test_every_package_is_installed():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    listed = set(settings["tool"]["setuptools"]["packages"])
-    assert {name for name, path in MODULES.items() if path.name == "__init__.py"} <= listed
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert {*PACKAGES, "configs"} == {*settings["targets"]["wheel"]["only-include"]}
 
 
 def test_few_modules_lie_outside_of_a_package_and_nothing_imports_the_command_line():

@@ -25,7 +25,6 @@ from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_
 from torch import Tensor, nn
 
 from gaupipe.attention import ATTENTION
-from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
 
@@ -36,16 +35,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class AttentionLayers(dict):
-    """timm's attentions and ours, by the names of ``attn_layer``."""
-
-    def get(self, name: str, _default: Any = None) -> Any:
-        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
-        return self[choice("attn_layer", name, self)]
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
