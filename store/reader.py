@@ -14,7 +14,7 @@ import numpy as np
 
 from store.encoding import image_crc32c
 from store.errors import CorruptChunk, StoreError, UnfinishedStore, damaged
-from store.files import Files, damage, explain, refuse_after_fork
+from store.files import Files, damage, explain, local_folder, refuse_after_fork
 from store.layout import FINISHED, ROOT, Layout, Shard, read_decoder, read_metadata
 
 INDEX_CACHE_BYTES = 64 * 2**20
@@ -52,6 +52,14 @@ def open(
                 f"({expected[:12]}); export the maps of this run"
             )
     return Store(files, layout, preload_bytes)
+
+
+def check_exists(url: str | os.PathLike) -> None:
+    """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
+    which may take long to answer, is not asked."""
+    folder = local_folder(url)
+    if folder is not None and not (folder / ROOT).is_file():
+        Layout.from_root_file(None, str(url))
 
 
 class Store:
