@@ -712,7 +712,8 @@ def verify(
     if maps is None:
         run_dir = _run(run_dir)
         maps = str(run_dir / "maps.zarr")
-    check_paths(maps=maps, run_dir=run_dir if teacher else None)
+    is_folder = Path(maps).is_dir()  # without zarr.json it is a damaged store
+    check_paths(maps=None if is_folder else maps, run_dir=run_dir if teacher else None)
     with _begins(f"verify: {maps}"):
         from stages import verify as stage
 

@@ -265,6 +265,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
         path = f"{part}/belief/metrics.jsonl"
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
+    (tmp_path / "elsewhere").mkdir()
     for command, message in (
         (("run", "--data", "mine", "--set", "data.image_size=16"), "image_size is 8, asked 16"),
         (("run", "digits", "--data", "mine"), "leave digits out"),
