@@ -143,7 +143,7 @@ Teacher = Annotated[
     str | None,
     _option(
         "--teacher NAME",
-        "gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
+        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights.",
         "phase_a.teacher",
     ),
 ]
@@ -248,7 +248,8 @@ def phase_a(
     from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
-    _say_next(["export-maps", "--run-dir", folder])
+    following = "phase-b" if settings.phase_a.is_local else "export-maps"
+    _say_next([following, "--run-dir", folder])
     print(folder)
 
 
@@ -308,7 +309,8 @@ def export_maps(
         _say(f"export: the teacher of {run_dir} ...")
         from stages import export as stage
 
-        print(stage.run(run_dir, kind, out=out, **options))
+        if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
+            print(url)
         return
     of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
     for name in (name for name, value in of_run.items() if value):
@@ -727,7 +729,7 @@ def verify(
     """
     if maps is None:
         run_dir = _run(run_dir)
-        maps = str(run_dir / "maps.zarr")
+        maps = _stored(run_dir)
     from stages import verify as stage
 
     problems: Sequence[object] = stage.run(maps)
@@ -872,6 +874,13 @@ def _run(run_dir: Path | None) -> Path:
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
         _say(f"{run_dir} (the run used last; --run-dir names another)")
     return run_dir
+
+
+def _stored(run_dir: Path) -> str:
+    """The store of a run. Raises UserError for one whose teacher has none."""
+    from stages.runs.directory import RunDirectory
+
+    return str(RunDirectory(run_dir).stored())
 
 
 def _names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from gaupipe.distillation.export import (
 )
 from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.local import described
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
@@ -69,8 +71,9 @@ def run(
     download: bool = False,
     data: ImageData | None = None,
     augment: AugmentSettings | None = None,
-) -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL.
+) -> str | None:
+    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
+    the teacher local, which has none.
 
     kind, encoding, k, views
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
@@ -118,9 +121,26 @@ def run(
         return job
 
     settings = distributed.main_first(read_settings)
+    if settings.phase_a.is_local and teacher is None:
+        distributed.on_main(lambda: say_nothing_to_export(settings, out))
+        return None
     with run.locked():
         options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
         return export(distributed.main_first(load), place, options)
+
+
+def say_nothing_to_export(settings: Settings, out: str | None) -> None:
+    """Says that the teacher local has no store. Raises UserError for a place that is to get it."""
+    if out is not None:
+        raise UserError(
+            f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
+            "leave it out"
+        )
+    maps = described(settings.phase_a)
+    print(
+        f"gaupipe: export: nothing to store: the teacher local has {maps}; phase B makes its maps",
+        file=sys.stderr,
+    )
 
 
 def run_model(
@@ -254,10 +274,12 @@ def ensure(
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written. ``export`` says what is
-    stored; None leaves that to :func:`run`, as for ``augment``."""
+    """The store of a run: as it is if it is complete, else written; of the teacher local none.
+    ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
+    if distributed.main_first(directory.settings).phase_a.is_local:
+        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
     if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
         run(run_dir, out=out, data=data, augment=augment, **options)

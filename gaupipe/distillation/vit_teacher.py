@@ -91,6 +91,11 @@ def other_teacher(
     data: ImageData | None = None,
 ) -> TeacherJob:
     """A trained ViT in place of a run's own teacher."""
+    if teacher == "local":
+        raise UserError(
+            "--teacher local: its maps are stored nowhere: 'gaupipe phase-a --set "
+            "phase_a.teacher=local' begins a run with it, and phase B makes the maps"
+        )
     if teacher in ("gaussian", "vit"):
         raise UserError(
             f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "

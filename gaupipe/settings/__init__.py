@@ -60,6 +60,7 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see model.attention"),
     **{name: f"see model.{name}" for name in ("attention_options", "match_params")},
     "patch_drop_rate": "see train.patch_drop_rate",
+    **dict.fromkeys(("stem", "embed_layer"), "see model.stem"),
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
@@ -216,6 +217,11 @@ class ModelSettings(Section):
     student_args: Annotated[ModelArgs, Scope.STUDENT] = {}
     """Keywords in which the student differs from ``model.args``, and so from a teacher that phase A
     trains, e.g. ``{depth: 6}``."""
+    stem: Annotated[Literal["patch", "conv"], Scope.STUDENT] = "patch"
+    """What makes tokens of an image. ``patch`` projects each patch by itself. ``conv`` puts 3 x 3
+    convolutions of stride 2 in its place, each with batch norm and ReLU, and a 1 x 1 projection
+    (arXiv 2106.14881). The tokens are as many, so the patch size must be a power of two. A ViT that
+    is fine-tuned keeps the stem of its weights."""
     init_std: Annotated[Rate | None, Scope.STUDENT] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
     init: Annotated[Literal["normal", "mimetic"], Scope.STUDENT] = "normal"
@@ -232,7 +238,8 @@ class OptimSettings(Section):
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "muon"
-    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates the
+    matrices of the blocks, and AdamW [the other weights](training.md#muon-and-adamw)."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
@@ -252,14 +259,15 @@ class OptimSettings(Section):
     warmup_epochs: Count = 1
     """Epochs of linear warm-up; they count among the epochs of the phase."""
     min_lr: Weight = 1e-5
-    """Learning rate at the start of the warm-up and at the end of the schedule."""
+    """Learning rate at the start of the warm-up and at the end of the schedule, at most ``lr``."""
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient, to which larger gradients are clipped; null does not clip."""
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
-    ema: Fraction | None = None
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights. If set, the averaged weights are
-    evaluated and saved. Null makes no average."""
+    evaluated and saved. Null makes no average; with 1 the average would stay at the untrained
+    weights."""
 
 
 class RowSettings(Section):
@@ -283,15 +291,32 @@ class CompressionSettings(Section):
     """Width of the decoder's hidden layer."""
 
 
+Std = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+
+
+class LocalSettings(Section):
+    """The maps of ``phase_a.teacher: local``: a Gaussian round each token, the same for all images
+    and in all blocks of the student."""
+
+    std: Annotated[list[Std], Field(min_length=1)] = [0.7, 1.5, 3.0]
+    """Standard deviations in tokens, of which head i takes number i modulo their count. ``.inf``
+    makes uniform maps, a control."""
+    permuted: bool = False
+    """A control: each query gets the Gaussian of another place, always the same one, drawn from
+    ``seed``. The maps are as sharp as before, but at wrong places."""
+
+
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
-    that is a trained ViT."""
+    that is a trained ViT, and only ``local`` one that is ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
-    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
+    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights. ``local`` is no network,
+    but fixed Gaussians round the tokens, which phase B makes itself."""
+    local: LocalSettings = LocalSettings()
     teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
@@ -323,6 +348,8 @@ class PhaseASettings(Section):
     def _consistent(self) -> PhaseASettings:
         if self.per_image != "embedding" and self.compression != CompressionSettings():
             raise ValueError("compression is for per_image: embedding: set that too")
+        if self.local != LocalSettings() and not self.is_local:
+            raise ValueError("local is for teacher: local: set that too")
         if not self.learns_gaussians:
             return self._without_gaussians()
         if self.teacher_args:
@@ -334,6 +361,10 @@ class PhaseASettings(Section):
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
+        if self.is_local:
+            if self.teacher_args:
+                raise ValueError("teacher_args: the teacher local is no network: see local")
+            return self
         if self.teacher == "vit":
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
@@ -346,6 +377,11 @@ class PhaseASettings(Section):
     def learns_gaussians(self) -> bool:
         """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
         return self.teacher == "gaussian"
+
+    @property
+    def is_local(self) -> bool:
+        """True if the teacher is no network, but fixed Gaussians without a store."""
+        return self.teacher == "local"
 
     @property
     def most_epochs(self) -> int:
@@ -598,6 +634,8 @@ class Settings(Section):
     def _consistent(self) -> Settings:
         if self.phase_b.warm_start == "exact":
             self._check_exact()
+        if self.phase_b.warm_start != "none" and self.phase_a.is_local:
+            raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
         return self
 
     def _check_exact(self) -> None:

@@ -75,6 +75,10 @@ def with_weights(
         if not name.startswith("head."):
             raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
     built = getattr(vit, "gaupipe_args", {})
+    if model.stem != "patch" and built.get("stem") != model.stem:
+        raise UserError(
+            f"model.stem: {model.name} keeps the stem that its weights have: take model.stem=patch"
+        )
     own = built.get("attention", "standard"), built.get("attention_options") or {}
     if (model.attention, model.attention_options) != own:
         vit = convert(vit, model.attention, **model.attention_options)

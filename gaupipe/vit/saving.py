@@ -95,6 +95,7 @@ def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     if "base" in args:
         return "gauvit_converted", args
     plain = args["attention"] == "standard" and not args["attention_options"]
+    plain = plain and args["stem"] == "patch"
     if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
         keywords = inspect.signature(VisionTransformer).parameters
         return STOCK_ARCHITECTURE, {name: args[name] for name in args if name in keywords}

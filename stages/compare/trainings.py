@@ -68,8 +68,16 @@ class Training:
 
     @property
     def exported(self) -> bool:
-        """Whether the store and the costs beside it are there."""
-        return self.phase_a_costs.is_file() and is_complete(str(self.maps))
+        """Whether the store, where the teacher has one, and the costs beside it are there."""
+        url = self.maps_url
+        return self.phase_a_costs.is_file() and (url is None or is_complete(url))
+
+    @property
+    def maps_url(self) -> str | None:
+        """The store that the training reads; None for a training without one."""
+        if self.row.plain or self.settings.phase_a.is_local:
+            return None
+        return str(self.maps)
 
     @property
     def phase_a_costs(self) -> Path:

@@ -141,11 +141,11 @@ def _train(group: list[Training]) -> str:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
     folder, settings = training.folder, training.settings
-    teacher, maps, phase_a_costs = None, None, {}
+    teacher, maps, phase_a_costs = None, training.maps_url, {}
     with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", config.dump(settings))
         if not training.row.plain:
-            teacher, maps = training.teacher, str(training.maps)
+            teacher = training.teacher
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
             phase_a_costs = json.loads(training.phase_a_costs.read_text())

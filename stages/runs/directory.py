@@ -53,6 +53,15 @@ class RunDirectory:
     def maps(self) -> Path:
         return self.path / "maps.zarr"
 
+    def stored(self) -> Path:
+        """The run's own store. Raises UserError where the run's teacher has none."""
+        if not self.maps.exists() and self.config.is_file() and self.settings().phase_a.is_local:
+            raise UserError(
+                f"{self.path} has no store: its teacher local has the same Gaussians for all "
+                "images, and phase B makes them; 'gaupipe view' shows the maps of its students"
+            )
+        return self.maps
+
     def teacher_digest(self) -> str | None:
         """The content of ``teacher_sha256``; None before phase A has finished. Raises UserError for
         a damaged file."""
