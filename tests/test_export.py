@@ -101,9 +101,9 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
 ):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
     draw, pending, kept = np.random.default_rng(), set(), {}
-    # two writes make the store and three each of its 19 shards, of which at most four are under
-    # way: the third process finishes a shard, and all of them together leave some
-    for fatal in (0, 1, draw.integers(15, 19), *draw.integers(0, 6, 3)):
+    # three writes make the store and two each of its 19 shards, of which at most four are under
+    # way: the fourth process finishes a shard, and all of them together leave some
+    for fatal in (0, 1, 2, draw.integers(10, 14), *draw.integers(0, 6, 3)):
         assert exit_code(export_run, unexported, int(fatal)) == -signal.SIGKILL
         now = changes(maps)
         assert all(now[name] == written for name, written in kept.items())
@@ -126,7 +126,7 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
 @pytest.mark.parametrize("after", [0, 1], ids=["in", "after"])
 def test_an_export_killed_in_or_after_its_last_write(trained, unexported, after):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
-    last = 2 + 3 * 19
+    last = 3 + 2 * 19 + 1
     assert exit_code(export_run, unexported, last + after) == -signal.SIGKILL
     assert store.join(maps).pending() == []
     if contents(maps) != whole:  # killed before the last byte

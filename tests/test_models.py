@@ -129,6 +129,7 @@ def test_models_are_traced_by_timms_feature_extractor_copied_and_pickled(kwargs)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x), model(x))
+        assert str(twin) == str(model)
 
 
 def test_standard_attention_without_a_prior_is_timms_own_and_becomes_torchscript():

@@ -126,6 +126,22 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
 
 
+@pytest.mark.parametrize(
+    "changes,drops",
+    [
+        (["phase_b.gamma_schedule=constant"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=2"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=1"], True),
+    ],
+)
+def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
+    changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
+    settings = config.load(run_dir / "config.yaml", changes)
+    phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
+    said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
+    assert said != drops
+
+
 @pytest.mark.parametrize("options", ["{}", "{prior: true}"])
 def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_process, options):
     student = "standard" if "prior" in options else "gaussian"

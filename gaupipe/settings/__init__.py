@@ -238,7 +238,8 @@ class OptimSettings(Section):
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "muon"
-    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates the
+    matrices of the blocks, and AdamW [the other weights](training.md#muon-and-adamw)."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
@@ -258,14 +259,15 @@ class OptimSettings(Section):
     warmup_epochs: Count = 1
     """Epochs of linear warm-up; they count among the epochs of the phase."""
     min_lr: Weight = 1e-5
-    """Learning rate at the start of the warm-up and at the end of the schedule."""
+    """Learning rate at the start of the warm-up and at the end of the schedule, at most ``lr``."""
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient, to which larger gradients are clipped; null does not clip."""
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
-    ema: Fraction | None = None
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights. If set, the averaged weights are
-    evaluated and saved. Null makes no average."""
+    evaluated and saved. Null makes no average; with 1 the average would stay at the untrained
+    weights."""
 
 
 class RowSettings(Section):
@@ -437,7 +439,7 @@ class TrainChanges(Section):
     """Fields of :class:`TrainSettings` in which one kind of training differs from ``train``."""
 
     epochs: Positive | None = None
-    """Epochs, where they are not ``train.epochs``."""
+    """Null is ``train.epochs``."""
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``train.optim`` that are others here, e.g. ``{lr: 0.002}``."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None

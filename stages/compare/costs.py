@@ -56,10 +56,11 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     forwards: dict[tuple[float, float], float] = {}  # of an image
     counted = 0.0
     for epoch, entry in enumerate(metrics):
-        kind = gamma, _rate = entry["gamma"], job.drop_patches(epoch)
-        if kind not in forwards:
-            forwards[kind] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
-        counted += forwards[kind]
+        gamma, share = entry["gamma"], job.share_of_dropped_patches(epoch)
+        if (gamma, share) not in forwards:
+            job.drop_patches(epoch)
+            forwards[gamma, share] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
+        counted += forwards[gamma, share]
     return {
         "parameters": count_parameters(job.student),
         "multiply_adds": round(FORWARDS * len(data.train) * counted),

@@ -74,7 +74,7 @@ def write(
         seconds=total_seconds(metrics),
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
-        optim=train.optim,
+        train=train,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )
