@@ -52,7 +52,10 @@ def build_student(
         student = build_vit(settings.model, data, phase.student, device, changes, **options)
     if phase.patch_drop_rate:
         if any(hasattr(module, "places") for module in student.modules()):
-            raise UserError("phase_b.patch_drop_rate: should be 0 for a student with Gaussians")
+            raise UserError(
+                "phase_b.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
+                "positions, which have a place for every token"
+            )
         student.patch_drop = PatchDropout(phase.patch_drop_rate, student.num_prefix_tokens)
     return student
 
