@@ -196,7 +196,7 @@ def main():
     parser.add_argument("text", type=Path, help="a text file")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path("runs/language"))
-    numbers = dict(layers=4, heads=4, width=64, context=64, batch=16, steps=1200)
+    numbers = dict(layers=4, heads=4, width=64, context=64, batch=16, steps=800)
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=3e-3)
