@@ -55,10 +55,10 @@ def mean_ms(runs: list[dict]) -> float:
 
 
 def mean_and_std(values) -> str:
-    of_seeds = spread(list(values))
-    if of_seeds["std"] is None:
-        return f"{of_seeds['mean']:.3f}"
-    return f"{of_seeds['mean']:.3f} ± {of_seeds['std']:.3f}"
+    result = spread(list(values))
+    if result["std"] is None:
+        return f"{result['mean']:.3f}"
+    return f"{result['mean']:.3f} ± {result['std']:.3f}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def tiny(**kwargs):
 
 def awake(model):
     """With other modulation than at the start, where no block adds anything."""
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -151,7 +151,7 @@ def test_it_is_saved_converted_and_read_block_by_block_as_other_models(attention
         (dict(class_token=True), "class_token: a JiT"),
         (dict(rezero=True), "rezero: a JiT"),
         (dict(patch_drop_rate=0.5), "patch_drop_rate: a JiT"),
-        (dict(num_heads=4), "embed_dim 24 / num_heads gives 6"),
+        (dict(num_heads=4), "by fours: embed_dim / num_heads is 6"),
     ],
 )
 def test_what_does_not_fit_is_refused(kwargs, message):

@@ -1,4 +1,4 @@
-"""JiT-B/16 as a classifier (*Belief2, 4.2*): for timm, a ViT with the parts of a diffusion model, Li
+"""JiT-B/16 as a classifier (*Belief2, 4.2*): a ViT for timm with the parts of a diffusion model, Li
 and He's "Just image Transformer" (arXiv 2511.13720).
 
 Axis letters: B images, H heads, T tokens, d model width, d_m head width.
@@ -6,10 +6,17 @@ Axis letters: B images, H heads, T tokens, d model width, d_m head width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed, RmsNorm, SwiGLU
-from timm.layers import build_rotary_pos_embed, build_sincos2d_pos_embed
+from timm.layers import (
+    PatchEmbed,
+    RmsNorm,
+    SwiGLU,
+    build_rotary_pos_embed,
+    build_sincos2d_pos_embed,
+)
 from timm.layers.pos_embed_sincos import apply_rot_embed_cat
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block
@@ -71,32 +78,28 @@ class ModulatedGate(Modulation):
 class JiTBlock(Block):
     """timm's block with adaLN, whose gates take the place of layer scales."""
 
-    def __init__(self, dim: int, *args, device=None, dtype=None, **kwargs) -> None:
-        super().__init__(dim, *args, device=device, dtype=dtype, **kwargs)
-        self.norm1 = ModulatedNorm(dim, device, dtype)
-        self.norm2 = ModulatedNorm(dim, device, dtype)
-        self.ls1 = ModulatedGate(dim, device, dtype)
-        self.ls2 = ModulatedGate(dim, device, dtype)
+    ls1: Any
+    ls2: Any
+
+    def __init__(self, dim: int, num_heads: int, **kwargs) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        placed = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.norm1 = ModulatedNorm(dim, **placed)
+        self.norm2 = ModulatedNorm(dim, **placed)
+        self.ls1 = ModulatedGate(dim, **placed)
+        self.ls2 = ModulatedGate(dim, **placed)
 
 
 class BottleneckEmbed(PatchEmbed):
     """timm's patch embedding by way of :data:`BOTTLENECK` channels."""
 
-    def __init__(self, *, device=None, dtype=None, **kwargs) -> None:
-        super().__init__(device=device, dtype=dtype, **kwargs)
-        whole = self.proj
-        self.proj = nn.Sequential(
-            nn.Conv2d(
-                whole.in_channels,
-                BOTTLENECK,
-                whole.kernel_size,
-                whole.stride,
-                bias=False,
-                device=device,
-                dtype=dtype,
-            ),
-            nn.Conv2d(BOTTLENECK, whole.out_channels, 1, device=device, dtype=dtype),
-        )
+    proj: Any
+
+    def __init__(self, *, embed_dim: int, device=None, dtype=None, **kwargs) -> None:
+        placed = dict(device=device, dtype=dtype)
+        super().__init__(embed_dim=BOTTLENECK, **{**kwargs, **placed, "bias": False})
+        widen = nn.Conv2d(BOTTLENECK, embed_dim, kernel_size=1, **placed)
+        self.proj = nn.Sequential(self.proj, widen)
 
 
 class RotaryNorm(nn.Module):
@@ -106,10 +109,15 @@ class RotaryNorm(nn.Module):
 
     places: Tensor
 
-    def __init__(self, norm: nn.Module, grid: tuple[int, int], head_dim: int, device=None) -> None:
+    def __init__(self, norm: RmsNorm, grid: tuple[int, int]) -> None:
         super().__init__()
         self.norm = norm
-        sin, cos = build_rotary_pos_embed(list(grid), dim=head_dim, in_pixels=False, device=device)
+        width, device = len(norm.weight), norm.weight.device
+        if width % 4:
+            raise UserError(
+                f"a JiT turns the channels of a head by fours: embed_dim / num_heads is {width}"
+            )
+        sin, cos = build_rotary_pos_embed(list(grid), dim=width, in_pixels=False, device=device)
         self.register_buffer("places", torch.cat([sin, cos], dim=-1), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -117,15 +125,15 @@ class RotaryNorm(nn.Module):
 
 
 class JiT(GauViT):
-    """:class:`GauViT` with JiT's parts: RMSNorm, SwiGLU, adaLN, queries and keys that are normalised
-    and turned by their place, a fixed position embedding, a bottleneck before the first block.
+    """:class:`GauViT` with JiT's parts: RMSNorm, SwiGLU, adaLN, queries and keys normalised and
+    turned by their place, a fixed position embedding, a bottleneck before the first block.
 
     Takes the keywords of :class:`GauViT`, but for those that would replace one of these parts, and
     those with which a token has no place on the grid: raises UserError for both.
     """
 
     def __init__(self, **kwargs) -> None:
-        parts = dict(
+        parts: dict[str, Any] = dict(
             norm_layer=RmsNorm,
             mlp_layer=SwiGLU,
             act_layer=nn.SiLU,
@@ -141,25 +149,20 @@ class JiT(GauViT):
         super().__init__(**kwargs, **parts)
         for name in parts:
             del self.gaupipe_args[name]
+        assert self.pos_embed is not None
         self.pos_embed.requires_grad_(False)
-        head_dim = self.embed_dim // self.blocks[0].attn.num_heads
-        if head_dim % 4:
-            raise UserError(
-                f"a JiT turns the channels of a head in groups of 4: embed_dim {self.embed_dim} / "
-                f"num_heads gives {head_dim}"
-            )
+        grid = self.patch_embed.grid_size
         for block in self.blocks:
-            if hasattr(block.attn, "q_norm"):
-                for name in ("q_norm", "k_norm"):
-                    norm = getattr(block.attn, name)
-                    grid = self.patch_embed.grid_size
-                    turned = RotaryNorm(norm, grid, head_dim, norm.weight.device)
-                    setattr(block.attn, name, turned)
+            attention: Any = block.attn
+            if hasattr(attention, "q_norm"):  # else it compares no queries with keys
+                attention.q_norm = RotaryNorm(attention.q_norm, grid)
+                attention.k_norm = RotaryNorm(attention.k_norm, grid)
 
     @torch.no_grad()
     def init_weights(self, *args, **kwargs) -> None:
         """timm's start, but the position embedding is one of sines and cosines."""
         super().init_weights(*args, **kwargs)
+        assert self.pos_embed is not None
         self.pos_embed.copy_(build_sincos2d_pos_embed(self.patch_embed.grid_size, self.embed_dim))
 
 
@@ -171,6 +174,7 @@ default_cfgs = generate_default_cfgs(
 @register_model
 def gauvit_jit_base_patch16_256(pretrained: bool = False, **kwargs) -> JiT:
     """JiT-B/16 as a classifier (*Belief2, 4.2 and table 1*): 128.8 M parameters, 256 tokens."""
-    preset = dict(img_size=256, patch_size=16, embed_dim=768, depth=12, num_heads=12)
-    preset["mlp_ratio"] = 8 / 3  # of each of SwiGLU's three matrices: as many as 4 for two
+    ratio = 8 / 3  # SwiGLU has three matrices: as many parameters as an FFN of ratio 4 has in two
+    sizes = dict(embed_dim=768, depth=12, num_heads=12, mlp_ratio=ratio)
+    preset = dict(img_size=256, patch_size=16, **sizes)
     return create_gauvit("gauvit_jit_base_patch16_256", pretrained, preset, kwargs, JiT)
