@@ -18,9 +18,9 @@ from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
-from stages.image_maps import drawn
+from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
-from stages.students import load_student
+from stages.runs.trained import load_student
 
 
 class Run:

@@ -20,7 +20,7 @@ def table() -> dict[str, list[str]]:
 
 def test_every_setting_is_on_the_page_with_its_default():
     described = table()
-    shared = {"phase_b.optim.": "phase_a.optim."}
+    shared = {"phase_a.optim.": "train.optim."}
     for key, value in config.flatten(config.Settings()).items():
         for section, same in shared.items():
             key = key.replace(section, same)
@@ -36,7 +36,7 @@ def test_every_setting_has_an_effect():
     "annotation,words",
     [
         (bool, "true or false"),
-        (Annotated[Count | None, Scope.PHASE], "whole number at least 0 or null"),
+        (Annotated[Count | None, Scope.STUDENT], "whole number at least 0 or null"),
         (Fraction, "number from 0 to 1"),
         (tuple[Rate, Rate], "list of 2 (each: number above 0)"),
         (list[Count | None] | None, "list (each: whole number at least 0 or null) or null"),
@@ -55,9 +55,9 @@ def test_the_command_prints_every_setting_a_section_or_a_configuration(in_proces
     names = [line.split(" = ")[0] for line in out.splitlines() if " = " in line and line[0] != " "]
     assert code == 0 and {*config.flatten(config.Settings())} <= {*names}
     assert max(map(len, out.splitlines())) <= 80 and not {"`", "]("} & {*out}
-    lr = config.Settings().phase_b.optim.lr
-    _, out, _ = in_process("settings", "phase_b.optim.lr")
-    assert out.splitlines()[:2] == [f"phase_b.optim.lr = {lr}", "    number above 0"]
+    lr = config.Settings().train.optim.lr
+    _, out, _ = in_process("settings", "train.optim.lr")
+    assert out.splitlines()[:2] == [f"train.optim.lr = {lr}", "    number above 0"]
     _, out, _ = in_process("settings", "digits")
     assert out.startswith("#") and config.yaml.safe_load(out)["model"]["pos_embed_std"] == 0.5
     code, _, err = in_process("settings", "phase")

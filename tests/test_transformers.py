@@ -16,7 +16,6 @@ from transformers import (
     DynamicCache,
     FalconConfig,
     GPT2Config,
-    GPTJConfig,
     GPTNeoConfig,
     LlamaConfig,
     MarianConfig,
@@ -261,7 +260,6 @@ def test_attention_to_a_source_of_the_same_length_is_refused(implementation):
     "config",
     [
         DebertaV2Config(**SMALL, intermediate_size=16),
-        GPTJConfig(vocab_size=9, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
         FalconConfig(**SMALL),
         GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
     ],

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gaupipe.attention.kernels import attention_with_normaliser, has_normaliser_kernel
 from gaupipe.attention.standard import in_steps
-from gaupipe.data.augment import Mix, mixed_map, mixed_targets
+from gaupipe.data.augment import Mix, mixed_map
 from gaupipe.distillation.kinds import StoredAttention
 from gaupipe.maps.gaussians import Geometry, outer
 from gaupipe.system.errors import UserError
@@ -28,16 +28,6 @@ from gaupipe.vit.forward import run_blocks
 
 Remade = Callable[[], tuple[Tensor, Tensor]]
 """Makes a teacher's map [B, H or 1, T, T] and the entropy [B, H or 1, T] of its rows."""
-
-
-def hard_loss(
-    logits: Tensor, labels: Tensor, smoothing: float = 0.0, mixed: Mix | None = None
-) -> Tensor:
-    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
-    ``mixed`` makes of them; optionally smoothed."""
-    if mixed is not None:
-        labels = mixed_targets(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
-    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:

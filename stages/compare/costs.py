@@ -22,12 +22,13 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.export import outputs
+from gaupipe.distillation.gaussian_teacher import build_teacher
+from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in
-from stages import export_maps, phase_b
+from stages import phase_a, phase_b
 from stages.compare.trainings import Training, as_teacher
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a import trained_vit as trained_teacher
 
 FORWARDS = 3
 """Of a training step: backward there are two products for each product of the forward pass."""
@@ -74,7 +75,7 @@ def of_phase_a(
     settings = as_teacher(training.settings)
     data = load_data(settings.data)
     job, schema = phase_a.load(training.teacher, data), store.open(str(training.maps)).schema
-    exported = export_maps.outputs(job, schema, job.batches(data.train), np.arange(1))
+    exported = outputs(job, schema, job.batches(data.train), np.arange(1))
     export = multiply_adds(lambda: next(exported)) * schema.num_images
     images = FORWARDS * len(data.train) * epochs_in(metrics)
     return {
@@ -89,11 +90,11 @@ def forward_of_teacher(settings: Settings, data: ImageData) -> int:
     phase = settings.phase_a
     images = torch.zeros(1, data.channels, data.image_size, data.image_size)
     if phase.teacher == "vit":
-        vit = trained_teacher.build_model(settings, data).train()
+        vit = build_model(settings, data).train()
         return multiply_adds(lambda: vit(images))
     if not phase.learns_gaussians:
         return 0
-    teacher = phase_a.build_teacher(settings, data).train()
+    teacher = build_teacher(settings, data).train()
 
     def forward() -> None:
         of_image = torch.zeros(1, *teacher.per_image_shape) if phase.learns_of_images else None

@@ -17,7 +17,7 @@ from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
-from stages.students import TrainedStudent
+from stages.runs.trained import TrainedStudent
 
 TEACHERS = {
     "gaussian": "a ViT with GauAttention, trained in phase A",
@@ -53,8 +53,9 @@ def write(
         model_name=title,
         eval_results=[result],
     )
+    train = settings.student_training if student.distilled else settings.baseline_training
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
-    metrics, attention = metrics_in(student.folder), settings.phase_b.student
+    metrics, attention = metrics_in(student.folder), settings.model.attention
     equation = " ".join((ATTENTION[attention].__doc__ or "").split("\n\n")[0].split())
     card = ModelCard.from_template(
         head,
@@ -72,7 +73,7 @@ def write(
         seconds=total_seconds(metrics),
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
-        optim=settings.phase_b.optim if student.distilled else settings.baseline_optim,
+        optim=train.optim,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )

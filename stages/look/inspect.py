@@ -17,7 +17,7 @@ from torch import Tensor
 import store
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, whole_file
-from stages.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
+from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
 
 TINY = torch.finfo(torch.float32).tiny
