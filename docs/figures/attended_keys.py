@@ -1,19 +1,19 @@
-"""The figure of "How the two phases work" that shows which keys get attention while a ViT and a
-teacher with Gaussians train (*GauTransformer, figure 4*), and the numbers of the sentence below it.
+"""Which keys get attention while a ViT and a teacher with Gaussians train (*GauTransformer, figure
+4*): the figure of results/fashion_mnist.md, and the numbers by which its claim is judged.
 
-Each training is done as often as it has columns in the figure, with more and more epochs: the
-schedule does not know how many there will be, so these are the checkpoints of one training.
+Each training is done with more and more epochs. The schedule of the learning rate does not depend
+on how many there are, so their results are the checkpoints of one training.
 
     all="--set data.train_images=5000 --set threads=1"
     gaussian="--set phase_a.mode=stochastic --set phase_a.per_image=table --set phase_a.prior=false
               --set phase_a.rows.lr=0.1 --set phase_a.stop_accuracy=1
-              --set phase_a.optim.schedule_args={num_epochs:7}"
-    for epochs in 1 2 3 4 6 8; do
+              --set phase_a.optim.schedule_args.num_epochs=11"
+    for epochs in 1 2 4 8 12; do
+        gaupipe train fashion_mnist --student standard --run-dir runs/vit-$epochs $all \
+            --set baseline.epochs=$epochs --set baseline.optim.schedule_args.num_epochs=11
         gaupipe phase-a fashion_mnist --run-dir runs/gaussian-$epochs $all $gaussian \
             --set phase_a.max_epochs=$epochs
         gaupipe export-maps --run-dir runs/gaussian-$epochs
-        gaupipe train fashion_mnist --student standard --run-dir runs/vit-$epochs $all \
-            --set baseline.epochs=$epochs --set baseline.optim.schedule_args={num_epochs:7}
     done
     python docs/figures/attended_keys.py runs
 
@@ -51,14 +51,14 @@ def attention_to_keys(run_folder: Path) -> np.ndarray:
     return first_block.mean((1, 2)).numpy()
 
 
-def epochs_of(folder: Path) -> int:
+def number_of_epochs(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
 def read(root: Path, model: str) -> tuple[list[int], np.ndarray]:
     """Epochs [E], and the attention that keys got after each, [E, images, T]."""
-    folders = sorted(root.glob(f"{model}-*"), key=epochs_of)
-    return [epochs_of(folder) for folder in folders], np.stack(
+    folders = sorted(root.glob(f"{model}-*"), key=number_of_epochs)
+    return [number_of_epochs(folder) for folder in folders], np.stack(
         [attention_to_keys(folder) for folder in folders]
     )
 
