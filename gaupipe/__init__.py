@@ -1,29 +1,21 @@
 """gaupipe trains small vision transformers in fewer epochs by splitting the work in two.
 
-``import gaupipe`` makes the ``gauvit_*`` models and the ``gau_*`` attentions known to timm: at once
-where timm has been imported, else as soon as it is. So the import itself takes no time, and the
-command line answers before torch is there.
+``import gaupipe`` makes the ``gauvit_*`` models and the ``gau_*`` attentions known to timm.
 """
 
 import sys
 from typing import Any
 
-from gaupipe.system.imports import refuse_namesakes, when_imported
+from gaupipe.system.imports import refuse_namesakes, runs_as_module
 
 __version__ = "0.2.0.dev0"  # the only place; pyproject.toml reads it
 __all__ = ["__version__", "capture", "open_run"]
 
-
-def _register() -> None:
-    import gaupipe.vit.models  # noqa: F401
-
-
-# ``python -m gaupipe`` comes here before __main__, which takes the current folder off the path of
-# modules and looks for namesakes then.
-_options = sys.orig_argv[sys.orig_argv.index("-m") :] if "-m" in sys.orig_argv else []
-if _options[:2] != ["-m", "gaupipe"]:
+if not runs_as_module():  # else __main__ first takes the current folder off the path of modules
     refuse_namesakes()
-when_imported("timm", _register)
+    # The command line answers before torch is there: a command imports what it needs.
+    if "stages.command" not in sys.modules:
+        import gaupipe.vit.jit  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

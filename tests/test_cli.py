@@ -131,7 +131,8 @@ def test_without_a_command_there_is_help(tmp_path, in_process):
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    said = "gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean 'train.epochs'?\n"
+    meant = "'phase_b.epochs' or 'train.epochs'"
+    said = f"gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean {meant}?\n"
     assert result.stderr == said
 
 
@@ -148,7 +149,7 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
 
 BEGINS = """
 import os, sys
-sys.argv[0] = "gaupipe"
+import stages.command
 from gaupipe import cli
 
 def say(line):
@@ -192,7 +193,7 @@ def test_a_command_says_what_begins_before_it_imports_torch(run, command):
 
 REFUSES = """
 import shlex, sys
-from gaupipe.cli import main
+from stages.command import main
 
 for line in sys.argv[1:]:
     sys.argv = ["gaupipe", *shlex.split(line)]
@@ -324,7 +325,7 @@ def test_help_does_not_import_torch():
 )
 def test_the_shell_completes_without_torch(tmp_path, line, offered):
     """bash sends the line and gets what could stand in place of its last word."""
-    (tmp_path / "gaupipe").write_text("from gaupipe.cli import main\n\nmain()\n")
+    (tmp_path / "gaupipe").write_text("from stages.command import main\n\nmain()\n")
     asked = {
         "_GAUPIPE_COMPLETE": "complete_bash",
         "COMP_WORDS": line,

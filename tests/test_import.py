@@ -32,11 +32,15 @@ def test_timm_knows_the_names_in_a_program_called_gaupipe_that_has_timm_already(
     assert done.stdout == "BeliefAttention True\n", done.stderr
 
 
-def test_looking_for_timm_is_not_importing_it(tmp_path):
-    """transformers asks in this way whether timm is installed."""
-    ask = "import gaupipe, sys, importlib.util as u; print(u.find_spec('timm').name, 'timm' in "
-    done = python("-c", f"{ask}sys.modules, 'torch' in sys.modules)", cwd=tmp_path)
-    assert done.stdout == "timm False False\n", done.stderr
+@pytest.mark.parametrize("module", ["gaupipe.attention.base", "gaupipe.data.images"])
+@pytest.mark.parametrize("started", [["-c"], ["train.py"]])
+def test_any_module_can_be_the_first_that_a_program_imports(tmp_path, module, started):
+    """Options of the program are its own, whatever they are called."""
+    known = f"import {module}, timm; print(timm.is_model('gauvit_pico_patch2_8'))"
+    (tmp_path / "train.py").write_text(known)
+    code = [known] if started == ["-c"] else []
+    done = python(*started, *code, "-m", "gaupipe", cwd=tmp_path)
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["store.py", "stages/__init__.py"])

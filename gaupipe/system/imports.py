@@ -1,54 +1,22 @@
-"""What happens when Python imports a module, and which file it would take for one."""
+"""How this process was started, and which files Python would take for packages of ours."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 
-def when_imported(name: str, then: Callable[[], object]) -> None:
-    """Calls ``then`` once the module ``name`` has been imported: now where it has been, else right
-    after its import, whoever imports it."""
-    if name in sys.modules:
-        then()
-    else:
-        sys.meta_path.insert(0, _Watch(name, then))
-
-
-class _Watch(MetaPathFinder):
-    """Finds one module as the finders after it do; its loader calls ``then`` at the end."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self.name, self.then = name, then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != self.name:
-            return None
-        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        for finder in others:
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                break
-        else:
-            return None
-        loader = spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def execute_then(module: ModuleType) -> None:
-                execute(module)
-                self.then()
-
-            loader.exec_module = execute_then  # type: ignore[method-assign]
-        return spec
+def runs_as_module() -> bool:
+    """True while ``python -m gaupipe`` looks for the module that it runs: there is a program only
+    afterwards, and its arguments may be anything."""
+    if hasattr(sys.modules["__main__"], "__file__"):
+        return False
+    for position, argument in enumerate(sys.orig_argv):
+        if argument in ("-c", "-m"):  # the last option of Python itself
+            return sys.orig_argv[position : position + 2] == ["-m", "gaupipe"]
+    return False
 
 
 def refuse_namesakes() -> None:
