@@ -121,7 +121,12 @@ StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     Student | None,
-    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "model.attention"),
+    _option(
+        "--student ATTENTION",
+        f"One of {', '.join(STUDENTS)}.",
+        "model.attention",
+        case_sensitive=False,
+    ),
 ]
 Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
@@ -616,8 +621,10 @@ def compare(
     settings, _ = _settings(config, overrides, folder, data)
     from pydantic import Field
 
+    from gaupipe.settings import StudentKey
+
     students = settings.model.attention if students is None else students
-    attentions = _listed("--students", students, Student)
+    attentions = _listed("--students", students, StudentKey)
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
     goals = [] if targets is None else _listed("--targets", targets, share)
@@ -993,13 +1000,15 @@ def _settings(
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. The attention
-    ``student`` counts in these choices alone."""
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    attention that is to be trained, None that of the settings. A run on a folder of images that
+    has begun has its own."""
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
-        settings = distributed.main_first(lambda: load(config, overrides or []))
+        named = [] if student is None else [f"model.attention={student}"]
+        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(

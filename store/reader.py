@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -88,7 +88,7 @@ class Store:
         return self.schema.num_images
 
     def gather(
-        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+        self, image_ids: np.ndarray, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
@@ -97,7 +97,7 @@ class Store:
         CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
@@ -113,7 +113,7 @@ class Store:
         return rows
 
     def read(
-        self, start: int, stop: int, names: Sequence[str] | None = None
+        self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
@@ -123,7 +123,7 @@ class Store:
         `gather` raises.
         """
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else names
+        names = self._layout.names if names is None else [*names]
         reads = {name: self._arrays[name][start:stop].read() for name in names}
         rows = {}
         for name, future in reads.items():
@@ -138,10 +138,11 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Iterable[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
+        names = None if names is None else [*names]
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:

@@ -37,12 +37,26 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
         raise UserError(
             f"{source}: should hold settings such as 'seed: 0', found {type(tree).__name__}"
         )
-    merged = with_overrides(copy.deepcopy(tree), overrides)
+    merged = with_overrides(_for_model(tree, with_overrides({}, overrides)), overrides)
     try:
         return parse(merged, str(source))
     except UserError:
         parse(tree, str(source))  # a mistake of the file's own
         return parse(merged, "--set")
+
+
+def _for_model(tree: dict, given: dict) -> dict:
+    """A copy of a file's settings, without its attention where the settings ``given`` by a command
+    name trained weights, which then keep theirs, but no attention."""
+    tree = copy.deepcopy(tree)
+    model, named = tree.get("model"), given.get("model")
+    if not (isinstance(model, dict) and isinstance(named, dict)):
+        return tree
+    trained = not str(named.get("name", "gauvit_")).startswith("gauvit_")
+    if trained and "attention" not in named:
+        for setting in ("attention", "attention_options"):
+            model.pop(setting, None)
+    return tree
 
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
