@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from store.errors import CorruptChunk, StoreError, damaged
-from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
+from store.files import Files, damage, explain, local_folder, refuse_after_fork
+from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
 from store.manifest import Manifest
 
 INDEX_CACHE_BYTES = 64 * 2**20
@@ -49,6 +49,15 @@ def open(
                 f"({expected[:12]}); export the maps of this run"
             )
     return Store(files, layout, manifest, preload_bytes)
+
+
+def check_exists(url: str | os.PathLike) -> None:
+    """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
+    which may take long to answer, is not asked."""
+    folder = local_folder(url)
+    if folder is None or (folder / ROOT).is_file() or (folder / "manifest").is_dir():
+        return
+    Layout.from_root_file(None, None, str(url))
 
 
 class Store:

@@ -169,7 +169,14 @@ class RunDirectory:
                     f"{self.path} holds a run with other settings ({key} is {before}, "
                     f"asked {now}); choose another --run-dir or remove it"
                 )
-        elif self.path.is_file() or (
+        else:
+            self.check_place()
+
+    def check_place(self) -> None:
+        """Raises UserError for a folder or file that is there and is no run."""
+        if self.config.is_file():
+            return
+        if self.path.is_file() or (
             self.path.is_dir()
             and not all(
                 path.name == "lock" or path.name.startswith(partial_prefix(self.config))
