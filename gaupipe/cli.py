@@ -655,6 +655,9 @@ def view(
             "those of the store, else val",
         ),
     ] = None,
+    random_weights: Annotated[
+        bool, _option("--random-weights", "Do without the weights of the --model: initialise it.")
+    ] = False,
     image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
@@ -666,12 +669,15 @@ def view(
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
     if not _names_model(model, files, image_size):
+        if random_weights:
+            raise UserError("--random-weights: belongs to --model NAME")
         run_dir = _run(run_dir) if maps is None else run_dir
     from stages import view as stage
 
     options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
     options |= {"model": model, "files": files or (), "image_size": image_size}
-    options |= {"download": download, "port": port, "open_browser": open_browser}
+    options |= {"download": download, "random_weights": random_weights}
+    options |= {"port": port, "open_browser": open_browser}
     stage.run(maps, run_dir, **options)
 
 

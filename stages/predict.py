@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ from rich.text import Text
 from timm.data import create_transform, resolve_model_data_config
 from torch import Tensor, nn
 
-from gaupipe.data.decoding import is_image, read_rgb, refusing
+from gaupipe.data.decoding import read_rgb, refusing
+from gaupipe.data.folder import images_below
 from gaupipe.settings.sections import LOCAL
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
 from gaupipe.teachers.pretrained import pretrained
-from gaupipe.vit.saving import load_folder
+from gaupipe.vit.saving import check_label_names, load_folder
 
 RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"
 
@@ -50,23 +52,26 @@ class Prediction:
 
 
 def image_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files of ``paths``, and of each folder all that have the suffix of an image, sorted.
-    Raises UserError for a path that is not there, and for a folder without an image."""
+    """The files of ``paths``, and of each folder the images that
+    :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
+    no folder, and for a folder without an image; OSError for a folder that may not be read."""
     for path in paths:
         if path.is_file():
             yield path
         elif path.is_dir():
-            files = sorted(file for file in path.rglob("*") if is_image(file.name))
+            files, _ = images_below(path)
             if not files:
                 raise UserError(f"{path}: no image files in this folder")
-            yield from files
+            yield from map(Path, files)
+        elif path.exists():
+            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
         else:
             raise UserError(f"{path}: no such file or folder; give images, or folders of images")
 
 
 def load_model(source: str, download: bool = False) -> nn.Module:
     """A timm model in eval mode, by :func:`run`'s ``source``. Raises UserError."""
-    folder = Path(source.removeprefix(LOCAL)).expanduser()
+    folder = Path(os.path.expanduser(source.removeprefix(LOCAL)))
     if (folder / "student").is_dir():
         folder = folder / "student"
     if source.startswith(LOCAL) or folder.is_dir():
@@ -75,10 +80,13 @@ def load_model(source: str, download: bool = False) -> nn.Module:
 
 
 def class_names(model: Any, count: int) -> tuple[str, ...]:
-    """The names of a model's classes as its config.json or timm has them; otherwise 0, 1, ..."""
-    config = model.pretrained_cfg or {}
-    names = config.get("label_names")
-    return tuple(names) if names and len(names) == count else tuple(map(str, range(count)))
+    """The names of a model's ``count`` classes as its config.json or timm has them; otherwise 0, 1,
+    ... Raises UserError where there are fewer or more names."""
+    names = (model.pretrained_cfg or {}).get("label_names")
+    if not names:
+        return tuple(map(str, range(count)))
+    check_label_names(names, count)
+    return tuple(names)
 
 
 def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:
