@@ -80,6 +80,13 @@ def _argument(metavar: str, help: str, default: str | bool = True, **more: Any) 
     return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
 
 
+def _path(text: str) -> Path:
+    """A path of the command line, which an unset variable of a script may have left empty."""
+    if not text:
+        raise typer.BadParameter("is empty; the current folder is '.'")
+    return Path(text)
+
+
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
     from gaupipe.settings.load import shipped
@@ -101,15 +108,21 @@ DataFolder = Annotated[
     _option(
         "--data FOLDER",
         "A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        parser=_path,
     ),
 ]
 RunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "the run used last"),
+    _option("--run-dir FOLDER", "The run's folder.", "the run used last", parser=_path),
 ]
 NewRunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "runs/ and the name of CONFIG or FOLDER"),
+    _option(
+        "--run-dir FOLDER",
+        "The run's folder.",
+        "runs/ and the name of CONFIG or FOLDER",
+        parser=_path,
+    ),
 ]
 STUDENT = {
     "help": "The student: its attention, or the --name it was trained under.",
@@ -145,7 +158,11 @@ AnyModel = Annotated[
 ]
 ImagePaths = Annotated[
     list[Path] | None,
-    _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+    _option(
+        "--images PATH",
+        "Images for --model: files, or folders of images; repeatable.",
+        parser=_path,
+    ),
 ]
 ImageSize = Annotated[
     int | None,
@@ -380,7 +397,10 @@ def evaluate(
     student: StudentName = None,
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
     data: Annotated[
-        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
+        Path | None,
+        _option(
+            "--data FOLDER", "Images in a folder for each class.", "validation", parser=_path
+        ),
     ] = None,
     plain: Plain = False,
     out: Predictions = None,
@@ -418,7 +438,7 @@ def predict(
         str,
         _argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
     ],
-    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
+    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.", parser=_path)],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
     out: Predictions = None,
     download: Download = False,

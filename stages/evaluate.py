@@ -70,7 +70,7 @@ def run(
         if folder is not None:
             return student, folder_data(student, folder), None
         data = load_data(student.settings.data)
-        if getattr(data, split) is None:
+        if split not in data.splits:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data)
         return student, data, open_maps(student, data)

@@ -46,10 +46,18 @@ class Run:
         """Images [B, channels, height, width] float32, normalised as a model gets them, by their
         ids in a split; with ``view`` in that view, counted from 0, of a store of views."""
         image_ids = np.fromiter(ids, np.int64)
-        images = Batches(getattr(self.data, split), self.data, torch.device("cpu"), len(image_ids))
+        of_split = self.data.split(split)
+        if not (len(image_ids) and 0 <= image_ids.min() and image_ids.max() < len(of_split)):
+            raise UserError(f"image ids: should be one or more of 0 to {len(of_split) - 1}")
+        images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:
             return next(images.in_order(image_ids)).images
-        views = self.store.schema.extra["views"]
+        views = self.store.schema.extra.get("views")
+        if views is None or split != "train":
+            raise UserError(
+                f"view {view}: only the training images of a store of views have views: leave it "
+                "out"
+            )
         count = self.store.schema.views
         return next(images.views(image_ids * count + view, drawn(views), count)).images
 
@@ -72,9 +80,12 @@ class Run:
         return load_student(self.directory.path, name, False if plain else None).model
 
     def metrics(self, name: str, plain: bool = False) -> list[dict[str, Any]]:
-        """The metrics of each epoch of a student, or of the teacher for ``phase_a``."""
+        """The metrics of each epoch of a student, or of the teacher for ``phase_a``. Raises
+        UserError for one that was not trained."""
         folder = self.directory.phase_a
         if name != "phase_a":
             distilled = not plain and self.directory.is_distilled(name)
             folder = self.directory.student(name, distilled)
+        if not (folder / "metrics.jsonl").is_file():
+            raise UserError(f"{folder} has no metrics.jsonl: nothing of this name was trained")
         return read_metrics(folder / "metrics.jsonl")
