@@ -56,6 +56,9 @@ class Files:
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
+        path = None if self.folder is None else self.folder / key
+        if path is not None and path.exists() and not path.is_file():
+            raise StoreError(f"{path}: is no regular file, as a store's files are")
         result = self.wait(self._kvstore.read(key))
         return result.value if result.state == "value" else None
 
@@ -176,6 +179,8 @@ _NO_ACCESS = {
 def explain(error: Exception, url: str) -> str:
     """tensorstore's error as one line a user can act on."""
     text = _one_line(error)
+    if "Too many open files" in text:  # of which tensorstore says the same as of a full disk
+        return f"{url}: too many open files: raise the limit with ulimit -n ({text})"
     usual = "the storage reports an error; check the bucket and the path"
     return f"{url}: {_NO_ACCESS.get(text.split(':')[0], usual)} ({text})"
 
