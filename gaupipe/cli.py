@@ -398,9 +398,7 @@ def evaluate(
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
     data: Annotated[
         Path | None,
-        _option(
-            "--data FOLDER", "Images in a folder for each class.", "validation", parser=_path
-        ),
+        _option("--data FOLDER", "Images in a folder for each class.", "validation", parser=_path),
     ] = None,
     plain: Plain = False,
     out: Predictions = None,
@@ -438,7 +436,9 @@ def predict(
         str,
         _argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
     ],
-    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.", parser=_path)],
+    paths: Annotated[
+        list[Path], _argument("PATHS", "Images, and folders of images.", parser=_path)
+    ],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
     out: Predictions = None,
     download: Download = False,

@@ -47,7 +47,7 @@ class Run:
         ids in a split; with ``view`` in that view, counted from 0, of a store of views."""
         image_ids = np.fromiter(ids, np.int64)
         of_split = self.data.split(split)
-        if not (len(image_ids) and 0 <= image_ids.min() and image_ids.max() < len(of_split)):
+        if not (len(image_ids) and image_ids.min() >= 0 and image_ids.max() < len(of_split)):
             raise UserError(f"image ids: should be one or more of 0 to {len(of_split) - 1}")
         images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))
         if view is None:

@@ -54,6 +54,23 @@ def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_pro
     assert run.metrics("phase_a")[0]["train_loss"] > 0
 
 
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda run: run.images([0], "nope"), "digits has no split 'nope': train, val"),
+        (lambda run: run.images([0], "test"), "digits has no split 'test': train, val"),
+        (lambda run: run.images([40]), "one or more of 0 to 39"),
+        (lambda run: run.images([]), "one or more of 0 to 39"),
+        (lambda run: run.images([0], view=0), "view 0: only the training images of a store of"),
+        (lambda run: run.metrics("belief"), "belief has no metrics.jsonl"),
+        (lambda run: run.metrics("standard", plain=True), "plain/standard has no metrics.jsonl"),
+    ],
+)
+def test_mistakes_are_refused(small_run, call, message):
+    with pytest.raises(UserError, match=message):
+        call(gaupipe.open_run(small_run))
+
+
 def test_a_view_and_its_maps_belong_together(tmp_path):
     from gaupipe.settings import load as config
     from stages import export_maps

@@ -79,7 +79,9 @@ def swap(
         )
     weight = getattr(old.qkv, "weight", None)
     if not isinstance(weight, Tensor):
-        raise UserError(f"cannot convert {where}: its qkv, a {type(old.qkv).__name__}, is no matrix")
+        raise UserError(
+            f"cannot convert {where}: its qkv, a {type(old.qkv).__name__}, is no matrix"
+        )
     new = attention_type(
         weight.shape[1],
         old.num_heads,
