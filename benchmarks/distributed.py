@@ -30,14 +30,16 @@ from timing import record, spread
 from torch.multiprocessing import spawn
 
 from gaupipe.data.batches import Batch
-from gaupipe.distillation.student import build_student
+from gaupipe.distillation import gaussian_teacher
+from gaupipe.distillation.export import make_schema, outputs
+from gaupipe.distillation.gaussian_teacher import TeacherLoss
+from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
-from stages import export_maps
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a.job import TeacherJob
+from gaupipe.training.job import Training
+from gaupipe.training.student import build_student
 from stages.plan import random_data
-from stages.train import Training
 
 STEPS = 2
 """Steps that are timed together."""
@@ -96,7 +98,7 @@ def teacher(batch: int, folder: Path) -> TeacherJob:
         [f"data.batch_size={batch}", "data.image_size=32", "threads=1"],
     )
     data = random_data(settings, 8 * batch, 10)
-    job = phase_a.build(settings, folder, data, to_read=True)
+    job = gaussian_teacher.build(settings, folder, data, to_read=True)
     job.teacher.passes = 1
     return job
 
@@ -108,14 +110,14 @@ def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tupl
         rows = None if job.per_image is None else job.per_image.gather(batch.ids, job.device)
         return rows, None
 
-    return phase_a.TeacherLoss(job), more
+    return TeacherLoss(job), more
 
 
 def of_phase_b(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of a plain student, and what it takes beside a batch."""
-    student = build_student(job.settings, job.data).to(job.device)
-    optim = job.settings.phase_b.optim
-    training = Training(job.settings, job.data, job.device, student, optim)
+    train = job.settings.train
+    student = build_student(job.settings, job.data, train).to(job.device)
+    training = Training(job.settings, job.data, job.device, student, train)
     return training.losses(), lambda _batch: (0.0,)
 
 
@@ -149,11 +151,11 @@ def training(losses: torch.nn.Module, more: Callable[[Batch], tuple], size: int)
 def exporting(job: TeacherJob, size: int) -> Ways:
     """The export of a batch in one process, and of half of it in each of two."""
     job.teacher.eval()
-    schema = export_maps.make_schema(job, export_maps.chosen(job.settings), "0" * 64)
+    schema = make_schema(job, chosen(job.settings), "0" * 64)
     batches = job.batches(job.data.train, size)
 
     def export(count: int) -> None:
-        for _ in export_maps.outputs(job, schema, batches, np.arange(STEPS * count)):
+        for _ in outputs(job, schema, batches, np.arange(STEPS * count)):
             pass
 
     def shared() -> None:

@@ -21,12 +21,14 @@ from timing import record, spread
 
 import store
 from gaupipe.data.splits import load_data
+from gaupipe.distillation import gaussian_teacher, vit_teacher
+from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.models import save_student
 from gaupipe.settings import load as config
-from stages import export_maps
-from stages.phase_a import gaussian as phase_a
+from stages import export
 from stages.phase_a import trained_vit as trained_teacher
-from stages.phase_a.job import TeacherJob
 
 
 def main() -> None:
@@ -53,20 +55,18 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
         forward_cpu = time.process_time() - cpu_started
         writer = store.create(
             folder / "maps.zarr",
-            export_maps.make_schema(
-                job, export_maps.chosen(job.settings, given={"kind": arguments.kind})
-            ),
+            make_schema(job, chosen(job.settings, given={"kind": arguments.kind})),
             overwrite=True,
             shard_bytes=int(arguments.shard_mb * 1e6),
         )
         started, cpu_started = time.perf_counter(), time.process_time()
-        export_maps.write(job, writer)
-        export = len(job.data.train) / (time.perf_counter() - started)
+        export.write(job, writer)
+        speed = len(job.data.train) / (time.perf_counter() - started)
         if repeat:
             of_cpu.append(forward_cpu / (time.process_time() - cpu_started))
-            ratios.append(export / forward)
+            ratios.append(speed / forward)
             print(
-                f"forward {forward:10,.0f} images/s   export {export:10,.0f} images/s   "
+                f"forward {forward:10,.0f} images/s   export {speed:10,.0f} images/s   "
                 f"ratio {ratios[-1]:.3f}"
             )
     record(f"export of {arguments.kind} over the forward pass", ratios)
@@ -80,8 +80,8 @@ def fresh_teacher(settings: config.Settings, folder: Path) -> TeacherJob:
     if settings.phase_a.teacher == "vit":
         training = trained_teacher.training(settings, data)
         save_student(training.student, folder / "teacher", **data.data_config)
-        return trained_teacher.build(settings, data, folder / "teacher")
-    job = phase_a.build(settings, folder, data)
+        return vit_teacher.build(settings, data, folder / "teacher")
+    job = gaussian_teacher.build(settings, folder, data)
     with torch.no_grad():
         job.teacher.prior += 0.3 * torch.randn_like(job.teacher.prior)
     job.teacher.eval()

@@ -45,9 +45,10 @@ import store
 from gaupipe import capture
 from gaupipe.attention import STUDENTS
 from gaupipe.distillation.kinds import KINDS, StoredAttention, StoredRows
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, hard_loss, soft_loss
+from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, soft_loss
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.maps.views import top_k
+from gaupipe.training.job import hard_loss
 
 IMAGES = 512
 STORES = {"gaussian": {}, "topk": dict(k=8, encoding="uint8"), "dense": {}}

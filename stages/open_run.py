@@ -16,11 +16,13 @@ import store
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.local import local_maps
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import read_metrics
-from stages.image_maps import drawn
+from gaupipe.training.student import build_student
+from stages.look.image_maps import drawn
 from stages.runs.directory import RunDirectory
-from stages.students import load_student
+from stages.runs.trained import load_student
 
 
 class Run:
@@ -38,8 +40,9 @@ class Run:
 
     @cached_property
     def store(self) -> store.Store:
-        """The store of the teacher's maps. Raises StoreError where there is none."""
-        url, teacher_sha256 = str(self.directory.maps), self.directory.teacher_digest()
+        """The store of the teacher's maps. Raises StoreError where there is none, and UserError for
+        the teacher local, which has none."""
+        url, teacher_sha256 = str(self.directory.stored()), self.directory.teacher_digest()
         return store.open(url, dataset_sha256=self.data.sha256, teacher_sha256=teacher_sha256)
 
     def images(self, ids: Iterable[int], split: str = "train", view: int | None = None) -> Tensor:
@@ -64,6 +67,13 @@ class Run:
     def maps(self, ids: Iterable[int], view: int | None = None) -> list[Tensor]:
         """The teacher's maps of training images: for each stored block [B, H, T, T] float32, rows
         sum to 1. Raises UserError for a store of views where ``view`` is None."""
+        if self.settings.phase_a.is_local:
+            student = build_student(
+                self.settings, self.data, self.settings.student_training, "meta"
+            )
+            maps = local_maps(self.settings, student)
+            images = len(np.fromiter(ids, np.int64))
+            return [maps.map(layer).expand(images, -1, -1, -1) for layer in range(maps.layers)]
         schema = self.store.schema
         if view is None and schema.views > 1:
             raise UserError(

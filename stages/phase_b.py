@@ -1,156 +1,27 @@
 """Phase B: an ordinary ViT learns from the labels, the teacher's predictions and the stored
-attention maps, in the loop of :mod:`stages.train`.
-
-Axis letters: B images, L blocks, H heads, T tokens, C classes.
-"""
+attention maps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 import store
-from gaupipe.data.augment import mixed_targets
-from gaupipe.data.batches import Batch
 from gaupipe.data.splits import ImageData
-from gaupipe.distillation.kinds import KINDS, Reader
-from gaupipe.distillation.losses import FeatureLoss, TeacherMaps, gamma_at, soft_loss
-from gaupipe.distillation.student import build_student, check_fit, layer_map
+from gaupipe.distillation import local
+from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
+from gaupipe.distillation.student import check_fit
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import Settings
 from gaupipe.system.device import select_device
-from gaupipe.system.errors import UserError
-from stages import export_maps
-from stages.phase_a import gaussian as phase_a
+from gaupipe.training.job import Training
+from gaupipe.training.job import build as build_plain
+from gaupipe.training.student import build_student
+from stages import phase_a
 from stages.runs import students
 from stages.runs.directory import RunDirectory
 from stages.runs.students import StudentRequest, removed_if_refused
-from stages.train import LabelLosses, Training, train_into, train_plain
-from stages.train import build as build_plain
-
-PRELOAD_BYTES = 2 * 10**9
-"""The size of the largest store that is read into memory whole."""
-
-
-@dataclass
-class PhaseB(Training):
-    """A student that learns from a store of maps, too."""
-
-    @property
-    def teacher_store(self) -> store.Store:
-        """``maps`` of a student that is distilled."""
-        assert self.maps is not None
-        return self.maps
-
-    def label(self, folder: Path) -> str:
-        return folder.name
-
-    def identity(self) -> dict[str, Any]:
-        schema = self.teacher_store.schema
-        kind = [schema.kind]
-        kind += [f"k {schema.k}"] if schema.k else []
-        kind += [f"views {schema.views}"] if schema.views > 1 else []
-        return super().identity() | {
-            "the teacher of the maps": schema.teacher_sha256,
-            "the kind of store": " ".join(kind),
-            "the encoding of the store": schema.encoding,
-        }
-
-    def losses(self) -> StudentLosses:
-        return StudentLosses(self)
-
-    def gamma(self, epoch: int) -> float:
-        phase = self.settings.phase_b
-        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends)
-
-    def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
-        settings, maps = self.settings, self.teacher_store
-        views, gamma = maps.schema.views, self.gamma(epoch)
-        # once a store of views has nothing to say, there is no need to see its views again
-        if views > 1 and not (gamma or settings.phase_b.alpha):
-            return None, None
-        view = epoch % views if views > 1 else None
-        shuffled = settings.seed if gamma and settings.phase_b.shuffle_maps else None
-        names = None if gamma else ("logits", "labels")
-        return MapsOfEpoch(maps, view or 0, shuffled, names), view
-
-    def remarks(self) -> list[str]:
-        schema = self.teacher_store.schema
-        phase, augment = self.settings.phase_b, self.settings.augment
-        remarks = []
-        if len(self.student.blocks) != schema.layers:
-            remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
-        moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)
-        if schema.extra.get("teacher") and schema.views == 1 and moved and phase.gamma:
-            remarks.append(
-                "shifts and crops move the stored maps; a trained ViT would not show them so: "
-                "'gaupipe export-maps --views' stores the maps of the views"
-            )
-        return remarks
-
-    def teacher_maps(self, batch: Batch) -> TeacherMaps:
-        """The stored attention of a batch, on the device, moved and mixed as its images were."""
-        assert batch.stored is not None  # read with the images, from the same store
-        return TeacherMaps(
-            self.read(batch.stored),
-            self.layers,
-            tuple(self.student.patch_embed.grid_size),
-            heads=self.settings.phase_b.head_map,
-            geometry=batch.geometry,
-            mixed=batch.mixed,
-        )
-
-    @cached_property
-    def layers(self) -> list[int | None]:
-        """For each block of the student the stored block that it is compared with."""
-        depth, layers = len(self.student.blocks), self.teacher_store.schema.layers
-        return layer_map(self.settings.phase_b, depth, layers)
-
-    @cached_property
-    def read(self) -> Reader:
-        """A function that makes the attention of a batch of arrays read from the store."""
-        maps = self.teacher_store
-        return KINDS[maps.schema.kind].reader(maps, self.device)
-
-
-class StudentLosses(LabelLosses):
-    """The losses of phase B for a batch."""
-
-    def __init__(self, job: PhaseB) -> None:
-        super().__init__(job)
-        self.job = job
-        phase, compile = job.settings.phase_b, job.settings.compile
-        if phase.gamma:
-            with_loss = FeatureLoss(job.student, phase.temperature, phase.direction, compile)
-            self.forward_with_loss = torch.compile(with_loss) if compile else with_loss
-
-    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
-        """Each loss by name, their weighted sum "loss" (*GauTransformer, eq. 11*), and "acc", all
-        means over the batch. L_feat is there unless ``gamma``, its weight, is 0."""
-        phase, more = self.job.settings.phase_b, {}
-        if gamma:
-            maps = self.job.teacher_maps(batch)
-            logits, more["loss_feat"] = self.forward_with_loss(batch.images, maps)  # [B, C], scalar
-        else:
-            logits = self.forward_student(batch.images)  # [B, C]
-        logits = logits.float()
-        losses = self.of_labels(logits, batch)
-        loss = phase.beta * losses["loss_hard"]
-        if batch.stored is not None:
-            teacher = torch.from_numpy(batch.stored["logits"]).to(logits.device)
-            targets = mixed_targets(teacher.float().softmax(-1), batch.mixed)  # [B, C]
-            more["loss_soft"] = soft_loss(logits, targets)
-            loss = phase.alpha * more["loss_soft"] + loss
-        if gamma:
-            loss = loss + gamma * more["loss_feat"]
-        return {"loss": loss, **losses, **more}
+from stages.train import train_into, train_plain
 
 
 def run(
@@ -188,10 +59,13 @@ def train_student(
     """Trains a student into ``folder``, or goes on with one, and returns its metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
-    maps_url    the teacher's store; None is the run's own, which must then be of that teacher
+    maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
+                the maps that the teacher local has without a store
     """
     if teacher is None:
         return train_plain(settings, folder, data=data, resume=resume)
+    if settings.phase_a.is_local and maps_url is None:
+        settings = local.without_predictions(settings)
 
     def start(images: ImageData, afresh: bool) -> Training:
         job = build(settings, images, teacher, maps_url, afresh)
@@ -216,7 +90,10 @@ def build(
     if teacher is None:
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, trained=afresh).to(device)
+    train = settings.student_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
+    if settings.phase_a.is_local and maps_url is None:
+        return local.build(settings, data, device, student)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
@@ -226,60 +103,6 @@ def build(
     )
     check_fit(student, maps.schema, settings.phase_b, url)
     check_targets(maps.schema, settings, url)
-    job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, train, maps)
     _ = job.read  # a damaged decoder shows before anything is written
     return job
-
-
-def check_targets(schema: store.Schema, settings: Settings, url: str) -> None:
-    """Raises UserError for a loss without stored predictions, and for views that phase B would draw
-    otherwise."""
-    if settings.phase_b.alpha and not schema.extra.get("predicts", True):
-        raise UserError(
-            f"{url}: the teacher of these maps predicts no classes: set phase_b.alpha=0, and "
-            "phase_b.beta to what the labels are to weigh"
-        )
-    drawn = schema.extra.get("views")
-    if drawn is not None and drawn != export_maps.drawing(settings):
-        raise UserError(
-            f"{url}: holds maps of views drawn with another augmentation or another seed: "
-            "phase B must draw the same; change them back, or export again"
-        )
-
-
-class MapsOfEpoch:
-    """The stored entries of one epoch: of each image its entry for one of the views, all arrays or
-    those of these ``names``.
-
-    With a ``seed``, a control, every image gets the maps of another one, always the same, with its
-    own logits.
-    """
-
-    def __init__(
-        self,
-        maps: store.Store,
-        view: int = 0,
-        seed: int | None = None,
-        names: Sequence[str] | None = None,
-    ) -> None:
-        self.maps, self.view, self.views, self.names = maps, view, maps.schema.views, names
-        images = len(maps) // self.views
-        self.others = None
-        if seed is not None:  # one cycle through all images: none keeps its own maps
-            order = np.random.default_rng(seed).permutation(images)
-            self.others = np.empty_like(order)
-            self.others[order] = np.roll(order, 1)
-
-    def prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        """As :meth:`store.Store.prefetch`."""
-        stored = self._prefetch(batches)
-        if self.others is None:
-            yield from stored
-            return
-        others = self._prefetch([self.others[image_ids] for image_ids in batches])
-        for mine, other in zip(stored, others, strict=True):
-            yield {**other, "logits": mine["logits"], "labels": mine["labels"]}
-
-    def _prefetch(self, batches: Sequence[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-        entries = [image_ids * self.views + self.view for image_ids in batches]
-        return self.maps.prefetch(entries, names=self.names)

@@ -21,15 +21,20 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.buckets import check_buckets
 from gaupipe.data.images import ArrayImages
 from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.distillation import gaussian_teacher, vit_teacher
+from gaupipe.distillation.export import make_schema
+from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
-from gaupipe.distillation.student import MapShape, build_student, check_baseline
-from gaupipe.settings import LogSettings, Settings
+from gaupipe.distillation.student import MapShape
+from gaupipe.distillation.vit_teacher import build_model
+from gaupipe.settings import LogSettings, Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
-from stages import export_maps, phase_b, train
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a import trained_vit as trained_teacher
+from gaupipe.training.student import build_student, check_baseline
+from stages import export as exporting
+from stages import phase_a, phase_b, train
+from stages.phase_a import local
 from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
     SMALLER,
@@ -71,12 +76,12 @@ def run(
     data, held_out = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
-    baseline = settings.baseline.epochs
-    if plain or baseline != 0:
+    if plain or settings.baseline.epochs != 0:
         check_baseline(settings, data)
-        epochs = (baseline or settings.phase_b.epochs) if plain else settings.baseline_epochs
-        ema = settings.baseline_optim.ema
-        stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
+        train = settings.baseline_training
+        if not plain:
+            train = train.model_copy(update={"epochs": settings.baseline_epochs})
+        stages["plain"] = of_student(settings, data, "plain", train, world_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
@@ -111,14 +116,18 @@ def plan_phases(
     """Both phases and the export, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
+    train = settings.student_training
+    student = of_student(settings, data, "distilled", train, world_size)
+    if settings.phase_a.is_local:
+        local.check(settings, data)
+        return {"phase_b": student}, {"per_image_parameters": 0}
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
-    memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
-    student = of_student(settings, data, "distilled", phase.epochs, phase.optim.ema, world_size)
-    student["memory_bytes"] += stored if stored <= phase_b.PRELOAD_BYTES else 0
+    memory = {"memory_bytes": needs.memory_bytes}
+    student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages = {
         "phase_a": {
             "model": "teacher (phase A)",
@@ -137,16 +146,16 @@ def of_student(
     settings: Settings,
     data: ImageData,
     how: str,
-    epochs: int,
-    ema: float | None,
+    train: TrainSettings,
     world_size: int,
 ) -> dict[str, Any]:
     """The training of a student."""
-    student = build_student(settings, data, "meta")
+    ema = train.optim.ema
+    student = build_student(settings, data, train, "meta")
     parameters = count_parameters(student)
     return {
-        "model": f"{settings.phase_b.student}, {how}",
-        "epochs": epochs,
+        "model": f"{settings.model.attention}, {how}",
+        "epochs": train.epochs,
         "parameters": parameters,
         "memory_bytes": training_memory(settings, student, data, ema, world_size),
         # two checkpoints, each with the weights of the best epoch, and two students for timm
@@ -159,11 +168,11 @@ def build_teacher(settings: Settings, data: ImageData) -> Any:
     it takes no memory."""
     phase = settings.phase_a
     if phase.teacher == "vit":
-        return trained_teacher.build_model(settings, data, "meta")
+        return build_model(settings, data, "meta")
     if not phase.learns_gaussians:
-        return trained_teacher.build(settings, data).teacher
+        return vit_teacher.build(settings, data).teacher
     with torch.device("meta"):
-        return phase_a.build_teacher(settings, data)
+        return gaussian_teacher.build_teacher(settings, data)
 
 
 def mistake_in(check: Callable[[], None]) -> str | None:
@@ -241,30 +250,37 @@ def measure(
         contextlib.redirect_stdout(nowhere),
     ):
         folder = Path(name) / "run"
-        if "phase_a" in stages:
-            metrics = phase_a.run(short, folder, force=True, data=small)
-            scored = held_out + images * settings.phase_a.learns_gaussians
-            seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * epoch(metrics, -1, scored)
-            job = phase_a.load(RunDirectory(folder), small)
-            export = planned_export(job.settings, job.teacher, job.shape.grid)
-            place = export_maps.Place(str(folder / "maps.zarr"))
-            writer = place.create(job, export_maps.make_schema(job, export))
-            started = time.monotonic()
-            export_maps.write(job, writer)
-            views = (settings.export.views or 1) / (short.export.views or 1)
-            exports = images / len(small.train) * views
-            seconds["export"] = exports * (time.monotonic() - started)
+        if "phase_b" in stages:
+            taught = phase_a.run(short, folder, force=True, data=small)
+            if "phase_a" in stages:  # the teacher local has nothing to train or to export
+                scored = held_out + images * settings.phase_a.learns_gaussians
+                of_epoch = epoch(taught, -1, scored)
+                seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * of_epoch
+                seconds["export"] = measure_export(settings, folder, small, images)
             metrics = phase_b.run(folder, data=small)
-            ends = phase.epochs if phase.gamma_schedule == "constant" else phase.gamma_ends
+            epochs = settings.student_training.epochs
+            ends = epochs if phase.gamma_schedule == "constant" else phase.gamma_ends(epochs)
             # without maps the first half: patches may be dropped in it
-            with_maps = min(ends, phase.epochs) if phase.gamma else phase.epochs // 2
-            without = phase.epochs - with_maps
+            with_maps = min(ends, epochs) if phase.gamma else epochs // 2
+            without = epochs - with_maps
             seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
         if "plain" in stages:
             metrics = train.run(short, folder, data=small)
             half, odd = divmod(stages["plain"]["epochs"], 2)
             seconds["plain"] = half * epoch(metrics, 1) + (half + odd) * epoch(metrics)
     return seconds
+
+
+def measure_export(settings: Settings, folder: Path, small: ImageData, images: int) -> float:
+    """Seconds of the export of so many images, from that of the run in ``folder``."""
+    job = phase_a.load(RunDirectory(folder), small)
+    export = planned_export(job.settings, job.teacher, job.shape.grid)
+    place = exporting.Place(str(folder / "maps.zarr"))
+    writer = place.create(job, make_schema(job, export))
+    started = time.monotonic()
+    exporting.write(job, writer)
+    views = (settings.export.views or 1) / (job.settings.export.views or 1)
+    return images / len(small.train) * views * (time.monotonic() - started)
 
 
 def shortened(settings: Settings) -> Settings:
@@ -274,8 +290,9 @@ def shortened(settings: Settings) -> Settings:
     changes: dict[str, dict[str, Any]] = {
         "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
         "export": {"views": settings.export.views and 2},
-        "phase_b": {"epochs": 4, "gamma_epochs": 2, "patience": None},
-        "baseline": {"epochs": 4},
+        "train": {"epochs": 4, "patience": None},
+        "phase_b": {"epochs": None, "gamma_epochs": 2, "patience": None},
+        "baseline": {"epochs": 4, "patience": None},
         "data": {"buckets": None},
     }
     few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,20 +14,16 @@ from typing import Any
 import torch
 from rich.table import Table
 from rich.text import Text
-from timm.data import create_transform, resolve_model_data_config
-from torch import Tensor, nn
+from timm.data import resolve_model_data_config
+from torch import Tensor
 
-from gaupipe.data.decoding import read_rgb, refusing
-from gaupipe.data.folder import images_below
-from gaupipe.settings.sections import LOCAL
+from gaupipe.data.prepared import image_files, reader
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.pretrained import pretrained
-from gaupipe.vit.saving import check_label_names, load_folder
-
-RIGHT = "a folder with config.json and model.safetensors, or a timm name with weights"
+from gaupipe.teachers.pretrained import load_model
+from gaupipe.vit.saving import class_names
 
 Classes = tuple[tuple[str, float], ...]
 """(name of a class, its probability)."""
@@ -49,59 +44,6 @@ class Prediction:
     classes: Classes = ()
     problem: str | None = None
     label: str | None = None
-
-
-def image_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """The files of ``paths``, and of each folder the images that
-    :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
-    no folder, and for a folder without an image; OSError for a folder that may not be read."""
-    for path in paths:
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            files, _ = images_below(path)
-            if not files:
-                raise UserError(f"{path}: no image files in this folder")
-            yield from map(Path, files)
-        elif path.exists():
-            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
-        else:
-            raise UserError(f"{path}: no such file or folder; give images, or folders of images")
-
-
-def load_model(source: str, download: bool = False) -> nn.Module:
-    """A timm model in eval mode, by :func:`run`'s ``source``. Raises UserError."""
-    folder = Path(os.path.expanduser(source.removeprefix(LOCAL)))
-    if (folder / "student").is_dir():
-        folder = folder / "student"
-    if source.startswith(LOCAL) or folder.is_dir():
-        return load_folder(folder, f"give {RIGHT}")
-    return pretrained(source, {}, download, RIGHT, "--download").eval()
-
-
-def class_names(model: Any, count: int) -> tuple[str, ...]:
-    """The names of a model's ``count`` classes as its config.json or timm has them; otherwise 0, 1,
-    ... Raises UserError where there are fewer or more names."""
-    names = (model.pretrained_cfg or {}).get("label_names")
-    if not names:
-        return tuple(map(str, range(count)))
-    check_label_names(names, count)
-    return tuple(names)
-
-
-def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:
-    """A function from an image file to a model's input [channels, height, width]. It raises
-    UserError for a file that cannot be read. ``transform`` has keywords of timm's
-    ``create_transform``, as ``resolve_model_data_config`` gives them for a model."""
-    to_tensor: Any = create_transform(**transform, normalize=normalize)
-    grey = transform["input_size"][0] == 1
-
-    def read(path: Path) -> Tensor:
-        with refusing(str(path)), path.open("rb") as file:
-            image = read_rgb(file)
-        return to_tensor(image.convert("L") if grey else image)
-
-    return read
 
 
 def run(

@@ -10,12 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.student import check_baseline
 from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.system.progress import total_seconds
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from gaupipe.training.student import check_baseline
+from stages import export, phase_a, phase_b
 from stages.runs import kept_epochs, ranks
 from stages.runs.directory import RunDirectory
 
@@ -23,8 +22,8 @@ from stages.runs.directory import RunDirectory
 def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[dict[str, Any]]:
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
     returns the lines of the summary table."""
-    attention = attention or settings.phase_b.student
-    settings = settings.with_section("phase_b", student=attention)
+    attention = attention or settings.model.attention
+    settings = settings.with_section("model", attention=attention)
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
@@ -41,7 +40,7 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
     ranks.check_same(settings, data)
     begun = run_directory.phase_a.exists()
     teacher = phase_a.run(settings, run_dir, resume=begun, data=data)
-    export_maps.ensure(run_dir, export=settings.export, data=data)
+    export.ensure(run_dir, export=settings.export, data=data)
     folder = run_directory.student(attention)
     student = phase_b.run(run_dir, attention, resume=folder.exists(), data=data)
     last = teacher[-1]
@@ -63,8 +62,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         begun = folder.exists()
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
         lines.append(line(f"{attention}, plain", plain, folder))
-        before = run_directory.student_settings(attention, distilled=False).phase_b.epochs
-        if before < settings.baseline_epochs and distributed.is_main():
+        before = run_directory.student_settings(attention, distilled=False).baseline_training
+        if before.epochs < settings.baseline_epochs and distributed.is_main():
             both = f"both phases have {settings.baseline_epochs} epochs"
             print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
     return lines

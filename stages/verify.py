@@ -12,12 +12,14 @@ import torch
 
 import store
 from gaupipe.data.batches import Batches
+from gaupipe.distillation.export import decoder, outputs
+from gaupipe.distillation.files import open_model
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.system.errors import UserError
 from gaupipe.system.progress import EpochProgress
-from stages import any_vit, export_maps
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a.job import TeacherJob
+from stages import phase_a
 from stages.runs.directory import RunDirectory
 from store.encoding import LOG_STD_STEP, MEAN_STEP
 
@@ -62,7 +64,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
         if len(distances) >= sample:
             break
         entries = np.arange(*spans[index])
-        for ids, arrays in export_maps.outputs(job, maps.schema, batches, entries):
+        for ids, arrays in outputs(job, maps.schema, batches, entries):
             schema, stored = maps.schema, maps.gather(ids)
             teachers = {
                 name: schema.decode(name, schema.encode(name, values, int(ids[0])))
@@ -89,7 +91,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     if "files" in schema.extra:
         files = [Path(path) for path in schema.extra["files"]]
         size = schema.extra["transform"]["input_size"][-1]
-        return any_vit.open_model(schema.extra["teacher"], files, image_size=size)[0]
+        return open_model(schema.extra["teacher"], files, image_size=size)[0]
     if run_dir is None:
         if folder is None:
             raise UserError(f"{url}: --teacher needs the --run-dir of the teacher")
@@ -98,12 +100,12 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     settings, teacher = run.settings(), schema.extra.get("teacher")
     if run.teacher_digest() == schema.teacher_sha256 or teacher in (None, "gaussian", "vit"):
         return phase_a.load(run)
-    return export_maps.other_teacher(settings, teacher, schema.extra.get("teacher_args"))
+    return other_teacher(settings, teacher, schema.extra.get("teacher_args"))
 
 
 def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:
     """The arrays of a store's decoder that are not the teacher's, in words."""
-    stored, teachers = maps.decoder(), export_maps.decoder(job, maps.schema.kind) or {}
+    stored, teachers = maps.decoder(), decoder(job, maps.schema.kind) or {}
     for name in sorted(stored.keys() | teachers.keys()):
         one, other = stored.get(name), teachers.get(name)
         close = one is not None and other is not None and one.shape == other.shape
@@ -168,7 +170,7 @@ def noise(job: TeacherJob, schema: store.Schema, batches: Batches, span: tuple[i
     device other than the export's draws other random numbers."""
 
     def logits(seed: int) -> np.ndarray:
-        [(_, arrays)] = export_maps.outputs(job, schema, batches, np.arange(*span), seed=seed)
+        [(_, arrays)] = outputs(job, schema, batches, np.arange(*span), seed=seed)
         return arrays["logits"]
 
     return 2 * float(total_variation(logits(-1), logits(-2)).mean())

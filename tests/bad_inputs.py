@@ -7,7 +7,6 @@ pictures.yaml with the images of pictures/train/{cat,dog}.
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gaupipe.system import digests
-from store.layout import seal
+from test_store import edit_root
 
 Change = Callable[[Path], Any]
 
@@ -121,16 +120,8 @@ def sums(name: str) -> Change:
 
 
 def attributes(name: str, **values: Any) -> Change:
-    """Changes attributes of a store and seals it again; None takes one out."""
-
-    def change(folder: Path) -> None:
-        path = folder / name / "zarr.json"
-        known = json.loads(path.read_bytes())["attributes"] | values
-        for key in ("root_sha256", *(key for key, value in values.items() if value is None)):
-            known.pop(key)
-        put(path, seal(known))
-
-    return change
+    """Changes attributes of a store and names the change in its manifest; None takes one out."""
+    return lambda folder: edit_root(folder / name, **values)
 
 
 def options(command: str, *cases: tuple[str, str]) -> list[Row]:
@@ -181,7 +172,7 @@ COMMAND_LINE = [
         ("tiny.yaml --run-dir tiny.yaml", "not a run directory"),
         ("tiny.yaml --run-dir /dev/null", "/dev/null"),
         ("tiny.yaml --run-dir runs/tiny --set seed=1", "seed is 0, asked 1"),
-        ("tiny.yaml --run-dir runs/tiny --set phase_b.epochs=2", "phase_b.epochs"),
+        ("tiny.yaml --run-dir runs/tiny --set train.epochs=2", "train.epochs"),
         ("pictures.yaml --run-dir runs/tiny", "other settings"),
         (f"tiny.yaml --run-dir {'n' * 300}", "nnn"),
     ),
@@ -195,7 +186,7 @@ COMMAND_LINE = [
         ("", "already exists"),
         ("--resume --set seed=1", "seed is 0, asked 1"),
         ("--student beleif", "belief"),
-        ("--run-dir new --set 'phase_b.model_args={num_heads: 3}'", "cannot be built"),
+        ("--run-dir new --set 'model.student_args={num_heads: 3}'", "cannot be built"),
         ("--run-dir new --set data.train_images=99999", "data.train_images"),
     ),
     *options(
@@ -243,7 +234,11 @@ COMMAND_LINE = [
         ("--name new --maps ''", "--maps"),
         ("--name new --set phase_a.max_epochs=3", "belongs to the run"),
         ("--name new --set model.args.depth=2", "--set model.args.depth: belongs to the run"),
-        ("--resume --set phase_b.epochs=3", "phase_b.epochs"),
+        ("--resume --set train.epochs=3", "train.epochs"),
+        ("--name new --epochs 3 --set train.epochs=4", "--epochs 3: is train.epochs"),
+        ("--name new --lr 1 --set train={epochs:1}", "--lr 1.0: is train.optim.lr"),
+        ("--name new --seed -1", "--seed"),
+        ("--name new --lr 0", "train.optim.lr"),
         ("--student belief2 --resume --name standard", "is the name of an attention"),
     ),
     *options(
@@ -363,6 +358,9 @@ SETTINGS = [
         ("phase_a.optim.name=adamx", "optim.name"),
         ("phase_a.optim.name=lbfgs", "optim"),
         ("phase_a.optim.schedule=plateau", "optim.schedule"),
+        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("baseline.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr"),
         ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
         (
             "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
@@ -371,23 +369,24 @@ SETTINGS = [
         ),
         ("phase_a.optim.schedule_args={step_on_epochs: true}", "schedule"),
         (
-            "phase_a.teacher=vit & phase_b.student=gaussian & phase_b.warm_start=teacher",
+            "phase_a.teacher=vit & model.attention=gaussian & phase_b.warm_start=teacher",
             "a trained ViT has none",
         ),
-        ("phase_b.student=gaussian & model.args={class_token: true}", "register token"),
-        ("phase_b.attention_options={prior: 1}", "prior"),
-        ("phase_b.attention_options={nonsense: 1}", "nonsense"),
-        ("phase_b.student=attentionx & phase_b.attention_options={gamma: null}", "gamma"),
-        ("phase_b.student=attentionx & phase_b.attention_options={mask_diagonal: 7}", "diagonal"),
-        ("phase_b.model_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
+        ("model.attention=gaussian & model.args={class_token: true}", "register token"),
+        ("model.attention_options={prior: 1}", "prior"),
+        ("model.attention_options={nonsense: 1}", "nonsense"),
+        ("model.attention=attentionx & model.attention_options={gamma: null}", "gamma"),
+        ("model.attention=attentionx & model.attention_options={gamma: .nan}", "finite number"),
+        ("model.attention=attentionx & model.attention_options={mask_diagonal: 7}", "diagonal"),
+        ("model.student_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
         ("model.args={qkv_bias: maybe}", "qkv_bias"),
         ("model.args={a: &a [*a]}", "not a YAML value"),
-        ("phase_b.model_args={num_heads: 4}", "heads"),
+        ("model.student_args={num_heads: 4}", "heads"),
         ("phase_b.layer_map=[1]", "layer_map"),
-        ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),
     ),
     *settings(
-        ("phase_b.warm_start=teacher & phase_b.model_args={mlp_ratio: 3}", "warm_start"),
+        ("phase_b.warm_start=teacher & model.student_args={mlp_ratio: 3}", "warm_start"),
         command=NEW_STUDENT,
     ),
 ]
@@ -475,12 +474,12 @@ STORES = [
             (remove(f"{MAPS}/labels"), "labels/zarr.json"),
         )
     ),
-    *(
-        Row(f"{INSPECT} --image 0", "gaussians", change)
-        for change in (
-            remove(f"{MAPS}/gaussians/c"),
-            replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
-        )
+    Row(f"{INSPECT} --image 0", "gaussians", remove(f"{MAPS}/gaussians/c")),
+    Row(
+        f"verify {MAPS}",
+        "shard 0, gaussians",
+        replace(f"{MAPS}/gaussians/c/0/0/0/0/0", "other/maps.zarr/gaussians/c/0/0/0/0/0"),
+        code=1,
     ),
     Row(f"{INSPECT} --image 0", "incomplete", attributes(MAPS, complete=False)),
     Row(NEW_STUDENT, "incomplete", attributes(MAPS, complete=False)),
@@ -515,8 +514,8 @@ STORES = [
             (remove("shards.zarr/gaussians/c/1"), "missing"),
             (remove("shards.zarr/zarr.json"), "zarr.json is missing"),
             (attributes("shards.zarr", complete=False), "incomplete"),
-            (attributes("shards.zarr", teacher_sha256="0" * 64), "not what was written for it"),
-            (remove("shards.zarr/shard_nbytes"), "shard_nbytes"),
+            (remove("shards.zarr/manifest"), "manifest/zarr.json is missing"),
+            (remove("shards.zarr/labels/zarr.json"), "labels/zarr.json is missing"),
         )
     ),
     Row("verify bad", "bad", make("bad", link("bad"))),

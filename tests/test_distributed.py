@@ -20,6 +20,7 @@ import torch
 
 from arguments import sets, tiny
 from conftest import write_idx
+from gaupipe.distillation import gaussian_teacher
 from gaupipe.settings import load as config
 from gaupipe.system import distributed
 from processes import FORKS, kill_this_process, moment
@@ -34,9 +35,10 @@ CASES = {
         "phase_a.optim.ema=0.9",
         "phase_b.gamma=0.2",
         "augment.mixup=0.5",
-        "phase_b.optim.accumulate=2",
+        "train.optim.accumulate=2",
     ],
     "files": [
+        "model.stem=conv",
         "phase_a.rows.initial_std=0.1",
         "phase_a.augment=true",
         "augment.flip=true",
@@ -168,12 +170,11 @@ def test_any_number_of_processes_trains_the_same(tmp_path, case):
 def weights_of_ranks(settings: config.Settings, run_dir: Path) -> None:
     """Trains phase A, and prints what each rank has in the end."""
     from gaupipe.data.splits import load_data
-    from stages.phase_a import gaussian as phase_a
 
     with distributed.process_group():
-        job = phase_a.build(settings, run_dir, load_data(settings.data))
-        state = phase_a.training_state(job)
-        phase_a.train(job, state, run_dir)
+        job = gaussian_teacher.build(settings, run_dir, load_data(settings.data))
+        state = gaussian_teacher.training_state(job)
+        gaussian_teacher.train(job, state, run_dir)
         weights = torch.cat([one.flatten() for one in state.modules.state_dict().values()])
         print(f"weights {weights.tolist()}, buckets {sorted(job.per_image.records)}")
 
@@ -204,7 +205,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def test_what_a_killed_save_left_is_removed_when_the_run_goes_on(tmp_path, trained):
-    from stages.phase_a import gaussian as phase_a
+    from stages import phase_a
     from stages.runs import directory as run_directory
 
     run_dir = tmp_path / "run"

@@ -19,7 +19,7 @@ from sklearn.metrics import confusion_matrix
 
 import store
 from conftest import run_main
-from stages import by_class
+from stages.evaluate.by_class import by_class, tables
 from stages.predict import Prediction
 from test_store import write_store
 
@@ -172,9 +172,9 @@ def test_tables_of_many_classes_fit_a_terminal():
         Prediction("/photos/" + 90 * "x", ((names[draw.integers(280)], 0.5),), label=name)
         for name in names[:280]
     ]
-    scores = by_class.by_class(rows, names)
+    scores = by_class(rows, names)
     terminal = Console(width=80, file=io.StringIO())
-    terminal.print(*by_class.tables(scores), sep="\n")
+    terminal.print(*tables(scores), sep="\n")
     lines = terminal.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80 and len(lines) < 110
     said = " ".join(line.strip() for line in lines)

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import store
+from gaupipe.distillation.export import lost
 from gaupipe.distillation.kinds import KINDS
 from processes import exit_code, kill_in_write
-from stages import export_maps
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a
 from stages.runs.directory import RunDirectory
 from test_store import write_pending
 
@@ -43,7 +43,7 @@ def train(folder: Path, *settings: str) -> Path:
 def trained(tmp_path_factory):
     """A run directory whose phase A has finished, and its complete store."""
     folder = train(tmp_path_factory.mktemp("export") / "run")
-    export_maps.run(folder, shard_mb=SHARD_MB)
+    export.run(folder, shard_mb=SHARD_MB)
     return folder
 
 
@@ -78,12 +78,12 @@ def shard_files(folder: Path) -> list[str]:
     )
 
 
-def export(run: Path, fatal: int | None = None) -> None:
+def export_run(run: Path, fatal: int | None = None) -> None:
     """An export. With ``fatal`` its process is killed in the midst of this write, 0 being the
     first, or at the end where there are no more writes than that."""
     if fatal is not None:
         kill_in_write(fatal)
-    export_maps.run(run, shard_mb=SHARD_MB)
+    export.run(run, shard_mb=SHARD_MB)
     if fatal is not None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,10 +101,10 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
 ):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
     draw, pending, kept = np.random.default_rng(), set(), {}
-    # two writes make the store and three each of its 19 shards, of which at most four are under
-    # way: the third process finishes a shard, and all of them together leave some
-    for fatal in (0, 1, draw.integers(15, 19), *draw.integers(0, 6, 3)):
-        assert exit_code(export, unexported, int(fatal)) == -signal.SIGKILL
+    # three writes make the store and two each of its 19 shards, of which at most four are under
+    # way: the fourth process finishes a shard, and all of them together leave some
+    for fatal in (0, 1, 2, draw.integers(10, 14), *draw.integers(0, 6, 3)):
+        assert exit_code(export_run, unexported, int(fatal)) == -signal.SIGKILL
         now = changes(maps)
         assert all(now[name] == written for name, written in kept.items())
         with pytest.raises(store.StoreError):
@@ -117,7 +117,7 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
                 if int(name.split("/")[2]) not in pending
             }
     assert pending and kept
-    assert exit_code(export, unexported) == 0
+    assert exit_code(export_run, unexported) == 0
     now = changes(maps)
     assert all(now[name] == written for name, written in kept.items())
     assert contents(maps) == whole
@@ -126,14 +126,14 @@ def test_an_export_killed_at_random_moments_and_continued_is_the_uninterrupted_o
 @pytest.mark.parametrize("after", [0, 1], ids=["in", "after"])
 def test_an_export_killed_in_or_after_its_last_write(trained, unexported, after):
     maps, whole = unexported / "maps.zarr", contents(trained / "maps.zarr")
-    last = 2 + 3 * 19
-    assert exit_code(export, unexported, last + after) == -signal.SIGKILL
+    last = 3 + 2 * 19 + 1
+    assert exit_code(export_run, unexported, last + after) == -signal.SIGKILL
     assert store.join(maps).pending() == []
     if contents(maps) != whole:  # killed before the last byte
         assert not after
         with pytest.raises(store.StoreError):
             store.open(maps)
-        assert exit_code(export, unexported) == 0
+        assert exit_code(export_run, unexported) == 0
     assert contents(maps) == whole and store.open(maps).complete
 
 
@@ -210,7 +210,7 @@ def test_an_interrupted_repair_leaves_a_store_that_no_reader_opens(run, in_proce
     monkeypatch.undo()
     with pytest.raises(store.StoreError, match="incomplete"):
         store.open(maps)
-    export_maps.run(run)
+    export.run(run)
     assert contents(maps) == before
 
 
@@ -299,13 +299,13 @@ def test_clipped_means_are_reported(run, in_process):
     gaussians[:4, 0, 0, :8, 1] = -2.1
     gaussians[..., 2:] = 1
     schema = dataclasses.replace(stored.schema, encoding="uint8")
-    share = export_maps.lost(schema, None, {"gaussians": gaussians})
+    share = lost(schema, None, {"gaussians": gaussians})
     assert share.tolist() == [[0.25, 0], [0, 0]]
-    assert export_maps.lost(stored.schema, None, {"gaussians": gaussians}) is None
+    assert lost(stored.schema, None, {"gaussians": gaussians}) is None
     codes = schema.encode("gaussians", gaussians.numpy(), 0)
     moved = np.abs(schema.decode("gaussians", codes)[..., 1] - gaussians[..., 1].numpy()) > 1 / 127
     assert moved.mean((0, 3)).tolist() == share.tolist()
-    line = export_maps.loss_line(schema, [share * 4, share * 4], 8)
+    line = export.loss_line(schema, [share * 4, share * 4], 8)
     assert "means the 8-bit codes clip, per block (heads): 0.125 (0.000-0.250)" in line
 
 
@@ -333,9 +333,9 @@ def test_embeddings_and_their_decoder_give_the_teachers_gaussians(tmp_path, in_p
 
 def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path, in_process):
     run = train(tmp_path / "run", "phase_a.per_image=none", "phase_a.mode=expected")
-    export = ("export-maps", "--run-dir", run)
-    assert in_process(*export)[0] == 0
-    assert in_process(*export, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
+    command = ("export-maps", "--run-dir", run)
+    assert in_process(*command)[0] == 0
+    assert in_process(*command, "--kind", "gaussian", "--out", run / "rows.zarr")[0] == 0
     small, large = store.open(run / "maps.zarr"), store.open(run / "rows.zarr")
     assert small.schema.kind == "prior" and list(small.schema.arrays()) == ["logits", "labels"]
     ids = np.array([7, 0, 199])
@@ -354,8 +354,8 @@ def test_a_teacher_without_gaussians_of_single_images_stores_them_once(tmp_path,
     np.testing.assert_allclose(seen[0]["map"], seen[1]["map"], atol=2e-3)
     assert in_process("verify", run / "rows.zarr", "--teacher", "--run-dir", run)[0] == 0
     # its kind, not the usual one
-    assert in_process(*export, "--out", run / "rows.zarr", "--repair")[0] == 0
-    assert in_process(*export, "--out", run / "codes.zarr", "--encoding", "uint8")[0] == 0
+    assert in_process(*command, "--out", run / "rows.zarr", "--repair")[0] == 0
+    assert in_process(*command, "--out", run / "codes.zarr", "--encoding", "uint8")[0] == 0
     assert store.open(run / "codes.zarr").schema.kind == "gaussian"
     wrong = store.create(
         run / "wrong.zarr", small.schema, decoder={"prior": small.decoder()["prior"] + 0.1}

@@ -14,13 +14,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from gaupipe.attention import STUDENTS
 from gaupipe.attention.standard import in_steps
 from gaupipe.data.augment import Augment
+from gaupipe.data.batches import train_and_val
 from gaupipe.data.loader import Loader, fetch
 from gaupipe.data.splits import load_data
+from gaupipe.distillation import gaussian_teacher
+from gaupipe.distillation.gaussian_teacher import TeacherLoss
+from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.settings import load as config
 from gaupipe.teachers.image_state import ImageState
-from stages import phase_b, train
-from stages.phase_a import gaussian as phase_a
+from stages import phase_a, phase_b
 from stages.runs.directory import RunDirectory
 
 CUDA = torch.device("cuda")
@@ -70,7 +73,7 @@ def student_job(run, request):
     """A student that learns from the maps of ``run``, or without a teacher from the labels."""
     stage, student = request.param
     teacher = RunDirectory(run)
-    changes = [AUGMENT, "phase_b.alpha=0.5", f"phase_b.student={student}"]
+    changes = [AUGMENT, "phase_b.alpha=0.5", f"model.attention={student}"]
     settings = config.load(str(teacher.config), changes)
     data = load_data(settings.data, False)
     return phase_b.build(settings, data, teacher if stage == "phase-b" else None)
@@ -82,12 +85,12 @@ CASES = [("train", "standard"), *(("phase-b", key) for key in STUDENTS)]
 @pytest.mark.parametrize("student_job", CASES, indirect=True, ids="-".join)
 def test_a_step_of_a_student(student_job, gpu):
     job = replace(student_job, device=CUDA, student=student_job.student.to(CUDA))
-    if job.maps is not None:
+    if isinstance(job, PhaseB):
         with unset_fake_temporarily():
             stored = job.maps.gather(np.arange(job.settings.data.batch_size))
         job.maps_of_epoch = lambda _: (SimpleNamespace(prefetch=lambda _: iter([stored])), None)
     maps, view = job.maps_of_epoch(0)
-    training, _ = train.train_and_val(job.data, job.settings.data, CUDA)
+    training, _ = train_and_val(job.data, job.settings.data, CUDA)
     batch = next(training.epoch(0, Augment(job.augment, 0), maps, view))
     check_device(batch.images, batch.labels, *job.losses()(batch, 0.1).values())
 
@@ -96,7 +99,7 @@ def test_a_step_of_a_student(student_job, gpu):
 def teacher_job(request, tmp_path):
     small = ["model.args={embed_dim: 16, depth: 2, num_heads: 2}", "data.batch_size=20", AUGMENT]
     settings = config.load("digits", [*small, f"phase_a.{request.param}"])
-    return phase_a.build(settings, tmp_path, load_data(settings.data, False))
+    return gaussian_teacher.build(settings, tmp_path, load_data(settings.data, False))
 
 
 TEACHERS = ["mode=expected", "mode=stochastic", "per_image=table", "per_image=embedding"]
@@ -110,7 +113,7 @@ def test_a_step_of_a_teacher_and_its_export(teacher_job, gpu):
     sampled = job.settings.phase_a.mode == "stochastic"
     noise = job.teacher.noise(batch.images, None) if sampled else None
     logits, attention = job.forward_with_maps(batch, None)
-    check_device(phase_a.TeacherLoss(job)(batch, parameters, noise), logits)
+    check_device(TeacherLoss(job)(batch, parameters, noise), logits)
     for name, kind in KINDS.items():
         if kind.refusal(job.teacher, job.per_image is not None) is None:
             check_device(*kind.arrays(attention, 4 if name == "topk" else None).values())

@@ -10,6 +10,7 @@ from gaupipe.attention.gaussian import GaussianAttention
 from gaupipe.attention.options import count_parameters
 from gaupipe.attention.standard import StandardAttention
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.job import StudentLosses
 from gaupipe.distillation.warm_start import hand_over, warm_start
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.models import convert, forward_with_maps
@@ -19,8 +20,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.vit.diagnostics import belief_geometry
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a, phase_b
 from stages.runs.directory import RunDirectory
 
 PRIOR = {"attention": "standard", "attention_options": {"prior": True}}
@@ -97,17 +97,17 @@ TEACHER = [
     "phase_a.optim.lr=4e-3",
     "data.batch_size=64",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
-    "phase_b.epochs=1",
+    "train.epochs=1",
     "threads=1",
 ]
-EXACT = ["phase_b.warm_start=exact", "phase_b.attention_options={prior: true}"]
+EXACT = ["phase_b.warm_start=exact", "model.attention_options={prior: true}"]
 
 
 def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     """The student's predictions before its first step are the teacher's."""
     run_dir = tmp_path / "run"
     phase_a.run(config.load("digits", [*TEACHER, *EXACT]), run_dir)
-    export_maps.run(run_dir)
+    export.run(run_dir)
     run, data = RunDirectory(run_dir), load_data(config.load("digits").data)
     job = phase_b.build(run.settings(), data, run)
     loaded = phase_a.load(run, data)
@@ -118,7 +118,7 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
     torch.testing.assert_close(predictions, expected, atol=1e-5, rtol=1e-4)
     batch = next(loaded.batches(data.train).in_order())
     batch.stored = job.maps.gather(batch.ids.numpy())
-    losses = phase_b.StudentLosses(job)(batch, gamma=0.5)
+    losses = StudentLosses(job)(batch, gamma=0.5)
     assert losses["loss_feat"].item() == pytest.approx(0, abs=1e-5)
     assert phase_b.run(run_dir)[-1]["val_acc"] > 0.5
 
@@ -129,10 +129,10 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
         ("phase_a.teacher=vit", "phase_a.teacher=gaussian"),
         ("phase_a.per_image=table", "phase_a.per_image=none"),
         ("phase_a.mode=stochastic", "phase_a.mode=expected"),
-        ("phase_b.student=belief2", "phase_b.student=standard"),
-        ("phase_b.attention_options={}", "prior: true"),
-        ("phase_b.match_params=true", "phase_b.match_params=false"),
-        ("phase_b.model_args={depth: 3}", "phase_b.model_args"),
+        ("model.attention=belief2", "model.attention=standard"),
+        ("model.attention_options={}", "prior: true"),
+        ("model.match_params=true", "model.match_params=false"),
+        ("model.student_args={depth: 3}", "model.student_args"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_work_starts(

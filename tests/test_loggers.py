@@ -17,8 +17,7 @@ from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.settings import load as config
 from gaupipe.training.update import Update
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a, phase_b
 from test_data import UNCHANGED, NumberedMaps
 
 TINY = [*tiny(100, 20, 2), "phase_b.gamma=0.1", "log.every=2"]
@@ -79,7 +78,7 @@ def service(monkeypatch):
 def test_steps_are_written_with_what_the_settings_ask_for(tmp_path):
     settings = config.load("digits", [*TINY, "phase_a.optim.clip_grad=null"])
     phase_a.run(settings, tmp_path / "run")
-    export_maps.run(tmp_path / "run")
+    export.run(tmp_path / "run")
     phase_b.run(tmp_path / "run", "standard")
     of_a, of_b = (lines(tmp_path / "run" / name) for name in ("phase_a", "phase_b/standard"))
     assert [(line["epoch"], line["step"]) for line in of_a] == [

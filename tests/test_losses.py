@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from gaupipe.data.augment import Mix
-from gaupipe.distillation.losses import feature_loss, gamma_at, hard_loss, soft_loss
+from gaupipe.distillation.losses import feature_loss, gamma_at, soft_loss
+from gaupipe.training.job import hard_loss
 from oracles import divergence
 
 

@@ -114,6 +114,7 @@ GRAPHS = [dict(attention=key) for key in ATTENTION] + [
     dict(attention="attentionx", attention_options={"mask_diagonal": False}),
     dict(attention="belief_star", attention_options={"signal": "projected"}, rezero=True),
     dict(attention="belief2", class_token=True, reg_tokens=2, qk_norm=True, mlp_ratio=0),
+    dict(stem="conv", embed_norm_layer=torch.nn.LayerNorm),
 ]
 
 
@@ -128,6 +129,7 @@ def test_models_are_traced_by_timms_feature_extractor_copied_and_pickled(kwargs)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x), model(x))
+        assert str(twin) == str(model)
 
 
 def test_standard_attention_without_a_prior_is_timms_own_and_becomes_torchscript():
@@ -159,6 +161,7 @@ SMALL = dict(img_size=32, depth=2)
         (PICO, dict(attention_options={"prior": True})),
         (PICO, dict(rezero=True)),
         (PICO, dict(mlp_ratio=0)),
+        *((PICO, dict(attention=key, stem="conv", patch_size=4)) for key in ATTENTION),
         ("vit_tiny_patch16_224", SMALL),
         ("deit_tiny_distilled_patch16_224", SMALL),
         ("deit3_small_patch16_224", SMALL),
@@ -189,6 +192,8 @@ SAVED = [dict(attention=key) for key in ATTENTION] + [
     dict(rezero=True),
     dict(mlp_ratio=0, attention="belief2"),
     dict(in_chans=1, img_size=12, num_classes=7, qk_norm=True, init_values=0.1, depth=1),
+    dict(stem="conv", attention="xsa", in_chans=1, img_size=16, patch_size=8),
+    dict(stem="conv"),
 ]
 
 

@@ -10,7 +10,7 @@ import store
 from gaupipe.distillation import kinds
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
-from stages.phase_a import gaussian as phase_a
+from stages import phase_a
 from stages.view.serve import open_viewer
 from store.encoding import Weights
 from store.kinds import ArraySpec
@@ -19,7 +19,7 @@ SETTINGS = [
     "data.train_images=60",
     "data.batch_size=30",
     "phase_a.max_epochs=1",
-    "phase_b.epochs=1",
+    "train.epochs=1",
     "export.kind=headmean",
     "export.encoding=uint8",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",

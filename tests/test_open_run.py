@@ -14,7 +14,7 @@ import gaupipe
 from gaupipe.data.splits import load_data
 from gaupipe.settings import DataSettings
 from gaupipe.system.errors import UserError
-from stages.phase_a import gaussian as phase_a
+from stages import phase_a
 
 PAGE = Path(__file__).parent.parent / "docs" / "capture.md"
 
@@ -73,12 +73,12 @@ def test_mistakes_are_refused(small_run, call, message):
 
 def test_a_view_and_its_maps_belong_together(tmp_path):
     from gaupipe.settings import load as config
-    from stages import export_maps
+    from stages import export
 
     changes = ["phase_a.teacher=vit", "data.train_images=40", "phase_a.max_epochs=1", "threads=1"]
     changes += ["augment.flip=true", "model.args={embed_dim: 16, depth: 1, num_heads: 2}"]
     phase_a.run(config.load("digits", changes), tmp_path / "run")
-    export_maps.run(tmp_path / "run", kind="dense", views=3)
+    export.run(tmp_path / "run", kind="dense", views=3)
     run = gaupipe.open_run(tmp_path / "run")
     with pytest.raises(UserError, match=r"3 views of each image.*maps\(ids, view=0\)"):
         run.maps([5])

@@ -20,6 +20,8 @@ from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.gaussian_teacher import build_teacher
+from gaupipe.distillation.job import MapsOfEpoch
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.student import check_student
 from gaupipe.maps.gaussians import expected_map
@@ -27,29 +29,29 @@ from gaupipe.models import forward_with_maps
 from gaupipe.settings import OptimSettings
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
+from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
-from stages import evaluate, export_maps, phase_b
+from stages import evaluate, export, phase_a, phase_b
 from stages import train as student_training
-from stages.phase_a import gaussian as phase_a
 from stages.publish import export_student
 from stages.runs.directory import RunDirectory
 
 TEACHER = [
     "phase_a.max_epochs=3",
-    "phase_b.epochs=5",
+    "train.epochs=5",
     "data.batch_size=64",
-    "phase_b.optim.lr=4e-3",
+    "train.optim.lr=4e-3",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
     "threads=1",
     "phase_b.alpha=0.1",
     "phase_b.gamma_schedule=constant",
-    "phase_b.match_params=true",
+    "model.match_params=true",
 ]
 
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
     phase_a.run(config.load("digits", [*TEACHER, *overrides]), run_dir)
-    export_maps.run(run_dir, kind)
+    export.run(run_dir, kind)
     return run_dir
 
 
@@ -90,7 +92,7 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
     """By timm's blocks, and by those that L_feat runs one by one."""
     rows = []
     for on in ("false", "true"):
-        changes = [f"grad_checkpointing={on}", "phase_b.epochs=2", "phase_b.gamma=1"]
+        changes = [f"grad_checkpointing={on}", "train.epochs=2", "phase_b.gamma=1"]
         settings = config.load(run_dir / "config.yaml", changes)
         for teacher in (RunDirectory(run_dir), None):
             folder = tmp_path / on / str(teacher is None)
@@ -103,11 +105,11 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
 def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     run_dir, tmp_path, monkeypatch, distilled
 ):
-    changes = ["phase_b.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
+    changes = ["train.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
     settings = config.load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
     trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
     scored: set[int] = set()
-    forward, drop_patches = Mlp.forward, student_training.Training.drop_patches
+    forward, drop_patches = Mlp.forward, Training.drop_patches
 
     def noted(mlp, x):
         (trained[-1] if mlp.training else scored).add(x.shape[1])
@@ -118,22 +120,38 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
         return drop_patches(job, epoch)
 
     monkeypatch.setattr(Mlp, "forward", noted)
-    monkeypatch.setattr(student_training.Training, "drop_patches", begun)
+    monkeypatch.setattr(Training, "drop_patches", begun)
     teacher = RunDirectory(run_dir) if distilled else None
     phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
 
 
+@pytest.mark.parametrize(
+    "changes,drops",
+    [
+        (["phase_b.gamma_schedule=constant"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=2"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=1"], True),
+    ],
+)
+def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
+    changes = [*changes, "phase_b.patch_drop_rate=0.5", "phase_b.epochs=4"]
+    settings = config.load(run_dir / "config.yaml", changes)
+    phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
+    said = "phase_b.patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
+    assert said != drops
+
+
 @pytest.mark.parametrize("options", ["{}", "{prior: true}"])
 def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_process, options):
     student = "standard" if "prior" in options else "gaussian"
-    changes = [f"phase_b.student={student}", f"phase_b.attention_options={options}"]
+    changes = [f"model.attention={student}", f"model.attention_options={options}"]
     for command in ("train", "run", "plan"):
-        settings = sets(*changes, "phase_b.patch_drop_rate=0.5")
+        settings = sets(*changes, "train.patch_drop_rate=0.5")
         code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
         last = err.splitlines()[-1]
         assert code == 2 and last == (
-            "gaupipe: phase_b.patch_drop_rate: should be 0 for a student with Gaussians"
+            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -190,23 +208,23 @@ WAYS = {
     "float16-accumulate-ema": [
         "precision=float16",
         "phase_a.optim.clip_grad=0.5",
-        "phase_b.optim={lr: 4e-3, accumulate: 2, ema: 0.8}",
+        "train.optim={lr: 4e-3, accumulate: 2, ema: 0.8}",
     ],
-    "muon-wsd": ["phase_b.optim={name: muon, schedule: wsd, lr: 1e-3}"],
+    "muon-wsd": ["train.optim={name: muon, schedule: wsd, lr: 1e-3}"],
     "prior-other-depth-and-heads": [
         "phase_a.per_image=none",
-        "phase_b.model_args={depth: 3, num_heads: 4}",
+        "model.student_args={depth: 3, num_heads: 4}",
         "phase_b.layer_map=[0, null, 1]",
         "phase_b.head_map=mean",
     ],
-    "other-grid-rezero": ["phase_b.model_args={patch_size: 1, rezero: true}"],
+    "other-grid-rezero": ["model.student_args={patch_size: 1, rezero: true}"],
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_to_distil(tmp_path, way):
     kind = way.split("-")[0] if way.split("-")[0] in KINDS else "gaussian"
-    changes = ["phase_b.epochs=3", "phase_b.gamma=1", *WAYS[way]]
+    changes = ["train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
     rows = phase_b.run(make(tmp_path / "run", *changes, kind=kind), "standard")
     for name in ("train_loss", "loss_feat"):
         assert rows[-1][name] < rows[0][name], name
@@ -227,7 +245,7 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     overrides = [
         "data.train_images=200",
         "phase_a.max_epochs=1",
-        "phase_b.epochs=2",
+        "train.epochs=2",
         "phase_b.gamma_schedule=stop_after",
         "phase_b.gamma_epochs=1",
         "augment={flip: true, mixup: 0.5}",
@@ -259,16 +277,16 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
 @pytest.mark.parametrize(
     "overrides,message",
     [
-        (["phase_b.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
-        (["phase_b.optim.schedule=none"], "'constant' holds"),
-        (["phase_b.optim.schedule_args={decay: 3}"], "decay"),
-        (["phase_b.optim.name=adan2"], "optim.name"),
+        (["train.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
+        (["train.optim.schedule=none"], "'constant' holds"),
+        (["train.optim.schedule_args={decay: 3}"], "decay"),
+        (["train.optim.name=adan2"], "optim.name"),
         (["phase_b.layer_map=[0, 1, 1]"], "should have 2 entries"),
         (["phase_b.head_map=[0]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
         (["phase_b.head_map=[0, 2]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
-        (["phase_b.model_args={num_heads: 4}"], "phase_b.head_map"),
+        (["model.student_args={num_heads: 4}"], "phase_b.head_map"),
         (["phase_b.layer_map=[0, 7]"], "0 to 1"),
-        (["phase_b.attention_options={gama: 2}"], "gama"),
+        (["model.attention_options={gama: 2}"], "gama"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
@@ -290,7 +308,7 @@ def test_maps_are_read_in_the_epochs_that_compare_them(run_dir):
 
 def test_shuffled_maps_are_those_of_other_images_always_the_same(run_dir):
     maps = store.open(run_dir / "maps.zarr")
-    shuffled = phase_b.MapsOfEpoch(maps, seed=0)
+    shuffled = MapsOfEpoch(maps, seed=0)
     first, second = np.random.default_rng(1).permutation(1437), np.arange(1437)
     (one,), (other,) = list(shuffled.prefetch([first])), list(shuffled.prefetch([second]))
     own = maps.gather(second)
@@ -317,17 +335,15 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     settings = config.load(
         run_dir / "config.yaml",
         [
-            f"phase_b.model_args={{{tokens}}}",
+            f"model.student_args={{{tokens}}}",
             "phase_b.warm_start=teacher",
-            "phase_b.epochs=2",
+            "train.epochs=2",
             "phase_b.gamma=1",
         ],
     )
-    settings = settings.model_copy(
-        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
-    )
+    settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
-    teacher = phase_a.build_teacher(settings, data)
+    teacher = build_teacher(settings, data)
     check_student(settings, data, teacher, teacher.weights())
     rows = phase_b.train_student(settings, tmp_path / key, teacher=RunDirectory(run_dir))
     assert rows[-1]["val_acc"] > 0.4  # chance is 0.1
@@ -369,15 +385,15 @@ def test_calibration_error_by_hand():
     assert evaluate.metrics(logits, labels)["calibration_error"] == pytest.approx(0.3, abs=1e-6)
 
 
-def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
+def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     command = dict(student="standard", name="y", distilled=False)
-    with pytest.raises(UserError, match=r"takes its place in plain training: --set baseline.optim"):
+    with pytest.raises(UserError, match=r"--set phase_b\.optim\.lr: .* set train\.optim\.lr"):
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
     assert not (run_dir / "plain" / "y").exists()
-    with changed(run_dir, "baseline.optim={}"):
-        phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
-        settings = RunDirectory(run_dir).student_settings("y", distilled=False)
-        assert settings.baseline_optim.lr == 0.5
+    phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5", "train.epochs=1"])
+    settings = RunDirectory(run_dir).student_settings("y", distilled=False)
+    assert settings.baseline_training.optim.lr == 0.5
+    assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
@@ -385,7 +401,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
     """Its folder has the request, and the command that goes on is said."""
-    export_maps.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
+    export.run(run_dir, "dense", out=str(tmp_path / "dense.zarr"))
 
     def interrupted(*_arguments, **_more):
         raise KeyboardInterrupt
@@ -395,9 +411,9 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     with monkeypatch.context() as patch:
         module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
-        asked = "--set", "phase_b.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
+        asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)
-    asked = f"{name} --set phase_b.epochs=2 --student belief2 --maps dense.zarr --resume"
+    asked = f"{name} --set train.epochs=2 --student belief2 --maps dense.zarr --resume"
     assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
     code, _, said = in_process(*command, "--resume")
     assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said
@@ -415,9 +431,9 @@ def test_resuming_with_other_settings_is_refused_with_the_difference(run_dir):
 
 def test_maps_of_another_teacher_are_refused(run_dir, tmp_path):
     other = make(tmp_path / "other", "seed=7")
-    export_maps.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
+    export.run(other, out=str(run_dir / "maps.zarr"), overwrite=True)
     try:
         with pytest.raises(ValueError, match="teacher"):
             phase_b.run(run_dir, "belief_star", resume=True)
     finally:
-        export_maps.run(run_dir, overwrite=True)
+        export.run(run_dir, overwrite=True)

@@ -16,12 +16,14 @@ from PIL import Image
 import store
 from arguments import sets
 from gaupipe.data.splits import load_data
+from gaupipe.distillation import gaussian_teacher
+from gaupipe.distillation.export import decoder, make_schema
+from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings.load import load, parse
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError, mistake_of
 from gaupipe.teachers.gaussian import Teacher
-from stages import export_maps, plan
-from stages.phase_a import gaussian as phase_a
+from stages import plan
 from stages.runs import resources
 from stages.runs.resources import check_resources, make_plan
 
@@ -79,9 +81,9 @@ def test_store_sizes_are_those_of_the_arrays_that_are_written(kind, phase_a_sett
     """What a real store holds of the images, read by zarr, and what its images share."""
     changes = {"data": {"train_images": 50}, "export": {"kind": kind}}
     config = parse({**changes, "phase_a": phase_a_settings}, "test")
-    job = phase_a.build(config, tmp_path, load_data(config.data))
-    schema = export_maps.make_schema(job, export_maps.chosen(config))
-    store.create(str(tmp_path / "maps.zarr"), schema, decoder=export_maps.decoder(job, kind))
+    job = gaussian_teacher.build(config, tmp_path, load_data(config.data))
+    schema = make_schema(job, chosen(config))
+    store.create(str(tmp_path / "maps.zarr"), schema, decoder=decoder(job, kind))
     group = zarr.open_group(tmp_path / "maps.zarr", mode="r")
     names = ("gaussians", "maps", "embeddings", "logits", "labels")
     arrays = [array for name, array in group.arrays() if name in names]
@@ -177,12 +179,12 @@ def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkey
     """Three of ten epochs have maps, and six views are stored, of which two are measured."""
     epochs = [{"seconds": seconds} for seconds in (9.0, 2.0, 9.0, 1.0)]
     monkeypatch.setattr(plan.phase_b, "run", lambda *_, **__: epochs)
-    monkeypatch.setattr(plan.export_maps, "write", lambda *_: None)
+    monkeypatch.setattr(plan.exporting, "write", lambda *_: None)
     monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=iter([5.0, 25.0]).__next__))
     monkeypatch.setattr(plan, "SCORED", 0.0)
     changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]
     changes += ["model.args={embed_dim: 16, depth: 1, num_heads: 2}", "data.train_images=80"]
-    changes += ["phase_b.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
+    changes += ["train.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
     settings = load("digits", [*changes, "baseline.epochs=0", "threads=1"])
     stages = plan.run(settings, tmp_path, steps=2)["stages"]
     assert stages["phase_b"]["seconds"] == pytest.approx(80 / 40 * (3 * 2 + 7 * 1))

@@ -13,7 +13,7 @@ from PIL import Image
 from gaupipe import __version__
 from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student
-from stages import evaluate, export_maps, phase_b
+from stages import evaluate, export, phase_b
 from stages.publish import folder
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
@@ -75,8 +75,8 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     """Not its run's own teacher and store; and the published commands train such a student."""
     phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher=None)
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
-    export_maps.run(run, "dense", out=maps, teacher=teacher)
-    changes = ["phase_b.epochs=1", "seed=7"]
+    export.run(run, "dense", out=maps, teacher=teacher)
+    changes = ["train.epochs=1", "seed=7"]
     phase_b.run(run, "xsa", name="mine", overrides=changes, maps_url=maps)
     out = tmp_path / "out"
     assert in_process("publish", "mine", "--run-dir", run, "--out", out)[0] == 0
@@ -85,7 +85,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
     settings = config.load(out / "settings.yaml")
-    assert (settings.phase_b.student, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
+    assert (settings.model.attention, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
     shutil.copytree(tmp_path / "vit" / "student", out / "student")  # the path to be adapted
     for line in card.split("```sh\n")[1].split("```")[0].splitlines():
         code, _, err = in_process(*line.split()[1:], cwd=out)

@@ -18,17 +18,22 @@ TINY = [
     "data.batch_size=20",
     "phase_a.max_epochs=4",
     "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=4",
+    "train.epochs=4",
     "baseline.epochs=4",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
 CASES = {
-    "memory": ["phase_a.mode=stochastic", "phase_b.optim.ema=0.9", "phase_b.gamma=0.2"],
+    "memory": [
+        "model.stem=conv",
+        "phase_a.mode=stochastic",
+        "train.optim.ema=0.9",
+        "phase_b.gamma=0.2",
+    ],
     "files": [
         "phase_a.optim.ema=0.9",
         "phase_b.warm_start=teacher",
-        "phase_b.optim.accumulate=2",
+        "train.optim.accumulate=2",
     ],
 }
 
@@ -79,7 +84,7 @@ def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_checkpoint(tmp_path):
-    from stages.phase_a import gaussian as phase_a
+    from stages import phase_a
 
     settings = config.load(
         "digits",

@@ -13,8 +13,7 @@ from arguments import sets, tiny
 from gaupipe.settings import load as config
 from gaupipe.system.errors import UserError
 from processes import FORKS
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a, phase_b
 from stages.runs import students
 from stages.runs.directory import RunDirectory, last_used, locked
 from stages.runs.students import removed_if_refused
@@ -27,7 +26,7 @@ SETS = sets(*TINY)
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     phase_a.run(config.load("digits", TINY), folder / "run")
-    export_maps.run(folder / "run")
+    export.run(folder / "run")
     return folder / "run"
 
 
@@ -72,7 +71,7 @@ def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     assert (code, out.strip()) == (0, str(made / "phase_b/gamma03/student"))
     assert before == [path.read_bytes() for path in files]
     settings = config.load(made / "phase_b/gamma03/config.yaml")
-    assert (settings.phase_b.gamma, settings.seed, settings.phase_b.student) == (0.3, 5, "belief2")
+    assert (settings.phase_b.gamma, settings.seed, settings.model.attention) == (0.3, 5, "belief2")
     assert config.load(made / "config.yaml").phase_b.gamma == 0.1
     for command in (["evaluate"], ["inspect", "--image", 5, "--query", 2]):
         code, out, _ = in_process(*command, "--run-dir", made, "--student", "gamma03", "--json")

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gaupipe.settings import load as config
-from stages import export_maps, phase_b
-from stages.phase_a import gaussian as phase_a
+from stages import export, phase_a, phase_b
 
 OLD = json.loads((Path(__file__).parent / "old" / "metrics.json").read_text())
 
@@ -34,7 +33,7 @@ def test_a_run_gives_the_metrics_it_has_always_given(tmp_path, name):
     old = dict(OLD[name])
     settings = [*old.pop("settings"), "baseline.epochs=2"]  # of the version that wrote it
     phase_a.run(config.load("digits", settings), tmp_path)
-    export_maps.run(tmp_path)
+    export.run(tmp_path)
     of_students = old.pop("of_students", [])
     for distilled in (True, False):
         phase_b.run(tmp_path, overrides=of_students, distilled=distilled)

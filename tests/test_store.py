@@ -2,6 +2,7 @@
 answered in one line."""
 
 import contextlib
+import json
 import os
 import pickle
 import resource
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 
 import store
 from store.files import Files
+from store.layout import ROOT
+from store.manifest import MANIFEST, group_file, sha256
 
 
 def make_schema(**changes) -> store.Schema:
@@ -76,6 +79,18 @@ def contents(url: Path) -> dict[str, bytes]:
 def shard_file(url: Path, name: str, index: int) -> Path:
     [path] = data_files(url / name / "c" / str(index)) or [url / name / "c" / str(index)]
     return path
+
+
+def edit_root(url: Path, **changes) -> None:
+    """Changes attributes of a store, None takes one out; its manifest names what it is now."""
+    attributes = json.loads((url / ROOT).read_bytes())["attributes"] | changes
+    for name in [name for name, value in changes.items() if value is None]:
+        del attributes[name]
+    manifest = json.loads((url / MANIFEST).read_bytes())["attributes"]
+    manifest["metadata"][ROOT] = sha256(group_file(attributes | {"complete": True}))
+    for name, content in ((ROOT, attributes), (MANIFEST, manifest)):
+        (url / name).unlink()  # it may be a link to another store's
+        (url / name).write_bytes(group_file(content))
 
 
 def damaged_images(url) -> list[tuple]:
@@ -176,7 +191,7 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(format="gaupipe-maps", format_version=5, kind="gaussian", grid=[2, 3])
+    expected = dict(format="gaupipe-maps", format_version=6, kind="gaussian", grid=[2, 3])
     expected |= dict(layers=2, heads=3, num_classes=5, dataset="toy", teacher_sha256="a" * 64)
     expected |= dict(parametrisation="loc_scale", complete=True, extra={"label_passes": 4})
     assert {name: group.attrs[name] for name in expected} == expected

@@ -17,6 +17,7 @@ from arguments import sets, unpacked
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.job import MapsOfEpoch
 from gaupipe.distillation.kinds import KINDS
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.student import layer_map
@@ -26,9 +27,8 @@ from gaupipe.models import forward_with_maps, save_student
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
-from stages import evaluate, export_maps, phase_b
-from stages.image_maps import StudentMaps, image_pixels, images_of
-from stages.phase_a import gaussian as phase_a
+from stages import evaluate, export, phase_a, phase_b
+from stages.look.image_maps import StudentMaps, image_pixels, images_of
 from stages.publish import folder as publish
 from stages.run import run as run_all
 from stages.runs import resources
@@ -42,7 +42,7 @@ SETTINGS = [
     "phase_a.max_epochs=2",
     "phase_a.stop_accuracy=1",
     "phase_a.optim.lr=4e-3",
-    "phase_b.epochs=2",
+    "train.epochs=2",
     "phase_b.alpha=0.2",
     "phase_b.gamma=0.3",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
@@ -91,8 +91,8 @@ def first_images(run: Path, count: int) -> torch.Tensor:
 def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
-    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.phase_b.epochs}
-    settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
+    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.train.epochs}
+    settings = settings.with_section("baseline", **optim)
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row["model"] for row in rows] == models
@@ -111,7 +111,7 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     ],
 )
 def test_maps_come_back_from_the_store(run, kind, encoding, k, most):
-    export_maps.run(run, kind, encoding=encoding, k=k)
+    export.run(run, kind, encoding=encoding, k=k)
     maps = store.open(run / "maps.zarr")
     read = KINDS[kind].reader(maps, torch.device("cpu"))(maps.gather(np.arange(20)))
     oracle = teachers_maps(run, first_images(run, 20))
@@ -146,10 +146,10 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
     with_settings(
         run,
         "augment={flip: true, crop_padding: 1, mixup: 0.2}",
-        "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
+        "model.student_args={depth: 3, num_heads: 4, patch_size: 4}",
         "phase_b.head_map=[0, 1, 1, 0]",
     )
-    export_maps.run(run, kind, k=4 if kind == "topk" else None)
+    export.run(run, kind, k=4 if kind == "topk" else None)
     for attention in ("standard", "attentionx"):
         metrics = phase_b.run(run, attention)
         assert metrics[-1]["loss_feat"] > 0 and np.isfinite(metrics[-1]["train_loss"])
@@ -179,14 +179,14 @@ def test_views_are_stored_and_drawn_again(run, drawn):
     """The maps of a view are the teacher's on the very image that phase B trains on."""
     views = 3
     with_settings(run, "augment={flip: true, crop_padding: 1}", "phase_b.alpha=0")
-    export_maps.run(run, "dense", views=views)
+    export.run(run, "dense", views=views)
     maps = store.open(run / "maps.zarr")
     assert (maps.schema.views, maps.schema.images, len(maps)) == (views, 120, 120 * views)
     settings = RunDirectory(run).settings()
     data = load_data(settings.data)
     batches = Batches(data.train, data, torch.device("cpu"), 40)
     for epoch in (1, 4):
-        stored = phase_b.MapsOfEpoch(maps, epoch % views)
+        stored = MapsOfEpoch(maps, epoch % views)
         augment = Augment(settings.augment, settings.seed)
         batch = next(batches.epoch(epoch, augment, stored, epoch % views))
         assert batch.geometry is None
@@ -204,9 +204,9 @@ def test_views_are_stored_and_drawn_again(run, drawn):
 
 
 def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path, monkeypatch):
-    export_maps.run(run, k=2)
+    export.run(run, k=2)
     other = tmp_path / "dense.zarr"
-    export_maps.run(run, "dense", out=str(other))
+    export.run(run, "dense", out=str(other))
     monkeypatch.chdir(tmp_path)
     phase_b.run(run, "standard", name="x", maps_url="dense.zarr")
     folder = run / "phase_b" / "x"
@@ -214,7 +214,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     student = evaluate.load_student(run, "x")
     there = student, load_data(student.settings.data)
     assert evaluate.open_maps(*there).schema.kind == "dense"
-    export_maps.run(run, "dense", out=str(other), encoding="uint8", overwrite=True)
+    export.run(run, "dense", out=str(other), encoding="uint8", overwrite=True)
     with pytest.raises(UserError, match="encoding of the store float16, now it is uint8"):
         phase_b.run(run, "standard", name="x", maps_url="dense.zarr", resume=True)
     shutil.rmtree(other)
@@ -232,8 +232,8 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     ],
 )
 def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augment, views, said):
-    with_settings(run, f"augment={augment}", "phase_b.epochs=1")
-    export_maps.run(run, views=views)
+    with_settings(run, f"augment={augment}", "train.epochs=1")
+    export.run(run, views=views)
     phase_b.run(run, "standard")
     assert ("'gaupipe export-maps --views' stores" in capsys.readouterr().err) == said
 
@@ -248,8 +248,8 @@ def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
 def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, drawn):
     weights = ["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3", "phase_b.beta=0.5"]
     augment = "augment={flip: true, crop_padding: 1}"
-    with_settings(run, augment, *weights, f"phase_b.alpha={alpha}", "phase_b.epochs=5")
-    export_maps.run(run, views=2)
+    with_settings(run, augment, *weights, f"phase_b.alpha={alpha}", "train.epochs=5")
+    export.run(run, views=2)
     metrics = phase_b.run(run, "standard")
     stored = [(0, True), (1, True), (0, True), (1, True), (0, True)]
     assert drawn == (stored if alpha else [*stored[:3], (None, False), (None, False)])
@@ -285,7 +285,7 @@ def test_saved_models_say_how_their_images_were_prepared(tmp_path):
             pixels = draw.integers(256, size=(24, 17, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")
     images = [f"data.root={tmp_path / 'images'}", "data.name=folder", "data.image_size=8"]
-    count = ["data.train_images=null", "data.val_fraction=0.25", "phase_b.epochs=1"]
+    count = ["data.train_images=null", "data.val_fraction=0.25", "train.epochs=1"]
     settings = settings_with(*images, *count)
     phase_a.run(settings, tmp_path / "run")
     phase_b.run(tmp_path / "run", distilled=False)
@@ -303,7 +303,7 @@ def test_a_warm_start_takes_queries_and_keys_too(run):
     with_settings(run, "phase_b.warm_start=teacher", "phase_b.gamma=0", "phase_b.alpha=0")
     settings = RunDirectory(run).settings()
     data = load_data(settings.data)
-    export_maps.run(run, "topk")
+    export.run(run, "topk")
     job = phase_b.build(settings, data, RunDirectory(run))
     teacher = phase_a.load(RunDirectory(run), data).teacher
     warm_start(job.student, teacher.weights())
@@ -320,7 +320,7 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         other.head.weight += 0.01
     save_student(other, folder)
     with pytest.raises(UserError, match="its weights have changed"):
-        export_maps.run(tmp_path / "next")
+        export.run(tmp_path / "next")
     with pytest.raises(UserError, match="its weights have changed"):
         phase_a.run(settings, tmp_path / "next", resume=True)
 
@@ -334,7 +334,7 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
         (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),
         (["phase_a.teacher_args={num_heads: 5}"], "phase_a.teacher_args: gauvit_pico"),
-        (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
+        (["model.student_args={patch_size: 3}"], "another model.student_args.patch_size"),
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no Gaussians"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
         (["export.views=2"], "export.views 2: the section augment draws nothing"),
@@ -370,7 +370,7 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     other = timm.create_model(f"local-dir:{run / 'phase_a' / 'teacher'}", num_classes=7)
     save_student(other, tmp_path / "seven", mean=(0.5,), std=(0.5,))
     out = tmp_path / "seven.zarr"
-    export = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
+    exporting = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
     advice = "phase_a.teacher_args={num_classes: 0}"
     for wrong in (
         [],
@@ -378,12 +378,12 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
         ["--set", "phase_a.teacher_args=5"],
         ["--set", "phase_a.teacher_args = {num_classes: 0}"],
     ):
-        code, _, err = in_process(*export, "--out", out, *wrong)
+        code, _, err = in_process(*exporting, "--out", out, *wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err and not out.exists()
         assert wrong or advice in err
-    assert in_process(*export, "--out", out, "--set", advice)[0] == 0
+    assert in_process(*exporting, "--out", out, "--set", advice)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
-    settings = sets("phase_b.alpha=0", "phase_b.beta=1", "phase_b.epochs=1")
+    settings = sets("phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1")
     student = ["phase-b", "--run-dir", run, "--maps", out, "--name", "seven"]
     assert in_process(*student, *settings)[0] == 0
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
@@ -391,7 +391,7 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     assert len(scores["map_kl"]) == 2
     published = publish.published_settings(evaluate.load_student(run, "seven")).phase_a
     assert (published.teacher, published.teacher_args) == ("local-dir:seven", {"num_classes": 0})
-    export_maps.run(run)
+    export.run(run)
     shutil.rmtree(out)
     assert "map_kl" not in evaluate.run(run, "seven")
 
@@ -400,12 +400,22 @@ def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_pro
     """The other teacher does not have to fit what phase B was to do with the run's own."""
     folder = tmp_path / "gaussians"
     gaussian = ("phase_a.teacher=gaussian", "phase_a.per_image=none", "phase_b.warm_start=exact")
-    option = "phase_b.attention_options={prior: true}"
+    option = "model.attention_options={prior: true}"
     phase_a.run(settings_with(*gaussian, option), folder)
     out = tmp_path / "vit.zarr"
     vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
-    export = ["export-maps", "--run-dir", folder, "--teacher", vit, "--kind", "topk", "--out", out]
-    assert in_process(*export)[0] == 0
+    exporting = [
+        "export-maps",
+        "--run-dir",
+        folder,
+        "--teacher",
+        vit,
+        "--kind",
+        "topk",
+        "--out",
+        out,
+    ]
+    assert in_process(*exporting)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", folder)[0] == 0
 
 
@@ -441,7 +451,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
         np.testing.assert_allclose(np.ravel(seen["teacher"]), stored[0].mean((0, 1)), atol=1e-6)
         wanted = log_maps[0].exp().mean((0, 1))
         np.testing.assert_allclose(np.ravel(seen["map"]), wanted, atol=1e-5)
-    plain = export_maps.run(run, out=str(tmp_path / "plain.zarr"), kind="dense", views=None)
+    plain = export.run(run, out=str(tmp_path / "plain.zarr"), kind="dense", views=None)
     assert store.open(plain).schema.views == 2  # as the run's settings say
     shutil.rmtree(run / "maps.zarr")
     one = ["inspect", "--run-dir", run, "--student", "standard", "--image", image]
@@ -450,7 +460,7 @@ def test_a_student_of_views_is_shown_the_view_that_the_maps_are_of(tmp_path, in_
 
 
 def test_a_student_of_other_views_or_images_says_why_it_is_not_compared(run, tmp_path):
-    url = export_maps.run(run, "dense")
+    url = export.run(run, "dense")
     phase_b.run(run)
     student = StudentMaps(RunDirectory(run), "standard")
     assert student.see(1).no_teacher is None
@@ -469,10 +479,10 @@ def test_a_lost_teacher_is_written_again(run):
     before = weights.read_bytes()
     weights.unlink()
     with pytest.raises(UserError, match="'gaupipe phase-a --resume' writes it again"):
-        export_maps.run(run)
+        export.run(run)
     phase_a.run(RunDirectory(run).settings(), run, resume=True)
     assert weights.read_bytes() == before and RunDirectory(run).teacher_digest() == digest
-    export_maps.run(run)
+    export.run(run)
 
 
 def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
@@ -486,9 +496,9 @@ def test_a_student_can_be_scored_without_its_teacher(run, tmp_path):
 
 
 def test_a_store_of_another_kind_is_not_taken_for_the_one_asked_for(run):
-    export_maps.run(run, "dense")
+    export.run(run, "dense")
     with pytest.raises(UserError, match="with kind dense, asked topk.*--overwrite"):
-        export_maps.ensure(run, export=settings_with("export.kind=topk").export)
+        export.ensure(run, export=settings_with("export.kind=topk").export)
 
 
 def test_without_predictions_soft_labels_are_refused(run, tmp_path):
@@ -506,9 +516,9 @@ def test_without_predictions_soft_labels_are_refused(run, tmp_path):
 def test_an_export_that_does_not_fit_is_refused(run, monkeypatch, what):
     monkeypatch.setattr(resources, what, lambda *_: 1000)
     with pytest.raises(UserError, match="export needs .* of (disk|memory), 0.0 MB are"):
-        export_maps.run(run)
+        export.run(run)
     assert not (run / "maps.zarr").exists()
-    export_maps.run(run, force=True)
+    export.run(run, force=True)
 
 
 def test_plan_counts_the_store_of_a_trained_teacher(tmp_path, in_process):

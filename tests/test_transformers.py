@@ -16,7 +16,6 @@ from transformers import (
     DynamicCache,
     FalconConfig,
     GPT2Config,
-    GPTJConfig,
     GPTNeoConfig,
     LlamaConfig,
     MarianConfig,
@@ -230,6 +229,8 @@ def test_what_the_functions_cannot_do_is_refused():
         attend(nn.Linear(1, 1), q, k, k, None, is_causal=False)
     with pytest.raises(UserError, match="did you mean 'gamma'"):
         model_of("gpt2", "gau_attentionx", gau_options={"gama": 3.0})(torch.ones(1, 2).long())
+    with pytest.raises(UserError, match="a finite number fits"):
+        model_of("gpt2", "gau_attentionx", gau_options={"gamma": np.nan})(torch.ones(1, 2).long())
 
 
 SMALL = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
@@ -261,7 +262,6 @@ def test_attention_to_a_source_of_the_same_length_is_refused(implementation):
     "config",
     [
         DebertaV2Config(**SMALL, intermediate_size=16),
-        GPTJConfig(vocab_size=9, n_embd=16, n_layer=1, n_head=2, rotary_dim=4),
         FalconConfig(**SMALL),
         GPTNeoConfig(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
     ],

@@ -290,10 +290,10 @@ def test_an_image_of_a_large_store_is_read_alone(tmp_path):
     schema = make_schema(num_images=40)
     url = tmp_path / "s.zarr"
     write_store(url, schema, make_arrays(schema), shard_bytes=2 * schema.bytes_per_image)
-    for name in ("labels", "image_crc32c"):  # what a gather would read whole
-        for path in (url / name / "c").rglob("*"):
-            if path.is_file() and path.relative_to(url / name / "c").parts[0] != "7":
-                path.unlink()
+    labels = url / "labels" / "c"  # a gather would read them whole
+    for path in labels.rglob("*"):
+        if path.is_file() and path.relative_to(labels).parts[0] != "7":
+            path.unlink()
     viewer = open_viewer(str(url), None)
     assert len(viewer.image(15)) > 100
     with pytest.raises(store.StoreError):

@@ -18,8 +18,9 @@ from gaupipe.distillation.kinds import KINDS as stored_kinds
 from gaupipe.maps.gaussians import expected_map
 from gaupipe.settings import load as config
 from gaupipe.teachers.gaussian import Decoder
-from stages import evaluate, inspect_maps
-from stages.image_maps import StoredMaps, images_of
+from stages import evaluate
+from stages.look import inspect
+from stages.look.image_maps import StoredMaps, images_of
 from stages.run import run as run_all
 from stages.view.serve import open_viewer
 from test_store import make_arrays, make_schema, random_maps, write_store
@@ -42,7 +43,7 @@ KINDS = {
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
 SETTINGS = [*TINY, "data.train_images=60", "data.batch_size=20", "phase_a.max_epochs=2"]
-SETTINGS += ["phase_a.stop_accuracy=1", "phase_b.epochs=2", "baseline.epochs=1"]
+SETTINGS += ["phase_a.stop_accuracy=1", "train.epochs=2", "baseline.epochs=1"]
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +190,7 @@ def test_rows_are_those_of_inspect(browser, tmp_path, name):
             np.testing.assert_allclose(rows[layer][narrow], expected[narrow], atol=2e-6)
         np.testing.assert_allclose(rows.sum(-1), 1, atol=2e-3)  # what float16 leaves
         chosen = {"layer": 1, "head": "2", "query": "7"}
-        same(json.loads(shown.saved("#json")), inspect_maps.attention(0, url=url, **chosen))
+        same(json.loads(shown.saved("#json")), inspect.attention(0, url=url, **chosen))
         shown.page.wait_for_selector("text=does not say which images")
         assert not shown.complaints
         shown.page.close()
@@ -273,7 +274,7 @@ def test_hover_and_click(page, run):
     page.over(6, GRID, "click")
     page.page.hover("h1")
     assert page.state()["query"] == "6"
-    seen = inspect_maps.attention(3, run_dir=run, layer=1, head="0", query="6")
+    seen = inspect.attention(3, run_dir=run, layer=1, head="0", query="6")
     same(json.loads(page.saved("#json")), seen)
     mean_x = f"mean ({seen['gaussian'][0]:.3f}, {seen['gaussian'][1]:.3f})"
     assert mean_x in page.text("#facts")
@@ -350,14 +351,14 @@ def test_a_student_beside_the_teacher(page, run):
     page.open("image=7&layer=1&head=0&query=4&student=standard")
     assert page.page.locator("#panes canvas").count() == 2
     chosen = {"layer": 1, "head": "0", "query": "4"}
-    seen = inspect_maps.attention(7, run_dir=run, student="standard", **chosen)
+    seen = inspect.attention(7, run_dir=run, student="standard", **chosen)
     same(json.loads(page.saved("#json")), seen)
     assert f"{seen['kl']:.4f} nats" in page.text("#facts")
-    of_head = inspect_maps.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
+    of_head = inspect.attention(7, run_dir=run, student="standard", layer=1, head="0")["kl"]
     label = page.page.get_attribute(".cell[data-layer='1'][data-head='0']", "aria-label")
     assert label.endswith(f"KL {of_head:.3f}")
     page.press("m", "Escape")
-    seen = inspect_maps.attention(7, run_dir=run, student="standard", layer=1)
+    seen = inspect.attention(7, run_dir=run, student="standard", layer=1)
     same(json.loads(page.saved("#json")), seen)
 
 
@@ -452,7 +453,7 @@ def test_a_page_without_a_server(browser, run, tmp_path, in_process):
     page.page.on("request", lambda request: requests.append(request.url))
     page.open("image=29&layer=1&head=1&query=2")
     assert page.page.locator(".thumb img").count() == 2
-    seen = inspect_maps.attention(29, run_dir=run, student="standard", layer=1, head="1", query="2")
+    seen = inspect.attention(29, run_dir=run, student="standard", layer=1, head="1", query="2")
     same(json.loads(page.saved("#json")), seen)
     page.page.select_option("#student", "")
     page.until("document.querySelectorAll('#panes canvas').length == 1")

@@ -13,12 +13,12 @@ from PIL import Image
 import gaupipe.models  # noqa: F401
 import store
 from arguments import unpacked
+from gaupipe.distillation.files import fitted, open_model
 from gaupipe.models import save_student
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import run_blocks
-from stages.any_vit import fitted, open_model
 from stages.runs import resources
 from stages.view.page import write_page
 from stages.view.serve import live_teacher, open_viewer

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
@@ -15,9 +13,8 @@ from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.warm_start import WARM_STARTS
 from gaupipe.settings import PhaseBSettings, Settings
 from gaupipe.system.errors import UserError
-from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.vit.build import build_vit
+from gaupipe.training.student import build_student
 
 
 @dataclass(frozen=True)
@@ -35,26 +32,6 @@ class MapShape:
             return cls(model.grid, model.layers, model.heads)
         first: Any = model.blocks[0]
         return cls(tuple(model.patch_embed.grid_size), len(model.blocks), first.attn.num_heads)
-
-
-def build_student(
-    settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
-) -> VisionTransformer:
-    """The student as the seed starts it, on the CPU; without weights on the ``device`` "meta".
-    One that is fine-tuned has its trained weights, unless ``trained`` is False."""
-    phase = settings.phase_b
-    if fine_tunes(settings.model.name):
-        student = with_weights(settings, data, device, trained)
-    else:
-        torch.manual_seed(settings.seed)
-        options = {name: getattr(phase, name) for name in ("attention_options", "match_params")}
-        changes = ("phase_b.model_args", phase.model_args)
-        student = build_vit(settings.model, data, phase.student, device, changes, **options)
-    if phase.patch_drop_rate:
-        if any(hasattr(module, "places") for module in student.modules()):
-            raise UserError("phase_b.patch_drop_rate: should be 0 for a student with Gaussians")
-        student.patch_drop = PatchDropout(phase.patch_drop_rate, student.num_prefix_tokens)
-    return student
 
 
 def layer_map(phase: PhaseBSettings, depth: int, layers: int) -> list[int | None]:
@@ -102,17 +79,10 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
     maps. Nothing is computed: the student is built on the meta device."""
     phase, shape = settings.phase_b, MapShape.of(teacher)
-    student = build_student(settings, data, "meta")
+    train = settings.student_training
+    student = build_student(settings, data, train, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":
         WARM_STARTS[phase.warm_start](student, weights)
-    build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
+    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     planned_export(settings, teacher, shape.grid)
-
-
-def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:
-    """Raises UserError for what training on the labels alone could not do. ``trained`` weights of
-    a fine-tuning are then on this machine."""
-    device = None if trained and fine_tunes(settings.model.name) else "meta"
-    student = build_student(settings, data, device)
-    build_optimizer(student, settings.baseline_optim, settings.phase_b.epochs, steps_per_epoch=100)

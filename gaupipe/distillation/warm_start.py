@@ -41,7 +41,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     if differs:
         raise UserError(
             f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
-            "take phase_b.model_args out or set warm_start to none"
+            "take model.student_args out or set warm_start to none"
         )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])
@@ -81,6 +81,8 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     """The student's parameters by the names that they have in a teacher: of Q, K and V also the
     last alone, of the position embedding what belongs to patches."""
     parts: dict[str, Tensor] = dict(student.named_parameters())
+    statistics = student.patch_embed.named_buffers(prefix="patch_embed")  # of batch norm
+    parts |= dict(statistics)
     for name in [name for name in parts if ".attn.qkv." in name]:
         parts[name.replace(".attn.qkv.", ".attn.v.")] = parts[name].chunk(3)[2]
     if "pos_embed" in parts:

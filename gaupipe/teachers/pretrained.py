@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from gaupipe.vit.build import created
 from gaupipe.vit.saving import WEIGHTS, load_folder
 
 HUB = "hf-hub:"
+MODEL_SOURCE = "a folder with config.json and model.safetensors, or a timm name with weights"
 RIGHT = "gaussian, vit, local-dir:FOLDER or a timm name with weights"
 
 
@@ -109,3 +111,14 @@ def cached_weights(config: Any) -> str | None:
         if isinstance(file, str):
             return file
     return None
+
+
+def load_model(source: str, download: bool = False) -> nn.Module:
+    """A timm model in eval mode, by its ``source``: a student's folder or the training folder
+    around it, ``local-dir:FOLDER``, or a timm name. Raises UserError."""
+    folder = Path(os.path.expanduser(source.removeprefix(LOCAL)))
+    if (folder / "student").is_dir():
+        folder = folder / "student"
+    if source.startswith(LOCAL) or folder.is_dir():
+        return load_folder(folder, f"give {MODEL_SOURCE}")
+    return pretrained(source, {}, download, MODEL_SOURCE, "--download").eval()

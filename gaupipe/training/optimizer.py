@@ -13,6 +13,17 @@ from timm.scheduler import create_scheduler_v2
 from gaupipe.settings import OptimSettings
 from gaupipe.system.errors import UserError
 
+NOT_BY_MUON = (
+    "patch_embed.proj.*",
+    "head.*",
+    "head_dist.*",
+    "*.attn.prior",
+    "*.attn.predictor",
+)
+"""Parameters of a timm ViT that Muon leaves to AdamW, beside all that are no matrices: the first
+and the last layer, as Muon's author advises (https://kellerjordan.github.io/posts/muon/), and the
+Gaussians of gaupipe's attentions, which are coordinates."""
+
 
 def build_optimizer(
     vit: VisionTransformer,
@@ -23,9 +34,15 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own. They are no matrices: timm's Muon
-    updates them as AdamW does. Raises UserError for what timm cannot make.
+    ``extra_groups`` are parameter groups with rates of their own, which timm's Muon updates as
+    AdamW does, like :data:`NOT_BY_MUON`. Raises UserError for what timm cannot make, and for a rate
+    that would rise from ``lr`` to ``min_lr``.
     """
+    if optim.min_lr > optim.lr:
+        raise UserError(
+            f"optim.min_lr: {optim.min_lr:g} is above optim.lr, {optim.lr:g}: set it to "
+            f"{optim.lr:g} or less"
+        )
     try:
         optimizer = create_optimizer_v2(
             vit,
@@ -66,11 +83,14 @@ def build_optimizer(
 
 
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
-    """``optim.args`` and Adam's usual betas. Raises ValueError for an unusable optimizer."""
+    """``optim.args``, Adam's usual betas and :data:`NOT_BY_MUON`, which other optimizers ignore.
+    Raises ValueError for an unusable optimizer."""
     info = get_optimizer_info(optim.name)
     if info.second_order:
         raise ValueError("it needs second derivatives, which a training step does not compute")
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
-    usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
+    usual: dict[str, Any] = {"fallback_list": NOT_BY_MUON}
+    if info.has_betas and info.num_betas == 2:
+        usual["betas"] = (0.9, 0.999)
     return usual | optim.args

@@ -92,6 +92,16 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> None:
         )
 
 
+def class_names(model: Any, count: int) -> tuple[str, ...]:
+    """The names of a model's ``count`` classes as its config.json or timm has them; otherwise 0, 1,
+    ... Raises UserError where there are fewer or more names."""
+    names = (model.pretrained_cfg or {}).get("label_names")
+    if not names:
+        return tuple(map(str, range(count)))
+    check_label_names(names, count)
+    return tuple(names)
+
+
 def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     """(timm architecture, model_args) that rebuild a model, a stock one where possible."""
     now: dict[str, Any] = dict(
@@ -108,6 +118,7 @@ def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
     if "base" in args:
         return "gauvit_converted", args
     plain = args["attention"] == "standard" and not args["attention_options"]
+    plain = plain and args["stem"] == "patch"
     if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
         keywords = inspect.signature(VisionTransformer).parameters
         return STOCK_ARCHITECTURE, {name: args[name] for name in args if name in keywords}

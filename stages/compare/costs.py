@@ -22,12 +22,13 @@ from gaupipe.attention.options import count_parameters
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.export import outputs
+from gaupipe.distillation.gaussian_teacher import build_teacher
+from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in
-from stages import export_maps, phase_b
+from stages import phase_a, phase_b
 from stages.compare.trainings import Training, as_teacher
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a import trained_vit as trained_teacher
 
 FORWARDS = 3
 """Of a training step: backward there are two products for each product of the forward pass."""
@@ -46,7 +47,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     settings = training.settings.model_copy(update={"compile": False})
     data = load_data(settings.data)
     teacher = None if training.row.plain else training.teacher
-    job = phase_b.build(settings, data, teacher, None if teacher is None else str(training.maps))
+    job = phase_b.build(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
     stored, _view = job.maps_of_epoch(0)
@@ -55,10 +56,11 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     forwards: dict[tuple[float, float], float] = {}  # of an image
     counted = 0.0
     for epoch, entry in enumerate(metrics):
-        kind = gamma, _rate = entry["gamma"], job.drop_patches(epoch)
-        if kind not in forwards:
-            forwards[kind] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
-        counted += forwards[kind]
+        gamma, share = entry["gamma"], job.share_of_dropped_patches(epoch)
+        if (gamma, share) not in forwards:
+            job.drop_patches(epoch)
+            forwards[gamma, share] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
+        counted += forwards[gamma, share]
     return {
         "parameters": count_parameters(job.student),
         "multiply_adds": round(FORWARDS * len(data.train) * counted),
@@ -72,9 +74,11 @@ def of_phase_a(
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
     settings = as_teacher(training.settings)
+    if settings.phase_a.is_local:
+        return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
     job, schema = phase_a.load(training.teacher, data), store.open(str(training.maps)).schema
-    exported = export_maps.outputs(job, schema, job.batches(data.train), np.arange(1))
+    exported = outputs(job, schema, job.batches(data.train), np.arange(1))
     export = multiply_adds(lambda: next(exported)) * schema.num_images
     images = FORWARDS * len(data.train) * epochs_in(metrics)
     return {
@@ -89,11 +93,11 @@ def forward_of_teacher(settings: Settings, data: ImageData) -> int:
     phase = settings.phase_a
     images = torch.zeros(1, data.channels, data.image_size, data.image_size)
     if phase.teacher == "vit":
-        vit = trained_teacher.build_model(settings, data).train()
+        vit = build_model(settings, data).train()
         return multiply_adds(lambda: vit(images))
     if not phase.learns_gaussians:
         return 0
-    teacher = phase_a.build_teacher(settings, data).train()
+    teacher = build_teacher(settings, data).train()
 
     def forward() -> None:
         of_image = torch.zeros(1, *teacher.per_image_shape) if phase.learns_of_images else None

@@ -10,20 +10,22 @@ from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.student import check_baseline
+from gaupipe.distillation import gaussian_teacher
+from gaupipe.distillation.export import make_schema
 from gaupipe.settings import Settings
 from gaupipe.settings.load import read_yaml
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.training import loggers
-from stages import export_maps
+from gaupipe.training.student import check_baseline
+from stages import phase_a
 from stages.compare.figures import draw
 from stages.compare.report import report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import Training
 from stages.compare.workers import train
-from stages.phase_a import gaussian as phase_a
+from stages.phase_a import local
 from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory, locked, settled
 
@@ -107,10 +109,12 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
         select_device(settings.device, settings.threads)
         if row.plain:
             check_baseline(settings, data)
+        elif settings.phase_a.is_local:
+            local.check(settings, data)
         elif settings.phase_a.learns_gaussians:
             job = phase_a.check(settings, data, RunDirectory(Path()), True, force=True)
-            phase_a.training_state(job)
-            export_maps.make_schema(job, settings.export, sha256="0" * 64)
+            gaussian_teacher.training_state(job)
+            make_schema(job, settings.export, sha256="0" * 64)
         else:
             trained_teacher.check(settings, data)
     except (UserError, store.StoreError) as error:

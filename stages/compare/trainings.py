@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gaupipe.settings import BaselineSettings, ExportSettings, PhaseBSettings, Settings
+from gaupipe.distillation.export import drawing, is_complete
+from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import epochs_in, read_metrics
-from stages import export_maps
 from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
@@ -26,19 +26,14 @@ CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a training."""
-    others = {
-        "augment": settings.phase_a_augment,
-        "export": ExportSettings(),
-        "phase_b": PhaseBSettings(),
-        "baseline": BaselineSettings(),
-    }
-    return settings.model_copy(update=others)
+    settings = settings.without_student()
+    return settings.model_copy(update={"augment": settings.phase_a_augment})
 
 
 def digest(settings: Settings, *more: Any) -> str:
     """A training's name, made of all settings that change its result, also of those that have their
     default, and of what counts besides: the sha256 of the data set first of all."""
-    described = config.flatten(settings, without=Scope.ANYTIME)
+    described = config.flatten(settings, Scope.ANYTIME)
     return _sha256([described, *more])
 
 
@@ -68,13 +63,21 @@ class Training:
         export = self.settings.export
         held: list[Any] = [export.model_dump()]
         if export.views is not None:  # other students draw other views
-            held.append(export_maps.drawing(self.settings))
+            held.append(drawing(self.settings))
         return self.teacher.path / f"{export.kind}-{_sha256(held)}.zarr"
 
     @property
     def exported(self) -> bool:
-        """Whether the store and the costs beside it are there."""
-        return self.phase_a_costs.is_file() and export_maps.is_complete(str(self.maps))
+        """Whether the store, where the teacher has one, and the costs beside it are there."""
+        url = self.maps_url
+        return self.phase_a_costs.is_file() and (url is None or is_complete(url))
+
+    @property
+    def maps_url(self) -> str | None:
+        """The store that the training reads; None for a training without one."""
+        if self.row.plain or self.settings.phase_a.is_local:
+            return None
+        return str(self.maps)
 
     @property
     def phase_a_costs(self) -> Path:

@@ -28,10 +28,9 @@ from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import epochs_in, total_seconds
-from stages import evaluate, export_maps, phase_b
+from stages import evaluate, export, phase_a, phase_b
 from stages.compare import costs
 from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
-from stages.phase_a import gaussian as phase_a
 
 Job = Callable[[list[Training]], str]
 """Work for some trainings; returns a line on the result, which may be empty."""
@@ -131,9 +130,9 @@ def _teach(group: list[Training]) -> str:
 def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
-    export, augment = training.settings.export, training.settings.augment
+    settings = training.settings
     out = str(training.maps)
-    export_maps.ensure(training.teacher.path, out=out, export=export, augment=augment)
+    export.ensure(training.teacher.path, out=out, export=settings.export, augment=settings.augment)
     spent = costs.of_phase_a(training, metrics, time.process_time() - began)
     write_whole(training.phase_a_costs, json.dumps(spent) + "\n")
 
@@ -142,11 +141,11 @@ def _train(group: list[Training]) -> str:
     """One training, into its folder, beside a copy of its teacher's metrics."""
     (training,) = group
     folder, settings = training.folder, training.settings
-    teacher, maps, phase_a_costs = None, None, {}
+    teacher, maps, phase_a_costs = None, training.maps_url, {}
     with _logged(folder / "log.txt"):
         write_whole(folder / "config.yaml", config.dump(settings))
         if not training.row.plain:
-            teacher, maps = training.teacher, str(training.maps)
+            teacher = training.teacher
             phase_a_metrics = (teacher.phase_a / "metrics.jsonl").read_text()
             write_whole(folder / "phase_a.jsonl", phase_a_metrics)
             phase_a_costs = json.loads(training.phase_a_costs.read_text())

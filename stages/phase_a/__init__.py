@@ -1,1 +1,113 @@
-"""Phase A: the training of the teacher, per-image Gaussians or an ordinary vision transformer."""
+"""Phase A: the training of the teacher, a ViT with GauAttention or an ordinary one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gaupipe.data.buckets import check_buckets
+from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.gaussian_teacher import build, build_teacher, train, training_state
+from gaupipe.distillation.student import check_student
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import TeacherTraining
+from gaupipe.settings import Settings
+from gaupipe.system import distributed
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.training import loggers
+from stages.phase_a import local, trained_vit
+from stages.phase_a.run_folder import started, write_digest
+from stages.runs import ranks
+from stages.runs.directory import RunDirectory
+from stages.runs.resources import check_resources, make_plan
+
+
+def run(
+    settings: Settings,
+    run_dir: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    data: ImageData | None = None,
+    students: bool = True,
+) -> list[dict[str, Any]]:
+    """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
+
+    resume   continues from the last checkpoint, or starts where there is none; without it a folder
+             that holds a phase A is refused
+    force    starts a job that memory or disk do not seem to hold
+    data     the data set of the settings, where it has been read already
+    students
+             False does not check that a student of these settings can learn from the teacher: a
+             comparison's students have settings of their own
+
+    Raises UserError before anything is written.
+    """
+    run = RunDirectory(run_dir)
+
+    def resolve() -> TeacherJob | TeacherTraining | local.LocalJob:
+        request = run.settled(settings)
+        run.check_free(request, resume)
+        loggers.check(request.log.to)
+        images = data or load_data(request.data, request.download)
+        check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
+        if request.phase_a.is_local:
+            return local.check(request, images, students)
+        if not request.phase_a.learns_gaussians:
+            return trained_vit.check(request, images, students)
+        return check(request, images, run, students, force)
+
+    job = ranks.resolve(resolve)
+    if isinstance(job, local.LocalJob):
+        return local.run(job, run, resume)
+    if isinstance(job, TeacherTraining):
+        return trained_vit.run(job, run, resume)
+    if not job.settings.phase_a.learns_gaussians:
+        return trained_vit.adopt(job, run, resume)
+    state = training_state(job)
+    with started(run, job.settings, job.data, state, resume):
+        train(job, state, run.phase_a)
+        write_digest(run, replace(job, teacher=state.kept))
+    return state.metrics
+
+
+def check(
+    settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
+) -> TeacherJob[Teacher]:
+    """The teacher before its training. Raises UserError for settings that do not fit, and, unless
+    ``force``, for what the machine cannot hold."""
+    with torch.device("meta"):  # what does not fit is said before it is allocated
+        teacher = build_teacher(settings, data)
+    if students:
+        check_student(settings, data, teacher, teacher.weights())
+    if not force:  # before any per-image parameter is made
+        plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
+        check_resources(plan, run.path)
+    return build(settings, run.phase_a, data)
+
+
+def load(
+    run: RunDirectory,
+    data: ImageData | None = None,
+    *,
+    download: bool = False,
+    with_images: bool = True,
+) -> TeacherJob:
+    """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
+    ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
+    finished."""
+    settings = run.settings()
+    if download:
+        settings = settings.model_copy(update={"download": True})
+    data = data or load_data(settings.data, settings.download)
+    if not settings.phase_a.learns_gaussians:
+        return trained_vit.load(run, settings, data)
+    job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)
+    state = training_state(job)
+    if not state.load(run.phase_a / "checkpoint") or not state.finished:
+        raise trained_vit.unfinished(run)
+    job.teacher = state.kept.eval()
+    return job

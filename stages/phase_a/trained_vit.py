@@ -4,93 +4,24 @@ or one that was trained before."""
 from __future__ import annotations
 
 import json
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
-from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import check_student
-from gaupipe.settings import PhaseASettings, Settings
-from gaupipe.settings.augment import AugmentSettings
-from gaupipe.settings.load import flatten
-from gaupipe.settings.sections import LOCAL, Scope
+from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
+from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
 from gaupipe.system.progress import read_metrics
-from gaupipe.teachers.pretrained import load_vit
-from gaupipe.teachers.vit import VitTeacher, weights_of_patches
+from gaupipe.teachers.vit import weights_of_patches
+from gaupipe.training.job import train, training_state
 from gaupipe.training.optimizer import build_optimizer
-from gaupipe.training.scores import score_model
-from gaupipe.training.state import TrainingState
-from gaupipe.vit.build import build_vit
 from gaupipe.vit.saving import save_student
-from stages.phase_a.job import TeacherJob, started, write_digest
+from stages.phase_a.run_folder import started, write_digest
 from stages.runs.directory import RunDirectory
-from stages.train import Training, train, training_state
-
-UPPER_ACCURACY = 0.98
-"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
-
-VitJob = TeacherJob[VitTeacher]
-
-
-class TeacherTraining(Training):
-    """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
-
-    label_smoothing = 0.0  # maps of a teacher with smoothed labels teach less
-
-    @property
-    def epochs(self) -> int:
-        return self.settings.phase_a.max_epochs
-
-    @property
-    def augment(self) -> AugmentSettings:
-        return self.settings.phase_a_augment
-
-    def label(self, folder: Path) -> str:
-        return "phase A"
-
-    def identity(self) -> dict[str, Any]:
-        return identity(self.settings, self.data)
-
-    def ending(self, state: TrainingState, folder: Path) -> str:
-        return ending(self.settings.phase_a, state.metrics)
-
-    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
-        return metrics["train_acc"] >= self.settings.phase_a.stop_accuracy
-
-
-def ending(phase: PhaseASettings, metrics: list[dict[str, Any]]) -> str:
-    """A line about a teacher that is trained: why its training ended, and whether its accuracy on
-    the training images lies in the window."""
-    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
-    accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
-    if accuracy < phase.stop_accuracy:
-        return (
-            f"{epochs} epochs were not enough for a training accuracy of {phase.stop_accuracy}: "
-            f"{accuracy:.4f}; raise phase_a.max_epochs or {rate}"
-        )
-    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
-        return (
-            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
-            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
-        )
-    return (
-        f"ended after {epochs} of {phase.max_epochs} epochs: the training accuracy {accuracy:.4f} "
-        f"has reached phase_a.stop_accuracy={phase.stop_accuracy}"
-    )
-
-
-def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
-    """Every setting that phase A reads, and the data set."""
-    of_phase = flatten(settings, Scope.STUDENT | Scope.EXPORT | Scope.ANYTIME)
-    return of_phase | {"the data set": data.sha256}
 
 
 def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob | TeacherTraining:
@@ -103,7 +34,10 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         device = select_device(settings.device, settings.threads)
         vit = build_model(settings, data).to(device)
-        return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
+        # no label smoothing: maps of a teacher with smoothed labels teach less
+        phase = settings.phase_a
+        train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+        return TeacherTraining(settings, data, device, vit, train)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"
@@ -145,32 +79,6 @@ def adopt(job: VitJob, run: RunDirectory, resume: bool) -> list[dict[str, Any]]:
         return read_metrics(path)
 
 
-def measure(job: VitJob) -> dict[str, Any]:
-    """The line of metrics.jsonl for a teacher that was trained before."""
-    started = time.monotonic()
-    metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
-    if job.teacher.predicts:
-        splits = job.data.train, job.data.val
-        train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
-        metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
-    rate = len(job.data.train) / (time.monotonic() - started)
-    return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
-
-
-def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:
-    """The teacher that the settings name; for ``vit`` the one that was trained into ``folder``.
-
-    Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
-    """
-    phase, device = settings.phase_a, select_device(settings.device, settings.threads)
-    if phase.teacher == "vit":
-        remedy = "'gaupipe phase-a --resume' writes it again"
-        vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
-    else:
-        vit = load_vit(phase.teacher, data, phase.teacher_args, download=settings.download)
-    return TeacherJob(settings, data, device, vit.to(device))
-
-
 def load(run: RunDirectory, settings: Settings, data: ImageData) -> VitJob:
     """The finished teacher of a run. Raises UserError where phase A has not finished, and for a
     teacher that has changed since."""
@@ -196,12 +104,3 @@ def check_unchanged(job: VitJob, run: RunDirectory) -> None:
             f"phase_a.teacher: {job.settings.phase_a.teacher} is not the teacher that {run.path} "
             "was started with: its weights have changed; restore them, or start another run"
         )
-
-
-def build_model(
-    settings: Settings, data: ImageData, device: str | None = None
-) -> VisionTransformer:
-    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
-    torch.manual_seed(settings.seed)
-    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
-    return build_vit(settings.model, data, "standard", device, changes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, write_whole
-from stages.students import load_student
+from stages.runs.trained import load_student
 
 TOLERANCE = 1e-4
 """Largest difference of a logit between the student and its export."""

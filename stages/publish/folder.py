@@ -10,6 +10,7 @@ from typing import Any
 
 import store
 from gaupipe.data.splits import load_data
+from gaupipe.distillation.export import stored_export
 from gaupipe.settings import PhaseASettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import LOCAL, Section
@@ -17,11 +18,10 @@ from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import replaced
 from gaupipe.vit.saving import STUDENT_FILES
-from stages import export_maps
 from stages.evaluate import metrics, predictions
 from stages.publish import model_card
 from stages.runs.directory import STUDENT_NAME
-from stages.students import TrainedStudent, check_data, load_student, stores_of
+from stages.runs.trained import TrainedStudent, check_data, load_student, stores_of
 
 CARD = "README.md"
 
@@ -74,7 +74,7 @@ def published_settings(student: TrainedStudent) -> Settings:
     for url, teacher_sha256 in stores_of(student) if student.distilled else ():
         with contextlib.suppress(store.StoreError):  # it may be gone
             schema = store.open(url, teacher_sha256=teacher_sha256).schema
-            export = export_maps.stored_export(url) or export
+            export = stored_export(url) or export
             if student.has_other_teacher and "teacher" in schema.extra:
                 named = {key: schema.extra.get(key) or {} for key in ("teacher", "teacher_args")}
                 phase = PhaseASettings.model_validate(named)

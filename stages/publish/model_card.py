@@ -17,11 +17,12 @@ from gaupipe.settings import Settings
 from gaupipe.system.progress import epochs_in, read_metrics, total_seconds
 from gaupipe.vit.saving import STOCK_ARCHITECTURE
 from stages.runs import kept_epochs
-from stages.students import TrainedStudent
+from stages.runs.trained import TrainedStudent
 
 TEACHERS = {
     "gaussian": "a ViT with GauAttention, trained in phase A",
     "vit": "a ViT, trained in phase A",
+    "local": "a Gaussian round each token, the same for all images",
 }
 
 
@@ -53,8 +54,9 @@ def write(
         model_name=title,
         eval_results=[result],
     )
+    train = settings.student_training if student.distilled else settings.baseline_training
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
-    metrics, attention = metrics_in(student.folder), settings.phase_b.student
+    metrics, attention = metrics_in(student.folder), settings.model.attention
     equation = " ".join((ATTENTION[attention].__doc__ or "").split("\n\n")[0].split())
     card = ModelCard.from_template(
         head,
@@ -72,7 +74,7 @@ def write(
         seconds=total_seconds(metrics),
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
-        optim=settings.phase_b.optim if student.distilled else settings.baseline_optim,
+        train=train,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 from torch import Tensor
 
 import store
+from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
-from stages.any_vit import FilesJob, open_model
-from stages.image_maps import LiveMaps, StudentMaps
+from stages.look.image_maps import LiveMaps, StudentMaps
 from stages.runs.directory import RunDirectory
 from stages.view.page import write_page
 from stages.view.viewer import Load, Viewer
@@ -49,7 +49,8 @@ def run(
     the store is in, if that is one. ``students`` are all that the run has trained, or those named,
     of which the page opens with the first; of a run without a store the page shows these alone. It
     opens with the images of a ``split``: those of the store, else the validation images. With a
-    ``model`` the page shows its attention on image ``files`` (:func:`stages.any_vit.open_model`).
+    ``model`` the page shows its attention on image ``files``
+    (:func:`gaupipe.distillation.files.open_model`).
     """
     images = images or []
     if html is not None:
@@ -122,6 +123,8 @@ def open_viewer(
     names = students or (trained[::-1] if all_students else trained[-1:] if alone else [])
     models: dict[str, Load] = {name: partial(StudentMaps, run, name) for name in names}
     if not alone:
+        if url == str(run.maps):
+            run.stored()
         return Viewer(url, models, store.open(url), run)
     data = StudentMaps(run, names[0]).data
     return Viewer(str(run.path), models, run=run, data=data, split="val")

@@ -19,7 +19,7 @@ from PIL import Image
 import store
 from gaupipe.data.splits import ImageData
 from gaupipe.system.errors import UserError
-from stages.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
+from stages.look.image_maps import ImageMaps, LiveMaps, StoredMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
 from stages.view.gallery import Gallery, stored_gallery
 from stages.view.wire import pack

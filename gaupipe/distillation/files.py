@@ -14,44 +14,23 @@ import numpy as np
 import timm
 import torch
 from timm.data import resolve_model_data_config
-from torch import Tensor
 
-from gaupipe.data.images import FileImages
+from gaupipe.data.prepared import PreparedImages, image_files
 from gaupipe.data.splits import ImageData, Split
-from gaupipe.settings import DataSettings, Settings
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.settings import Settings
 from gaupipe.settings.sections import LOCAL, with_whole_path
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
+from gaupipe.teachers.pretrained import load_model
 from gaupipe.teachers.vit import SETTING, VitTeacher
-from stages.phase_a.job import TeacherJob
-from stages.predict import class_names, image_files, load_model, reader
+from gaupipe.vit.saving import class_names
 
 MOST_PATCHES = 20
 """Patches a side of the largest maps that a page shows unasked: it gets the maps of all blocks and
 heads at once."""
 BATCH = 1
 """``data.batch_size``: large images have large maps."""
-
-
-class PreparedImages(FileImages):
-    """Image files without labels, resized and cropped by the ``transform`` that timm gives a
-    model: keywords of ``timm.data.create_transform``."""
-
-    def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
-        settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
-        whole = [path.resolve() for path in paths]
-        root = Path(os.path.commonpath([path.parent for path in whole]))
-        names = [os.path.relpath(path, root) for path in whole]
-        super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
-        self.transform = transform
-        self._read = reader(transform, normalize=False)
-
-    def fingerprint(self) -> bytes:
-        transform = json.dumps(self.transform, sort_keys=True)
-        return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
-
-    def _square(self, position: int) -> Tensor:
-        return self._read(Path(self.path(position)))
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +19,20 @@ import torch
 from torch import Tensor
 
 import store
-from gaupipe.data.augment import Augment
-from gaupipe.data.batches import Batches
-from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.kinds import KINDS, Attention
-from gaupipe.distillation.store_choice import check_export, chosen
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.export import (
+    decoder,
+    is_complete,
+    make_schema,
+    outputs,
+    stored_export,
+)
+from gaupipe.distillation.files import FilesJob, open_model
+from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.local import described
+from gaupipe.distillation.store_choice import chosen
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.distillation.vit_teacher import other_teacher
 from gaupipe.settings import ExportSettings, Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.augment import AugmentSettings
@@ -30,16 +40,10 @@ from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
-from gaupipe.teachers.gaussian import Teacher
-from gaupipe.teachers.vit import VitMaps
-from stages import any_vit
-from stages.phase_a import gaussian as phase_a
-from stages.phase_a import trained_vit as trained_teacher
-from stages.phase_a.job import TeacherJob
+from stages import phase_a
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
-from store.encoding import LARGEST_MEAN, MEAN_STEP
 
 WRITERS = min(4, os.cpu_count() or 1)
 """Shards that are encoded and stored at once, each on a thread of its own."""
@@ -67,8 +71,9 @@ def run(
     download: bool = False,
     data: ImageData | None = None,
     augment: AugmentSettings | None = None,
-) -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL.
+) -> str | None:
+    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
+    the teacher local, which has none.
 
     kind, encoding, k, views
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
@@ -116,9 +121,26 @@ def run(
         return job
 
     settings = distributed.main_first(read_settings)
+    if settings.phase_a.is_local and teacher is None:
+        distributed.on_main(lambda: say_nothing_to_export(settings, out))
+        return None
     with run.locked():
         options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
         return export(distributed.main_first(load), place, options)
+
+
+def say_nothing_to_export(settings: Settings, out: str | None) -> None:
+    """Says that the teacher local has no store. Raises UserError for a place that is to get it."""
+    if out is not None:
+        raise UserError(
+            f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
+            "leave it out"
+        )
+    maps = described(settings.phase_a)
+    print(
+        f"gaupipe: export: nothing to store: the teacher local has {maps}; phase B makes its maps",
+        file=sys.stderr,
+    )
 
 
 def run_model(
@@ -135,15 +157,15 @@ def run_model(
 ) -> str:
     """Writes a store of a model's maps of image ``files``, class and register tokens included, and
     returns its path or URL. No run is needed. ``image_size`` is as in
-    :func:`stages.any_vit.open_model`, the other arguments are those of :func:`run`; ``how`` are
-    those of :class:`Place`."""
+    :func:`gaupipe.distillation.files.open_model`, the other arguments are those of :func:`run`;
+    ``how`` are those of :class:`Place`."""
     place = Place(out, **how)
 
     def load() -> TeacherJob:
         place.check()
         if kind is not None and kind in KINDS and not store.KINDS[kind].has_prefix:
             raise UserError(f"--kind {kind}: the maps of a model are stored as topk or dense")
-        return any_vit.open_model(model, files, download, image_size)[0]
+        return open_model(model, files, download, image_size)[0]
 
     job = distributed.main_first(load)
     return export(job, place, {"kind": kind, "encoding": encoding, "k": k})
@@ -177,7 +199,7 @@ class Place:
         folder = store.local_folder(self.url)
         if self.force or folder is None:
             return
-        of_model = isinstance(job, any_vit.FilesJob)
+        of_model = isinstance(job, FilesJob)
         images = "--images" if of_model else "data.train_images"
         shared = sum(array.nbytes for array in (decoder(job, schema.kind) or {}).values())
         place = f"choose another --out or --kind, or fewer {images}"
@@ -252,10 +274,12 @@ def ensure(
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written. ``export`` says what is
-    stored; None leaves that to :func:`run`, as for ``augment``."""
+    """The store of a run: as it is if it is complete, else written; of the teacher local none.
+    ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
+    if distributed.main_first(directory.settings).phase_a.is_local:
+        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
     if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
         run(run_dir, out=out, data=data, augment=augment, **options)
@@ -272,95 +296,6 @@ def ensure(
 
     distributed.on_main(check)
     return url
-
-
-def other_teacher(
-    settings: Settings,
-    teacher: str,
-    teacher_args: dict[str, Any] | None = None,
-    *,
-    download: bool = False,
-    data: ImageData | None = None,
-) -> TeacherJob:
-    """A trained ViT in place of a run's own teacher."""
-    if teacher in ("gaussian", "vit"):
-        raise UserError(
-            f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
-            f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
-        )
-    changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
-    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
-    changes["teacher"] = parsed.teacher
-    settings = settings.with_section("phase_a", **changes, per_image="table")
-    settings = settings.model_copy(update={"download": download})
-    return trained_teacher.build(settings, data or load_data(settings.data, settings.download))
-
-
-def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
-    """True for a complete store (of this teacher); one with damaged metadata counts as none."""
-    try:
-        store.open(url, teacher_sha256=teacher_sha256)
-    except store.StoreError:
-        return False
-    return True
-
-
-def stored_export(url: str) -> ExportSettings | None:
-    """Options of the store at ``url``, finished or not; None without readable metadata."""
-    try:
-        schema = store.open(url, allow_incomplete=True).schema
-    except store.StoreError:
-        return None
-    views = None if schema.extra.get("views") is None else schema.views
-    held = {"kind": schema.kind, "encoding": schema.encoding, "k": schema.k, "views": views}
-    return ExportSettings.model_validate(held)
-
-
-def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
-    """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
-    Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
-    kind does not have."""
-    kind, data, shape = export.kind, job.data, job.shape
-    assert kind is not None and export.encoding is not None  # chosen() names both
-    check_export(export, job.settings, job.teacher, shape.grid)
-    network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
-    notes = job.notes()
-    if arguments := job.settings.phase_a.teacher_args:
-        notes["teacher_args"] = arguments
-    if export.views is not None:
-        notes["views"] = drawing(job.settings)
-    return store.Schema(
-        kind=kind,
-        encoding=export.encoding,
-        k=export.k,
-        views=export.views or 1,
-        num_images=len(data.train) * (export.views or 1),
-        grid=shape.grid,
-        layers=shape.layers,
-        heads=shape.heads,
-        num_classes=data.num_classes,
-        dataset=data.name,
-        dataset_sha256=data.sha256,
-        teacher_sha256=sha256 or job.sha256,
-        parametrisation=job.settings.phase_a.parametrisation,
-        embedding_dim=network.embedding if network and kind == "embedding" else None,
-        prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
-        extra=notes,
-    )
-
-
-def drawing(settings: Settings) -> dict[str, Any]:
-    """The source of the views of a store, as JSON: phase B must draw the same."""
-    augment = settings.augment.model_dump(mode="json")
-    for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
-        augment.pop(name, None)
-    return {"seed": settings.seed, "augment": augment}
-
-
-def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
-    """The arrays that a store of this kind holds once for all images; None for no arrays."""
-    shared = KINDS[kind].decoder(job.teacher)
-    return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
 
 
 def write(job: TeacherJob, writer: store.Writer) -> None:
@@ -429,51 +364,3 @@ def loss_line(schema: store.Schema, losses: Sequence[Tensor], images: int) -> st
         meaning = "share of Gaussians whose means the 8-bit codes clip, per block (heads)"
     spans = (f"{row.mean():.3f} ({row.min():.3f}-{row.max():.3f})" for row in means)
     return f"{meaning}: {', '.join(spans)}"
-
-
-def outputs(
-    job: TeacherJob,
-    schema: store.Schema,
-    batches: Batches,
-    entries: np.ndarray,
-    seed: int | None = None,
-    losses: list[Tensor] | None = None,
-) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
-    """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
-    what a store of this schema holds for them.
-
-    The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
-    batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
-    """
-    seed = job.settings.seed if seed is None else seed
-    generator = torch.Generator(job.device)
-    if schema.extra.get("views") is None:
-        loaded = batches.in_order(entries)
-    else:
-        augment = Augment(job.settings.augment, job.settings.seed)
-        loaded = batches.views(entries, augment, schema.views)
-    for batch in loaded:
-        generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
-        logits, attention = job.forward_with_maps(batch, generator)
-        with torch.no_grad():
-            dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
-            named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
-        if losses is not None and (loss := lost(schema, attention, named)) is not None:
-            losses.append(loss.double().cpu() * len(batch))
-        arrays = {}
-        for name, tensor in named.items():
-            if tensor.is_floating_point():
-                tensor = tensor.float() if schema.has_codes(name) else tensor.half()
-            arrays[name] = tensor.cpu().numpy()
-        yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
-
-
-def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:
-    """The shares [L, H] of a batch that its stored maps leave out: of a ViT's attention that on
-    class and register tokens, of Gaussians in 8 bits those whose means the codes clip."""
-    if isinstance(attention, VitMaps):
-        return attention.dropped
-    if schema.kind != "gaussian" or schema.encoding != "uint8":
-        return None
-    beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2
-    return beyond.any(-1).double().mean((0, 3))  # of [B, L, H, T]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -15,14 +13,13 @@ from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.kinds import Attention
 from gaupipe.distillation.student import MapShape
-from gaupipe.settings import Settings
+from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
 from gaupipe.system import distributed
-from gaupipe.system.files import write_whole
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
 from gaupipe.teachers.vit import VitTeacher
-from gaupipe.training.state import TrainingState
-from stages.runs.directory import RunDirectory, say_if_afresh
 
 Kind = TypeVar("Kind", bound=Teacher | VitTeacher)
 
@@ -83,21 +80,32 @@ class TeacherJob(Generic[Kind]):
         return {"mode": phase.mode, "label_passes": self.teacher.passes or 1, **notes}
 
 
-@contextmanager
-def started(
-    run: RunDirectory, settings: Settings, data: ImageData, state: TrainingState, resume: bool
-) -> Iterator[None]:
-    """Holds a run directory while its teacher is trained: writes the settings and loads the last
-    checkpoint."""
-    with run.locked():
-        distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
-        distributed.on_main(lambda: run.start(settings, data, resume))
-        distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
-        yield
+UPPER_ACCURACY = 0.98
+"""Upper bound of the window for the training accuracy (*GauTransformer, section 3.3.1*)."""
 
 
-def write_digest(run: RunDirectory, job: TeacherJob) -> None:
-    """Writes the digest of a finished teacher. Collective."""
-    if not distributed.broadcast(run.teacher_sha256.is_file()):
-        sha256 = job.sha256
-        distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))
+def ending(phase: PhaseASettings, metrics: list[dict[str, Any]]) -> str:
+    """A line about a teacher that is trained: why its training ended, and whether its accuracy on
+    the training images lies in the window."""
+    rate = "phase_a.rows.lr" if phase.learns_of_images else "phase_a.optim.lr"
+    accuracy, epochs = metrics[-1]["train_acc"], len(metrics)
+    if accuracy < phase.stop_accuracy:
+        return (
+            f"{epochs} epochs were not enough for a training accuracy of {phase.stop_accuracy}: "
+            f"{accuracy:.4f}; raise phase_a.max_epochs or {rate}"
+        )
+    if accuracy > max(UPPER_ACCURACY, phase.stop_accuracy):
+        return (
+            f"the training accuracy {accuracy:.4f} is above the window's upper bound "
+            f"{UPPER_ACCURACY}: the teacher has begun to memorise; lower {rate}"
+        )
+    return (
+        f"ended after {epochs} of {phase.max_epochs} epochs: the training accuracy {accuracy:.4f} "
+        f"has reached phase_a.stop_accuracy={phase.stop_accuracy}"
+    )
+
+
+def identity(settings: Settings, data: ImageData) -> dict[str, Any]:
+    """Every setting that phase A reads, and the data set."""
+    of_phase = flatten(settings.without_student(), Scope.ANYTIME)
+    return of_phase | {"the data set": data.sha256}

@@ -1,5 +1,4 @@
-"""Phase A: train the teacher, a ViT with GauAttention, until its training accuracy enters the
-window.
+"""The training of a teacher with GauAttention, until its training accuracy enters the window.
 
 Axis letters: B images, L blocks, H heads, T tokens, P raw numbers of a Gaussian, C classes.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,92 +14,27 @@ from torch.nn.functional import cross_entropy
 
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
-from gaupipe.data.buckets import Buckets, check_buckets
-from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation.student import check_student
+from gaupipe.data.buckets import Buckets
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.teacher import TeacherJob, ending, identity
 from gaupipe.maps.gaussians import move
 from gaupipe.settings import Settings
-from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.teachers.image_state import ImageState
-from gaupipe.training import loggers
 from gaupipe.training.epochs import loop
 from gaupipe.training.optimizer import build_optimizer
 from gaupipe.training.scores import score
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.build import build_vit
-from stages.phase_a import trained_vit
-from stages.phase_a.job import TeacherJob, started, write_digest
-from stages.runs import ranks
-from stages.runs.directory import RunDirectory
-from stages.runs.resources import check_resources, make_plan
 
 LABEL_PASSES = 8
 """Forward passes with newly sampled points, over which a stochastic teacher's predictions are
 the mean."""
+
+
 PRIOR_LR = 2e-2
 """Learning rate of the shared prior, which the network's optimizer updates at every step."""
-
-
-def run(
-    settings: Settings,
-    run_dir: Path,
-    *,
-    resume: bool = False,
-    force: bool = False,
-    data: ImageData | None = None,
-    students: bool = True,
-) -> list[dict[str, Any]]:
-    """Trains the teacher in ``run_dir`` and returns its metrics, one dict per epoch.
-
-    resume   continues from the last checkpoint, or starts where there is none; without it a folder
-             that holds a phase A is refused
-    force    starts a job that memory or disk do not seem to hold
-    data     the data set of the settings, where it has been read already
-    students
-             False does not check that a student of these settings can learn from the teacher: a
-             comparison's students have settings of their own
-
-    Raises UserError before anything is written.
-    """
-    run = RunDirectory(run_dir)
-
-    def resolve() -> TeacherJob | trained_vit.TeacherTraining:
-        request = run.settled(settings)
-        run.check_free(request, resume)
-        loggers.check(request.log.to)
-        images = data or load_data(request.data, request.download)
-        check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
-        if not request.phase_a.learns_gaussians:
-            return trained_vit.check(request, images, students)
-        return check(request, images, run, students, force)
-
-    job = ranks.resolve(resolve)
-    if isinstance(job, trained_vit.TeacherTraining):
-        return trained_vit.run(job, run, resume)
-    if not job.settings.phase_a.learns_gaussians:
-        return trained_vit.adopt(job, run, resume)
-    state = training_state(job)
-    with started(run, job.settings, job.data, state, resume):
-        train(job, state, run.phase_a)
-        write_digest(run, replace(job, teacher=state.kept))
-    return state.metrics
-
-
-def check(
-    settings: Settings, data: ImageData, run: RunDirectory, students: bool, force: bool
-) -> TeacherJob[Teacher]:
-    """The teacher before its training. Raises UserError for settings that do not fit, and, unless
-    ``force``, for what the machine cannot hold."""
-    with torch.device("meta"):  # what does not fit is said before it is allocated
-        teacher = build_teacher(settings, data)
-    if students:
-        check_student(settings, data, teacher, teacher.weights())
-    if not force:  # before any per-image parameter is made
-        plan = make_plan(settings, teacher, data, world_size=distributed.world_size())
-        check_resources(plan, run.path)
-    return build(settings, run.phase_a, data)
 
 
 class TeacherLoss(nn.Module):
@@ -167,7 +100,7 @@ def train(job: TeacherJob[Teacher], state: TrainingState[Teacher], folder: Path)
             running.line(epoch, f"loss {losses['loss']:.3f}, train {100 * train_acc:.1f} %{unseen}")
         if per_image is not None:
             per_image.release()
-        running.progress.line(f"phase A: {trained_vit.ending(phase, state.metrics)}")
+        running.progress.line(f"phase A: {ending(phase, state.metrics)}")
 
 
 class Draws:
@@ -271,29 +204,5 @@ def training_state(job: TeacherJob[Teacher]) -> TrainingState[Teacher]:
         phase.optim,
         job.settings.precision,
         job.per_image,
-        identity=trained_vit.identity(job.settings, job.data),
+        identity=identity(job.settings, job.data),
     )
-
-
-def load(
-    run: RunDirectory,
-    data: ImageData | None = None,
-    *,
-    download: bool = False,
-    with_images: bool = True,
-) -> TeacherJob:
-    """The finished teacher of a run, in eval mode. ``download`` fetches published weights,
-    ``with_images`` False leaves out the per-image parameters. Raises UserError if phase A has not
-    finished."""
-    settings = run.settings()
-    if download:
-        settings = settings.model_copy(update={"download": True})
-    data = data or load_data(settings.data, settings.download)
-    if not settings.phase_a.learns_gaussians:
-        return trained_vit.load(run, settings, data)
-    job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)
-    state = training_state(job)
-    if not state.load(run.phase_a / "checkpoint") or not state.finished:
-        raise trained_vit.unfinished(run)
-    job.teacher = state.kept.eval()
-    return job

@@ -17,7 +17,7 @@ from torch import Tensor
 import store
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file, whole_file
-from stages.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
+from stages.look.image_maps import ImageMaps, StoredMaps, StudentMaps, image_pixels, images_of
 from stages.runs.directory import RunDirectory
 
 TINY = torch.finfo(torch.float32).tiny
@@ -257,7 +257,7 @@ def _store(url: str | None, run_dir: Path | None) -> str:
     """The store that is named, else that of the run."""
     if url is None:
         assert run_dir is not None  # the command names one of the two
-        return str(RunDirectory(run_dir).maps)
+        return str(RunDirectory(run_dir).stored())
     return url
 
 

@@ -21,6 +21,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
 from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
 from gaupipe.system import digests, distributed
@@ -28,12 +29,12 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
-from stages import phase_b, predict
-from stages.by_class import by_class, labelled
-from stages.figures import confusion as figure
-from stages.phase_a import gaussian as phase_a
+from gaupipe.vit.saving import class_names
+from stages import phase_a, predict
+from stages.evaluate import confusion as figure
+from stages.evaluate.by_class import by_class, labelled
 from stages.runs import kept_epochs, ranks
-from stages.students import TrainedStudent, check_data, load_student, open_maps
+from stages.runs.trained import TrainedStudent, check_data, load_student, open_maps
 
 TEACHER_IMAGES = 4096
 """Training images, evenly spaced, on which student and teacher are compared."""
@@ -93,7 +94,7 @@ def run(
         scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student.model, maps, data, student.settings)
-    names = predict.class_names(student.model, data.num_classes)
+    names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores |= by_class(rows, names)
     if out is not None:
@@ -110,7 +111,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
     config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, classes = predict.class_names(model, model.num_classes), find_classes(folder)
+    names, classes = class_names(model, model.num_classes), find_classes(folder)
     if unknown := sorted(classes.keys() - {*names}):
         known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         raise UserError(
@@ -223,7 +224,7 @@ def teacher_agreement(
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
-    job = phase_b.PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, settings.student_training, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     layers = job.layers
     same = torch.zeros((), dtype=torch.float64)

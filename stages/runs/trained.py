@@ -10,11 +10,11 @@ from timm.models.vision_transformer import VisionTransformer
 
 import store
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation.job import check_targets
 from gaupipe.distillation.student import check_fit
 from gaupipe.settings import Settings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.saving import load_folder
-from stages import phase_b
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory, check_name
 from stages.runs.students import recorded_store
@@ -94,7 +94,7 @@ def open_maps(student: TrainedStudent, data: ImageData) -> store.Store | None:
         with contextlib.suppress(store.UnfinishedStore, UserError):
             maps = store.open(url, dataset_sha256=data.sha256, teacher_sha256=teacher_sha256)
             check_fit(student.model, maps.schema, student.settings.phase_b, url)
-            phase_b.check_targets(maps.schema, student.settings, url)
+            check_targets(maps.schema, student.settings, url)
             return maps
     return None
 

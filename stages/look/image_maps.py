@@ -19,7 +19,10 @@ import store
 from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.loader import view_of
+from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation import files, local
+from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.distillation.losses import without_keys
 from gaupipe.maps.views import without_prefix
@@ -28,10 +31,9 @@ from gaupipe.settings.augment import AugmentSettings
 from gaupipe.system.errors import UserError
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import forward_with_maps
-from stages import any_vit
-from stages.phase_b import PhaseB
 from stages.runs.directory import RunDirectory
-from stages.students import load_student, open_maps
+from stages.runs.students import recorded_store
+from stages.runs.trained import load_student, open_maps
 
 CPU = torch.device("cpu")
 Forward = Callable[[Tensor], tuple[Tensor, Sequence[Tensor]]]
@@ -112,7 +114,7 @@ def images_of(maps: store.Store) -> ImageData:
     name it, or where it is not there or another one."""
     schema = maps.schema
     if "files" in schema.extra:
-        data = any_vit.images_of(schema.extra, schema.num_classes, with_digest=True)
+        data = files.images_of(schema.extra, schema.num_classes, with_digest=True)
     else:
         try:
             settings = DataSettings.model_validate(schema.extra.get("data"))
@@ -153,7 +155,7 @@ class LiveMaps:
         self.name, self.model, self.data, self.forward = name, model, data, forward
         self.grid: tuple[int, int] = tuple(model.patch_embed.grid_size)
         self.layers = len(model.blocks)
-        self.labelled = not isinstance(data.train.source, any_vit.PreparedImages)
+        self.labelled = not isinstance(data.train.source, PreparedImages)
         self.explains = bool(model.num_classes)
         """Whether there is a :meth:`relevance`."""
 
@@ -211,7 +213,8 @@ class LiveMaps:
 
 class StudentMaps(LiveMaps):
     """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. Raises UserError where the student is not there or damaged.
+    is none that fits it. ``local`` says that it learned from the teacher local instead. Raises
+    UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
     """
@@ -226,9 +229,15 @@ class StudentMaps(LiveMaps):
             return logits, [block.exp() for block in log_maps]
 
         super().__init__(student.name, model, data, forward)
-        self.explains = settings.phase_b.student != "gaussian"
+        self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
-        self._job = PhaseB(settings, data, CPU, model, settings.phase_b.optim, self.store)
+        learned = student.distilled and recorded_store(student.folder) is None
+        self.local = settings.phase_a.is_local and learned and self.store is None
+        self._job: PhaseB
+        if self.local:
+            self._job = local.build(settings, data, CPU, model)
+        elif self.store is not None:
+            self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""
@@ -243,6 +252,8 @@ class StudentMaps(LiveMaps):
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
+        if self.local:
+            return None
         if self.store is None:
             return "there is no whole store that fits the student"
         if split != "train":
@@ -257,8 +268,9 @@ class StudentMaps(LiveMaps):
     def _teacher(
         self, batch: Batch, image: int, view: int, maps: Callable[[int], Tensor]
     ) -> list[Tensor | None]:
-        entry = image * self._job.teacher_store.schema.views + view
-        batch.stored = self._job.teacher_store.read(entry, entry + 1)
+        if not self.local:
+            entry = image * self._job.maps.schema.views + view
+            batch.stored = self._job.maps.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer in range(self.layers):

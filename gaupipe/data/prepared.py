@@ -1,0 +1,74 @@
+"""Images of files, prepared as timm prepares them for a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timm.data import create_transform
+from torch import Tensor
+
+from gaupipe.data.decoding import read_rgb, refusing
+from gaupipe.data.folder import images_below
+from gaupipe.data.images import FileImages
+from gaupipe.settings import DataSettings
+from gaupipe.system.errors import UserError
+
+
+class PreparedImages(FileImages):
+    """Image files without labels, resized and cropped by the ``transform`` that timm gives a
+    model: keywords of ``timm.data.create_transform``."""
+
+    def __init__(self, paths: Sequence[Path], transform: dict[str, Any]) -> None:
+        settings = DataSettings(image_size=transform["input_size"][-1], cache="none")
+        whole = [path.resolve() for path in paths]
+        root = Path(os.path.commonpath([path.parent for path in whole]))
+        names = [os.path.relpath(path, root) for path in whole]
+        super().__init__(root, names, np.zeros(len(paths), np.int64), settings)
+        self.transform = transform
+        self._read = reader(transform, normalize=False)
+
+    def fingerprint(self) -> bytes:
+        transform = json.dumps(self.transform, sort_keys=True)
+        return hashlib.sha256(super().fingerprint() + transform.encode()).digest()
+
+    def _square(self, position: int) -> Tensor:
+        return self._read(Path(self.path(position)))
+
+
+def image_files(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files of ``paths``, and of each folder the images that
+    :func:`gaupipe.data.folder.images_below` finds. Raises UserError for a path that is no file and
+    no folder, and for a folder without an image; OSError for a folder that may not be read."""
+    for path in paths:
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            files, _ = images_below(path)
+            if not files:
+                raise UserError(f"{path}: no image files in this folder")
+            yield from map(Path, files)
+        elif path.exists():
+            raise UserError(f"{path}: is neither a file nor a folder; give images, or folders")
+        else:
+            raise UserError(f"{path}: no such file or folder; give images, or folders of images")
+
+
+def reader(transform: dict[str, Any], normalize: bool = True) -> Callable[[Path], Tensor]:
+    """A function from an image file to a model's input [channels, height, width]. It raises
+    UserError for a file that cannot be read. ``transform`` has keywords of timm's
+    ``create_transform``, as ``resolve_model_data_config`` gives them for a model."""
+    to_tensor: Any = create_transform(**transform, normalize=normalize)
+    grey = transform["input_size"][0] == 1
+
+    def read(path: Path) -> Tensor:
+        with refusing(str(path)), path.open("rb") as file:
+            image = read_rgb(file)
+        return to_tensor(image.convert("L") if grey else image)
+
+    return read

@@ -1,0 +1,137 @@
+"""What a teacher's store holds: its schema, the drawing of its views, and the arrays of each
+batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import store
+from gaupipe.data.augment import Augment
+from gaupipe.data.batches import Batches
+from gaupipe.distillation.kinds import KINDS, Attention
+from gaupipe.distillation.store_choice import check_export
+from gaupipe.distillation.teacher import TeacherJob
+from gaupipe.settings import ExportSettings, Settings
+from gaupipe.teachers.gaussian import Teacher
+from gaupipe.teachers.vit import VitMaps
+from store.encoding import LARGEST_MEAN, MEAN_STEP
+
+
+def is_complete(url: str, teacher_sha256: str | None = None) -> bool:
+    """True for a complete store (of this teacher); one with damaged metadata counts as none."""
+    try:
+        store.open(url, teacher_sha256=teacher_sha256)
+    except store.StoreError:
+        return False
+    return True
+
+
+def stored_export(url: str) -> ExportSettings | None:
+    """Options of the store at ``url``, finished or not; None without readable metadata."""
+    try:
+        schema = store.open(url, allow_incomplete=True).schema
+    except store.StoreError:
+        return None
+    views = None if schema.extra.get("views") is None else schema.views
+    held = {"kind": schema.kind, "encoding": schema.encoding, "k": schema.k, "views": views}
+    return ExportSettings.model_validate(held)
+
+
+def make_schema(job: TeacherJob, export: ExportSettings, sha256: str | None = None) -> store.Schema:
+    """The schema of a store of this teacher; ``sha256`` is the teacher's where it is known.
+    Raises UserError for a kind that this teacher does not have, StoreError for an encoding that the
+    kind does not have."""
+    kind, data, shape = export.kind, job.data, job.shape
+    assert kind is not None and export.encoding is not None  # chosen() names both
+    check_export(export, job.settings, job.teacher, shape.grid)
+    network = job.teacher.decoder if isinstance(job.teacher, Teacher) else None
+    notes = job.notes()
+    if arguments := job.settings.phase_a.teacher_args:
+        notes["teacher_args"] = arguments
+    if export.views is not None:
+        notes["views"] = drawing(job.settings)
+    return store.Schema(
+        kind=kind,
+        encoding=export.encoding,
+        k=export.k,
+        views=export.views or 1,
+        num_images=len(data.train) * (export.views or 1),
+        grid=shape.grid,
+        layers=shape.layers,
+        heads=shape.heads,
+        num_classes=data.num_classes,
+        dataset=data.name,
+        dataset_sha256=data.sha256,
+        teacher_sha256=sha256 or job.sha256,
+        parametrisation=job.settings.phase_a.parametrisation,
+        embedding_dim=network.embedding if network and kind == "embedding" else None,
+        prefix_tokens=getattr(job.teacher, "kept_prefix", 0),
+        extra=notes,
+    )
+
+
+def drawing(settings: Settings) -> dict[str, Any]:
+    """The source of the views of a store, as JSON: phase B must draw the same."""
+    augment = settings.augment.model_dump(mode="json")
+    for name in ("mixup", "cutmix", "geometry"):  # they come after a view is drawn
+        augment.pop(name, None)
+    return {"seed": settings.seed, "augment": augment}
+
+
+def decoder(job: TeacherJob, kind: str) -> dict[str, np.ndarray] | None:
+    """The arrays that a store of this kind holds once for all images; None for no arrays."""
+    shared = KINDS[kind].decoder(job.teacher)
+    return {name: tensor.float().cpu().numpy() for name, tensor in shared.items()} or None
+
+
+def outputs(
+    job: TeacherJob,
+    schema: store.Schema,
+    batches: Batches,
+    entries: np.ndarray,
+    seed: int | None = None,
+    losses: list[Tensor] | None = None,
+) -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+    """(entries, {name: array}) of every batch of ``entries`` (image ids, or ids * views + view):
+    what a store of this schema holds for them.
+
+    The draws of ``stochastic`` mode depend on ``seed`` (the run's) and the first image id of a
+    batch alone, so that any batch can be made again. ``losses`` gets what is :func:`lost`.
+    """
+    seed = job.settings.seed if seed is None else seed
+    generator = torch.Generator(job.device)
+    if schema.extra.get("views") is None:
+        loaded = batches.in_order(entries)
+    else:
+        augment = Augment(job.settings.augment, job.settings.seed)
+        loaded = batches.views(entries, augment, schema.views)
+    for batch in loaded:
+        generator.manual_seed(seed * 1_000_003 + int(batch.ids[0]))
+        logits, attention = job.forward_with_maps(batch, generator)
+        with torch.no_grad():
+            dtype = torch.float32 if schema.encoding == "uint8" else torch.float16
+            named = {**KINDS[schema.kind].arrays(attention, schema.k, dtype), "logits": logits}
+        if losses is not None and (loss := lost(schema, attention, named)) is not None:
+            losses.append(loss.double().cpu() * len(batch))
+        arrays = {}
+        for name, tensor in named.items():
+            if tensor.is_floating_point():
+                tensor = tensor.float() if schema.has_codes(name) else tensor.half()
+            arrays[name] = tensor.cpu().numpy()
+        yield batch.ids.numpy(), {**arrays, "labels": batch.labels.cpu().numpy()}
+
+
+def lost(schema: store.Schema, attention: Attention, arrays: dict[str, Tensor]) -> Tensor | None:
+    """The shares [L, H] of a batch that its stored maps leave out: of a ViT's attention that on
+    class and register tokens, of Gaussians in 8 bits those whose means the codes clip."""
+    if isinstance(attention, VitMaps):
+        return attention.dropped
+    if schema.kind != "gaussian" or schema.encoding != "uint8":
+        return None
+    beyond = arrays["gaussians"][..., :2].abs() > LARGEST_MEAN + MEAN_STEP / 2
+    return beyond.any(-1).double().mean((0, 3))  # of [B, L, H, T]

@@ -1,0 +1,109 @@
+"""A teacher that is an ordinary ViT: trained as plain training does, or trained before."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+from gaupipe.data.splits import ImageData, load_data
+from gaupipe.distillation.teacher import TeacherJob, ending, identity
+from gaupipe.settings import Settings
+from gaupipe.settings import load as config
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.sections import LOCAL
+from gaupipe.system.device import select_device
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.pretrained import load_vit
+from gaupipe.teachers.vit import VitTeacher
+from gaupipe.training.job import Training
+from gaupipe.training.scores import score_model
+from gaupipe.training.state import TrainingState
+from gaupipe.vit.build import build_vit
+
+VitJob = TeacherJob[VitTeacher]
+
+
+class TeacherTraining(Training):
+    """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
+
+    @property
+    def augment(self) -> AugmentSettings:
+        return self.settings.phase_a_augment
+
+    def label(self, folder: Path) -> str:
+        return "phase A"
+
+    def identity(self) -> dict[str, Any]:
+        return identity(self.settings, self.data)
+
+    def ending(self, state: TrainingState, folder: Path) -> str:
+        return ending(self.settings.phase_a, state.metrics)
+
+    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
+        return metrics["train_acc"] >= self.settings.phase_a.stop_accuracy
+
+
+def measure(job: VitJob) -> dict[str, Any]:
+    """The line of metrics.jsonl for a teacher that was trained before."""
+    started = time.monotonic()
+    metrics: dict[str, Any] = {"epoch": 0, "train_loss": None, "train_acc": None, "val_acc": None}
+    if job.teacher.predicts:
+        splits = job.data.train, job.data.val
+        train, val = (score_model(job.teacher, job.batches(split)) for split in splits)
+        metrics |= {"train_loss": train["loss"], "train_acc": train["acc"], "val_acc": val["acc"]}
+    rate = len(job.data.train) / (time.monotonic() - started)
+    return metrics | {"seconds": 0.0, "images_per_s": round(rate, 1)}
+
+
+def build(settings: Settings, data: ImageData, folder: Path | None = None) -> VitJob:
+    """The teacher that the settings name; for ``vit`` the one that was trained into ``folder``.
+
+    Raises UserError for a teacher that cannot be loaded or read, or does not fit the data.
+    """
+    phase, device = settings.phase_a, select_device(settings.device, settings.threads)
+    if phase.teacher == "vit":
+        remedy = "'gaupipe phase-a --resume' writes it again"
+        vit = load_vit(f"{LOCAL}{folder}", data, {}, remedy=remedy)
+    else:
+        vit = load_vit(phase.teacher, data, phase.teacher_args, download=settings.download)
+    return TeacherJob(settings, data, device, vit.to(device))
+
+
+def build_model(
+    settings: Settings, data: ImageData, device: str | None = None
+) -> VisionTransformer:
+    """A freshly started teacher ``vit``: the ViT of the settings with standard attention."""
+    torch.manual_seed(settings.seed)
+    changes = ("phase_a.teacher_args", settings.phase_a.teacher_args)
+    return build_vit(settings.model, data, "standard", device, changes)
+
+
+def other_teacher(
+    settings: Settings,
+    teacher: str,
+    teacher_args: dict[str, Any] | None = None,
+    *,
+    download: bool = False,
+    data: ImageData | None = None,
+) -> TeacherJob:
+    """A trained ViT in place of a run's own teacher."""
+    if teacher == "local":
+        raise UserError(
+            "--teacher local: its maps are stored nowhere: 'gaupipe phase-a --set "
+            "phase_a.teacher=local' begins a run with it, and phase B makes the maps"
+        )
+    if teacher in ("gaussian", "vit"):
+        raise UserError(
+            f"--teacher {teacher}: is trained by phase A: 'gaupipe phase-a --set "
+            f"phase_a.teacher={teacher}'; here local-dir:FOLDER or a timm name is right"
+        )
+    changes = {"teacher": teacher, "teacher_args": teacher_args or {}}
+    parsed = config.parse({"phase_a": changes}, f"--teacher {teacher}").phase_a
+    changes["teacher"] = parsed.teacher
+    settings = settings.with_section("phase_a", **changes, per_image="table")
+    settings = settings.model_copy(update={"download": download})
+    return build(settings, data or load_data(settings.data, settings.download))

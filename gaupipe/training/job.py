@@ -1,0 +1,225 @@
+"""A training: a ViT that learns from the labels of its data, its losses, and the loop over
+batches. Phase B adds a teacher's maps to the same loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchDropout
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from gaupipe.data.augment import Augment, Mix, mixed_targets
+from gaupipe.data.batches import Batch, train_and_val
+from gaupipe.data.buckets import Buckets, check_buckets
+from gaupipe.data.splits import ImageData
+from gaupipe.settings import (
+    BaselineSettings,
+    ExportSettings,
+    Settings,
+    TrainChanges,
+    TrainSettings,
+)
+from gaupipe.settings.augment import AugmentSettings
+from gaupipe.settings.load import flatten
+from gaupipe.settings.sections import Scope
+from gaupipe.system.device import select_device
+from gaupipe.teachers.fine_tuning import weights_sha256
+from gaupipe.training import loggers
+from gaupipe.training.epochs import loop
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.training.scores import score_model
+from gaupipe.training.state import TrainingState
+from gaupipe.training.student import build_student
+
+
+def hard_loss(
+    logits: Tensor, labels: Tensor, smoothing: float = 0.0, mixed: Mix | None = None
+) -> Tensor:
+    """Cross-entropy of logits [B, C] with labels [B] (*eq. 1*), or with the probabilities that
+    ``mixed`` makes of them; optionally smoothed."""
+    if mixed is not None:
+        labels = mixed_targets(F.one_hot(labels, logits.shape[-1]).to(logits.dtype), mixed)
+    return F.cross_entropy(logits, labels, label_smoothing=smoothing)
+
+
+@dataclass
+class Training:
+    """A ViT, the ``student``, that learns from the labels of its data."""
+
+    settings: Settings
+    data: ImageData
+    device: torch.device
+    student: VisionTransformer
+    train: TrainSettings
+
+    @property
+    def epochs(self) -> int:
+        return self.train.epochs
+
+    @property
+    def augment(self) -> AugmentSettings:
+        return self.settings.augment
+
+    def label(self, folder: Path) -> str:
+        """The name of the training in lines and on the bar."""
+        return f"{folder.name} (plain)"
+
+    def identity(self) -> dict[str, Any]:
+        """Settings, data and teacher that a checkpoint belongs to."""
+        # the epoch to keep, the store and the trainings of other students may change
+        changes = {
+            "train": self.train.model_copy(update={"keep": "last"}),
+            "phase_b": self.settings.phase_b.model_copy(update=dict(TrainChanges())),
+            "baseline": BaselineSettings(),
+            "export": ExportSettings(),
+        }
+        return flatten(self.settings.model_copy(update=changes), Scope.ANYTIME) | {
+            "the data set": self.data.sha256,
+            **weights_sha256(self.settings.model.name),
+        }
+
+    def losses(self) -> nn.Module:
+        """A module that gives the losses of a (batch, gamma) by name."""
+        return LabelLosses(self)
+
+    def gamma(self, epoch: int) -> float:
+        """The weight of L_feat in an epoch counted from 0."""
+        return 0.0
+
+    def share_of_dropped_patches(self, epoch: int) -> float:
+        """The share of the patches that the student drops in an epoch counted from 0."""
+        if epoch >= self.epochs // 2 or self.gamma(epoch):
+            return 0.0
+        return self.train.patch_drop_rate
+
+    def drop_patches(self, epoch: int) -> None:
+        """From now on the student drops the patches of an epoch counted from 0."""
+        if isinstance(self.student.patch_drop, PatchDropout):
+            self.student.patch_drop.prob = self.share_of_dropped_patches(epoch)
+
+    def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
+        """The stored maps of an epoch's batches, and the view of the images that they show."""
+        return None, None
+
+    def source_of_maps(self) -> tuple[str, str] | None:
+        """(url, sha256 of its teacher) of the store that the student learns from, if any."""
+        return None
+
+    def remarks(self) -> list[str]:
+        """Lines to print before the first epoch."""
+        rate = self.settings.phase_b.patch_drop_rate
+        if rate and not any(map(self.share_of_dropped_patches, range(self.epochs))):
+            return [
+                f"phase_b.patch_drop_rate={rate} drops nothing: patches are dropped in the first "
+                "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
+            ]
+        return []
+
+    def ending(self, state: TrainingState, folder: Path) -> str:
+        """A line about a training that has ended: why early, and which epoch is kept where."""
+        assert state.best
+        train, best, last = self.train, state.best["epoch"], len(state.metrics)
+        accuracy = state.metrics[best - 1]["val_acc"]
+        early = f"; patience={train.patience} ended it" if last < self.epochs else ""
+        kept = best if train.keep == "best" else last
+        return (
+            f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
+            f"epoch {kept} (keep={train.keep})"
+        )
+
+    def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
+        """True if the training ends early after an epoch with these ``metrics``."""
+        patience, since_best = self.train.patience, state.keep_best(metrics)
+        return patience is not None and since_best >= patience
+
+
+class LabelLosses(nn.Module):
+    """The cross-entropy with the labels."""
+
+    def __init__(self, job: Training) -> None:
+        super().__init__()
+        self.student, self.label_smoothing = job.student, job.train.label_smoothing
+        self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
+
+    def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
+        """Losses by name, of which "loss" is the one to minimise, and "acc": means over the
+        batch."""
+        losses = self.of_labels(self.forward_student(batch.images).float(), batch)
+        return {"loss": losses["loss_hard"], **losses}
+
+    def of_labels(self, logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """ "loss_hard" and "acc" of logits [B, C] float32."""
+        loss = hard_loss(logits, batch.labels, self.label_smoothing, batch.mixed)
+        return {"loss_hard": loss, "acc": (logits.argmax(-1) == batch.labels).float().mean()}
+
+
+def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
+    """All epochs that are left."""
+    settings, label, losses = job.settings, job.label(folder), job.losses()
+    training, validation = train_and_val(job.data, settings.data, job.device)
+    augment = Augment(job.augment, settings.seed)
+    done = len(state.metrics)
+
+    with loop(settings, state, training, folder, label, job.epochs) as running:
+        update, progress = running.update, running.progress
+        for remark in job.remarks() if not done else ():
+            progress.line(f"{label}: {remark}")
+        for epoch in running.epochs():
+            losses_of = update.data_parallel(losses)
+            gamma, (maps, view) = job.gamma(epoch.number), job.maps_of_epoch(epoch.number)
+            job.drop_patches(epoch.number)
+            # images [B, channels, h, w]
+            for batch in training.epoch(epoch.number, augment, maps, view, epoch.first):
+                with update.forward():
+                    values = losses_of(batch, gamma)
+                update(values["loss"], batch.weight)
+                epoch.add(len(batch), **values)
+            means = epoch.means()
+
+            scores = score_model(state.kept, validation)
+            epoch.finish(
+                train_loss=means["loss"],
+                train_acc=means["acc"],
+                val_acc=scores["acc"],
+                val_loss=scores["loss"],
+                loss_soft=means.get("loss_soft"),
+                loss_hard=means["loss_hard"],
+                loss_feat=means.get("loss_feat"),
+                gamma=gamma,
+            )
+            state.finished = job.is_over(state, epoch.metrics) or running.is_last(epoch)
+            running.line(
+                epoch,
+                f"loss {means['loss']:.3f}, train {100 * means['acc']:.1f} %, "
+                f"val {100 * scores['acc']:.1f} %",
+            )
+        progress.line(f"{label}: {job.ending(state, folder)}")
+
+
+def training_state(job: Training) -> TrainingState[VisionTransformer]:
+    """The optimizer of a ViT and its schedule, freshly started."""
+    steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
+    optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
+    precision, identity = job.settings.precision, job.identity()
+    optim = job.train.optim
+    return TrainingState(job.student, optimizer, schedule, optim, precision, identity=identity)
+
+
+def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
+    """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
+    weights out. Writes nothing. Raises UserError for settings that do not fit."""
+    device = select_device(settings.device, settings.threads)
+    train = settings.baseline_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
+    return Training(settings, data, device, student, train)
+
+
+def check_training(settings: Settings, data: ImageData) -> None:
+    """Raises UserError for loggers that are not installed, and for too few images."""
+    loggers.check(settings.log.to)
+    check_buckets(len(data.train), settings.data.num_buckets, settings.data.batch_size)

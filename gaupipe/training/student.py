@@ -1,0 +1,48 @@
+"""The ViT that is trained: built from the settings, freshly started or with trained weights."""
+
+from __future__ import annotations
+
+import torch
+from timm.layers import PatchDropout
+from timm.models.vision_transformer import VisionTransformer
+
+from gaupipe.data.splits import ImageData
+from gaupipe.settings import Settings, TrainSettings
+from gaupipe.system.errors import UserError
+from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
+from gaupipe.training.optimizer import build_optimizer
+from gaupipe.vit.build import build_vit
+
+
+def build_student(
+    settings: Settings,
+    data: ImageData,
+    train: TrainSettings,
+    device: str | None = None,
+    trained: bool = True,
+) -> VisionTransformer:
+    """The student, to be trained as ``train`` says, as the seed starts it, on the CPU; without
+    weights on the ``device`` "meta". One that is fine-tuned has its trained weights, unless
+    ``trained`` is False."""
+    model = settings.model
+    if fine_tunes(settings.model.name):
+        student = with_weights(settings, data, device, trained)
+    else:
+        torch.manual_seed(settings.seed)
+        options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
+        changes = ("model.student_args", model.student_args)
+        student = build_vit(model, data, model.attention, device, changes, **options)
+    if train.patch_drop_rate:
+        if any(hasattr(module, "places") for module in student.modules()):
+            raise UserError("train.patch_drop_rate: should be 0 for a student with Gaussians")
+        student.patch_drop = PatchDropout(train.patch_drop_rate, student.num_prefix_tokens)
+    return student
+
+
+def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -> None:
+    """Raises UserError for what training on the labels alone could not do. ``trained`` weights of
+    a fine-tuning are then on this machine."""
+    device = None if trained and fine_tunes(settings.model.name) else "meta"
+    train = settings.baseline_training
+    student = build_student(settings, data, train, device)
+    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)

@@ -1,1 +1,0 @@
-"""Pictures and numbers of attention that a training writes beside its metrics."""
