@@ -13,7 +13,7 @@ __all__ = ["__version__", "capture", "open_run"]
 # The command line answers at once: a command imports torch and timm when it needs them. "-m" is
 # what Python calls the program while it looks for the module of ``python -m gaupipe``.
 if PurePath(sys.argv[0] if hasattr(sys, "argv") and sys.argv else "").name not in ("gaupipe", "-m"):
-    import gaupipe.vit.models  # noqa: F401
+    import gaupipe.vit.jit  # noqa: F401
 
 
 def __getattr__(name: str) -> Any:

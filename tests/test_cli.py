@@ -127,7 +127,8 @@ def test_without_a_command_there_is_help(tmp_path, in_process):
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    said = "gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean 'train.epochs'?\n"
+    meant = "'phase_b.epochs' or 'train.epochs'"
+    said = f"gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean {meant}?\n"
     assert result.stderr == said
 
 

@@ -170,6 +170,20 @@ def test_published_weights_are_taken_for_their_maps_alone():
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 
 
+def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_epochs():
+    of_run = config.parse(chosen(["phase_a.teacher=local"]).tree, "--set")
+    assert len(of_run.phase_a.local.std) == of_run.model.args["num_heads"] == 2
+    epochs = of_run.student_training.epochs
+    assert epochs == of_run.baseline_training.epochs
+    assert epochs > config.parse(chosen().tree, "--set").student_training.epochs
+
+
+def test_patches_of_a_convolutional_stem_are_powers_of_two():
+    for size in (36, 40, 64, 96, 100, 224):
+        given = ["model.stem=conv", f"data.image_size={size}"]
+        assert chosen(given).given("model.args.patch_size") in (2, 4, 8, 16)
+
+
 def test_the_student_has_belief_attention_unless_options_are_for_another():
     assert settings().model.attention == "belief"
     assert settings(["model.attention=xsa"]).model.attention == "xsa"
