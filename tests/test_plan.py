@@ -225,6 +225,7 @@ def test_an_allocation_that_fails_is_one_line():
             allocate()
         said = mistake_of(failure.value)
         assert "out of memory (" in said and "\n" not in said
+    assert "out of memory: lower" in mistake_of(MemoryError())  # Python's own says nothing
     assert mistake_of(RuntimeError("shapes do not fit")) is None
 
 
