@@ -1,7 +1,6 @@
 """How fast images come: crops of full-size images, decoded images that are kept, and processes that
 read. Whatever is kept, and whoever reads, a seed gives the same bits."""
 
-import dataclasses
 import io
 import os
 import shutil
@@ -231,17 +230,6 @@ def test_commands_that_train_nothing_keep_nothing_but_read_what_is_kept(root, de
     again = load(root)
     list(Batches(again.val, again, CPU, 5).in_order())
     assert decoded == []
-
-
-def test_a_trial_of_some_images_leaves_nothing_behind(root, decoded):
-    data = load(root)
-    expected = [data.train.image(image_id) for image_id in range(4)]
-    decoded.clear()
-    small = dataclasses.replace(data, train=data.train.trial(4), val=data.val.trial(1))
-    for _ in range(2):
-        epoch_of(small)
-    assert np.array_equal([small.train.image(image_id) for image_id in range(4)], expected)
-    assert len(decoded) == 4 + 1 and not cached(root)  # and a validation image
 
 
 def test_validation_images_of_their_own_folder_are_kept_and_test_images_are_not(root, decoded):

@@ -94,10 +94,6 @@ class ImageCache:
         """Byte of the file at which the pixels begin."""
         return len(self.key) + 4 * self.shape[0]
 
-    def hold(self, images: Tensor) -> None:
-        """Takes images that are in memory alone."""
-        self.images, self.unchecked = images, np.zeros(len(images), dtype=bool)
-
     def open(self) -> bool:
         """Maps the images; False where the file is not there or holds others."""
         with contextlib.suppress(OSError, ValueError):

@@ -3,7 +3,6 @@ from the user's cache."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -219,17 +218,6 @@ class FileImages(Dataset):
         if digest != self.contents[position].tobytes():
             raise UserError(f"{path}: has changed since the data set was opened; start again")
         return self._square(position)
-
-    def trial(self, positions: np.ndarray) -> FileImages:
-        """The same images, of which only those at ``positions`` will be read: in memory if a
-        training would keep them all."""
-        few = copy.copy(self)
-        few.positions = np.unique(positions)
-        few.cache = few._cache()
-        if self.cache.bytes:
-            few.cache.hold(torch.stack([self._square(p) for p in few.positions.tolist()]))
-        few.cache.enabled = False
-        return few
 
     def _cache(self) -> ImageCache:
         """One file for each folder and choice of images, its key for all that makes pixels."""
