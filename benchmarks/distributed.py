@@ -115,9 +115,9 @@ def of_phase_a(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tupl
 
 def of_phase_b(job: TeacherJob) -> tuple[torch.nn.Module, Callable[[Batch], tuple]]:
     """The loss of a plain student, and what it takes beside a batch."""
-    student = build_student(job.settings, job.data).to(job.device)
-    optim = job.settings.phase_b.optim
-    training = Training(job.settings, job.data, job.device, student, optim)
+    train = job.settings.train
+    student = build_student(job.settings, job.data, train).to(job.device)
+    training = Training(job.settings, job.data, job.device, student, train)
     return training.losses(), lambda _batch: (0.0,)
 
 

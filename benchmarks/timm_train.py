@@ -90,9 +90,8 @@ def gaupipe(
         "data.workers": 0,
         "augment.flip": "true",
         "augment.resized_crop.scale": list(SCALE),
-        "phase_b.epochs": epochs,
-        "phase_b.optim": f"{{name: adamw, lr: {LR}, weight_decay: {DECAY}, min_lr: {MIN_LR}}}",
-        "baseline": "{}",
+        "train.epochs": epochs,
+        "train.optim": f"{{name: adamw, lr: {LR}, weight_decay: {DECAY}, min_lr: {MIN_LR}}}",
         "seed": seed,
         "threads": 1,
     }

@@ -126,7 +126,7 @@ def variant(
 ) -> Variant:
     """The training ``name``, freshly started, with a proxy's ``hardness`` [images]."""
     job = build(settings, data)
-    made = Variant(job.settings, data, job.device, job.student, job.optim)
+    made = Variant(job.settings, data, job.device, job.student, job.train)
     made.name, made.hardness = name, hardness
     if name == "impulse":
         start_impulse(job.student, settings.seed)
@@ -192,7 +192,7 @@ def sharpness(scores: Tensor, top: float) -> float:
 def losses_of_proxy(settings: Settings, data: ImageData, folder: Path) -> Tensor:
     """The losses [images] of a ViT of width 32 after 6 epochs."""
     args = settings.model.args | {"embed_dim": 32}
-    settings = settings.with_section("model", args=args).with_section("phase_b", epochs=6)
+    settings = settings.with_section("model", args=args).with_section("train", epochs=6)
     job = variant("plain", settings.with_section("data", batch_size=128), data)
     model = trained(job, folder).kept.eval()
     losses = torch.empty(len(data.train))
@@ -226,11 +226,11 @@ def main() -> None:
     settings = load(
         arguments.config,
         [
-            *["threads=1", "model.init=normal", "phase_b.optim.name=muon", "phase_b.optim.lr=4e-3"],
-            *["baseline.epochs=null", "phase_b.label_smoothing=0.0", f"seed={arguments.seed}"],
+            *["threads=1", "model.init=normal", "train.optim.name=muon", "train.optim.lr=4e-3"],
+            *["train.label_smoothing=0.0", f"seed={arguments.seed}"],
             *[
                 f"data.batch_size={BATCH_SIZES.get(name, 256)}",
-                f"phase_b.epochs={arguments.epochs}",
+                f"train.epochs={arguments.epochs}",
             ],
             *arguments.set,
         ],

@@ -119,10 +119,24 @@ StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     Student | None,
-    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "phase_b.student"),
+    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "model.attention"),
 ]
 Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
+Epochs = Annotated[int | None, _option("--epochs N", "Epochs.", "train.epochs", min=1)]
+LearningRate = Annotated[
+    float | None, _option("--lr RATE", "Learning rate after the warm-up.", "train.optim.lr")
+]
+TeacherEpochs = Annotated[
+    int | None, _option("--epochs N", "Most epochs.", "phase_a.max_epochs", min=1)
+]
+TeacherLearningRate = Annotated[
+    float | None, _option("--lr RATE", "Learning rate after the warm-up.", "phase_a.optim.lr")
+]
+BatchSize = Annotated[
+    int | None, _option("--batch-size N", "Images in a step.", "data.batch_size", min=1)
+]
+Seed = Annotated[int | None, _option("--seed N", "Seed of all random numbers.", "seed", min=0)]
 Resume = Annotated[bool, _option("--resume", "Continue from the last checkpoint.")]
 Force = Annotated[bool, _option("--force", "Start even if memory or disk look too small.")]
 Teacher = Annotated[
@@ -183,6 +197,10 @@ def run(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
     student: Attention = None,
     teacher: Teacher = None,
     download: Download = False,
@@ -193,6 +211,7 @@ def run(
 
     Example: `gaupipe run --data photos --student belief2`
     """
+    overrides = _with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
     _say_start("all stages", settings, folder, student)
@@ -209,6 +228,10 @@ def phase_a(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
+    epochs: TeacherEpochs = None,
+    lr: TeacherLearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
     resume: Resume = False,
     force: Force = False,
     teacher: Teacher = None,
@@ -216,8 +239,9 @@ def phase_a(
 ) -> None:
     """Make the teacher: train it, or take a trained ViT.
 
-    Example: `gaupipe phase-a fashion_mnist --set phase_a.max_epochs=20`
+    Example: `gaupipe phase-a fashion_mnist --epochs 20`
     """
+    overrides = _with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
     _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
@@ -306,6 +330,10 @@ def phase_b(
         _option("--name NAME", "The student's folder.", "the attention"),
     ] = None,
     overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
     maps: Annotated[
         str | None, _option("--maps PATH-OR-URL", "The store.", "maps.zarr in the run directory")
     ] = None,
@@ -316,13 +344,14 @@ def phase_b(
 ) -> None:
     """Distil the stored maps into an ordinary ViT, which timm loads.
 
-    Example: `gaupipe phase-b --student belief2 --set phase_b.epochs=40`
+    Example: `gaupipe phase-b --student belief2 --epochs 40`
     """
+    overrides = _with_options(overrides, "train", epochs, lr, batch_size, seed)
     run_dir = _run(run_dir)
     from stages.runs import students
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
-    request = students.begin(run_dir, student, name=name, overrides=overrides or [], **options)
+    request = students.begin(run_dir, student, name=name, overrides=overrides, **options)
     _say_start("phase B", request.settings, request.folder)
     from stages import phase_b as stage
 
@@ -338,6 +367,10 @@ def train(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    batch_size: BatchSize = None,
+    seed: Seed = None,
     student: Attention = None,
     model: Annotated[
         str | None,
@@ -352,17 +385,17 @@ def train(
 ) -> None:
     """Train a ViT on the labels alone: no teacher, no store.
 
-    The ViT, its optimizer and its epochs are those of phase_b and baseline in the settings.
-
-    Example: `gaupipe train --data photos --student xsa`
+    Example: `gaupipe train --data photos --student xsa --epochs 30`
     """
+    overrides = _with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "model.name", model, download)
+    from gaupipe.settings.load import check_plain
+
+    distributed.main_first(lambda: check_plain(_names(overrides)))
     settings, folder = _settings(config, overrides, run_dir, data, student, plain=True)
-    from gaupipe.settings.load import check_used
     from stages.runs.directory import RunDirectory
 
-    distributed.main_first(lambda: check_used(overrides or [], settings))
-    attention = student or settings.phase_b.student
+    attention = student or settings.model.attention
     trained = RunDirectory(folder).student(attention, distilled=False)
     _say_start("training", settings, trained, attention)
     from stages import train as stage
@@ -533,7 +566,7 @@ def compare(
     ] = None,
     overrides: Overrides = None,
     students: Annotated[
-        str | None, _option("--students A,B", "Attentions of the students.", "phase_b.student")
+        str | None, _option("--students A,B", "Attentions of the students.", "model.attention")
     ] = None,
     seeds: Annotated[str, _option("--seeds A,B", "Seeds of every row of the tables.")] = "0,1,2",
     sweep: Annotated[
@@ -569,7 +602,7 @@ def compare(
     settings, _ = _settings(config, overrides, folder, data)
     from pydantic import Field
 
-    students = settings.phase_b.student if students is None else students
+    students = settings.model.attention if students is None else students
     attentions = _listed("--students", students, Student)
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
@@ -859,7 +892,7 @@ def _say_start(
     what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
 ) -> None:
     """Says what a command is about to do, before it imports torch, which takes seconds."""
-    attention, data = attention or settings.phase_b.student, settings.data
+    attention, data = attention or settings.model.attention, settings.data
     model = model or f"{settings.model.name}, attention {attention}"
     _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
 
@@ -875,6 +908,40 @@ def _with_model(
     """An option that names a model and --download as settings."""
     named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
+
+
+def _names(overrides: list[str]) -> list[str]:
+    """The "a.b" of each ``a.b=value``."""
+    return [override.partition("=")[0] for override in overrides]
+
+
+def _with_options(
+    overrides: list[str] | None,
+    section: str,
+    epochs: int | None,
+    lr: float | None,
+    batch_size: int | None,
+    seed: int | None,
+) -> list[str]:
+    """The options by which a training is told most as settings, those of its ``section``. Raises
+    UserError where --set says the same."""
+    options = {
+        "--epochs": ("phase_a.max_epochs" if section == "phase_a" else "train.epochs", epochs),
+        "--lr": (f"{section}.optim.lr", lr),
+        "--batch-size": ("data.batch_size", batch_size),
+        "--seed": ("seed", seed),
+    }
+    together = list(overrides or [])
+    for option, (setting, value) in options.items():
+        if value is None:
+            continue
+        for name in _names(overrides or []):
+            if f"{setting}.".startswith(f"{name}."):
+                raise UserError(
+                    f"{option} {value}: is {setting}, which --set {name} sets too: give one"
+                )
+        together.append(f"{setting}={value}")
+    return together
 
 
 def _settings(

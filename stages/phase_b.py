@@ -86,7 +86,8 @@ def build(
     if teacher is None:
         return build_plain(settings, data, afresh)
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, trained=afresh).to(device)
+    train = settings.student_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,
@@ -96,6 +97,6 @@ def build(
     )
     check_fit(student, maps.schema, settings.phase_b, url)
     check_targets(maps.schema, settings, url)
-    job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, train, maps)
     _ = job.read  # a damaged decoder shows before anything is written
     return job

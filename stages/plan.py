@@ -27,7 +27,7 @@ from gaupipe.distillation.job import PRELOAD_BYTES
 from gaupipe.distillation.store_choice import planned_export
 from gaupipe.distillation.student import MapShape
 from gaupipe.distillation.vit_teacher import build_model
-from gaupipe.settings import LogSettings, Settings
+from gaupipe.settings import LogSettings, Settings, TrainSettings
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
@@ -75,12 +75,12 @@ def run(
     data, held_out = data_of(settings, images, classes)
     images = images or len(data.train)
     stages, facts = ({}, {}) if plain else plan_phases(settings, data, images, world_size)
-    baseline = settings.baseline.epochs
-    if plain or baseline != 0:
+    if plain or settings.baseline.epochs != 0:
         check_baseline(settings, data)
-        epochs = (baseline or settings.phase_b.epochs) if plain else settings.baseline_epochs
-        ema = settings.baseline_optim.ema
-        stages["plain"] = of_student(settings, data, "plain", epochs, ema, world_size)
+        train = settings.baseline_training
+        if not plain:
+            train = train.model_copy(update={"epochs": settings.baseline_epochs})
+        stages["plain"] = of_student(settings, data, "plain", train, world_size)
     memory = max(stage["memory_bytes"] for stage in stages.values())
     disk = sum(stage["disk_bytes"] for stage in stages.values())
     too_large = mistake_in(lambda: check_memory("the run", memory))
@@ -120,8 +120,8 @@ def plan_phases(
     export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
-    memory, phase = {"memory_bytes": needs.memory_bytes}, settings.phase_b
-    student = of_student(settings, data, "distilled", phase.epochs, phase.optim.ema, world_size)
+    memory, train = {"memory_bytes": needs.memory_bytes}, settings.student_training
+    student = of_student(settings, data, "distilled", train, world_size)
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages = {
         "phase_a": {
@@ -141,16 +141,16 @@ def of_student(
     settings: Settings,
     data: ImageData,
     how: str,
-    epochs: int,
-    ema: float | None,
+    train: TrainSettings,
     world_size: int,
 ) -> dict[str, Any]:
     """The training of a student."""
-    student = build_student(settings, data, "meta")
+    ema = train.optim.ema
+    student = build_student(settings, data, train, "meta")
     parameters = count_parameters(student)
     return {
-        "model": f"{settings.phase_b.student}, {how}",
-        "epochs": epochs,
+        "model": f"{settings.model.attention}, {how}",
+        "epochs": train.epochs,
         "parameters": parameters,
         "memory_bytes": training_memory(settings, student, data, ema, world_size),
         # two checkpoints, each with the weights of the best epoch, and two students for timm
@@ -259,10 +259,11 @@ def measure(
             exports = images / len(small.train) * views
             seconds["export"] = exports * (time.monotonic() - started)
             metrics = phase_b.run(folder, data=small)
-            ends = phase.epochs if phase.gamma_schedule == "constant" else phase.gamma_ends
+            epochs = settings.student_training.epochs
+            ends = epochs if phase.gamma_schedule == "constant" else phase.gamma_ends(epochs)
             # without maps the first half: patches may be dropped in it
-            with_maps = min(ends, phase.epochs) if phase.gamma else phase.epochs // 2
-            without = phase.epochs - with_maps
+            with_maps = min(ends, epochs) if phase.gamma else epochs // 2
+            without = epochs - with_maps
             seconds["phase_b"] = with_maps * epoch(metrics, 1) + without * epoch(metrics)
         if "plain" in stages:
             metrics = train.run(short, folder, data=small)
@@ -278,8 +279,9 @@ def shortened(settings: Settings) -> Settings:
     changes: dict[str, dict[str, Any]] = {
         "phase_a": {"max_epochs": 2, "stop_accuracy": 1.0},
         "export": {"views": settings.export.views and 2},
-        "phase_b": {"epochs": 4, "gamma_epochs": 2, "patience": None},
-        "baseline": {"epochs": 4},
+        "train": {"epochs": 4, "patience": None},
+        "phase_b": {"epochs": None, "gamma_epochs": 2, "patience": None},
+        "baseline": {"epochs": 4, "patience": None},
         "data": {"buckets": None},
     }
     few = {name: getattr(settings, name).model_copy(update=of) for name, of in changes.items()}

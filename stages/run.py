@@ -22,8 +22,8 @@ from stages.runs.directory import RunDirectory
 def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list[dict[str, Any]]:
     """Runs every stage that has not finished in ``run_dir``, with a student of this attention, and
     returns the lines of the summary table."""
-    attention = attention or settings.phase_b.student
-    settings = settings.with_section("phase_b", student=attention)
+    attention = attention or settings.model.attention
+    settings = settings.with_section("model", attention=attention)
     run_directory = RunDirectory(run_dir)
 
     def prepare() -> ImageData:
@@ -62,8 +62,8 @@ def run(settings: Settings, run_dir: Path, attention: str | None = None) -> list
         begun = folder.exists()
         plain = phase_b.run(run_dir, attention, resume=begun, distilled=False, data=data)
         lines.append(line(f"{attention}, plain", plain, folder))
-        before = run_directory.student_settings(attention, distilled=False).phase_b.epochs
-        if before < settings.baseline_epochs and distributed.is_main():
+        before = run_directory.student_settings(attention, distilled=False).baseline_training
+        if before.epochs < settings.baseline_epochs and distributed.is_main():
             both = f"both phases have {settings.baseline_epochs} epochs"
             print(f"gaupipe: {folder} is from before phase A: {both}", file=sys.stderr)
     return lines

@@ -50,9 +50,7 @@ def train_into(
         distributed.main_first(lambda: state.load(folder / "checkpoint"))
         distributed.on_main(lambda: write_request(folder, settings, job.source_of_maps()))
         train(job, state, folder)
-        distributed.on_main(
-            lambda: kept_epochs.save(state, folder, settings.phase_b.keep, job.data)
-        )
+        distributed.on_main(lambda: kept_epochs.save(state, folder, job.train.keep, job.data))
     return state.metrics
 
 
@@ -60,8 +58,6 @@ def train_plain(
     settings: Settings, folder: Path, *, data: ImageData | None = None, resume: bool = False
 ) -> list[dict[str, Any]]:
     """Trains a student on the labels alone into ``folder``, as :func:`train_into` does."""
-    if settings.baseline.epochs:
-        settings = settings.with_section("phase_b", epochs=settings.baseline.epochs)
     return train_into(folder, settings, partial(build, settings), data, resume)
 
 
@@ -77,12 +73,12 @@ def run(
 
     The training is the baseline's of the other stages: the same loop, and with the same settings
     the same numbers. Several attentions may be trained in one run, at the same time too.
-    ``attention`` None is the settings' ``phase_b.student``; ``resume`` continues from the last
+    ``attention`` None is the settings' ``model.attention``; ``resume`` continues from the last
     checkpoint; ``data`` is the data set of the settings, where it has been read already.
 
     Raises UserError before anything is written.
     """
-    attention = attention or settings.phase_b.student
+    attention = attention or settings.model.attention
     run = RunDirectory(run_dir)
     request = ranks.resolve(lambda: resolve(settings, run, attention, resume, data))
     created = distributed.broadcast(distributed.on_main(lambda: begin(run, request, resume)))
@@ -104,10 +100,11 @@ def resolve(
 ) -> Request:
     """The request for a student of this ``attention``. Raises UserError for a training that the
     run directory or the machine does not allow."""
-    settings = run.settled(settings.with_section("phase_b", student=attention))
-    keep = run.settings().phase_b.keep if run.config.is_file() else settings.phase_b.keep
+    settings = run.settled(settings.with_section("model", attention=attention))
+    before = run.settings() if run.config.is_file() else settings
     # another epoch to keep does not make another run
-    run.check(settings.with_section("phase_b", keep=keep))
+    asked = settings.with_section("train", keep=before.train.keep)
+    run.check(asked.with_section("baseline", keep=before.baseline.keep))
     folder = run.student(attention, distilled=False)
     if not resume and folder.exists():
         raise UserError(f"{folder} already exists: --resume continues it, {ELSEWHERE}")

@@ -26,7 +26,7 @@ def tiny(images: int, batch_size: int, epochs: int, depth: int = 2) -> list[str]
         f"data.batch_size={batch_size}",
         f"phase_a.max_epochs={epochs}",
         "phase_a.stop_accuracy=1.0",
-        f"phase_b.epochs={epochs}",
+        f"train.epochs={epochs}",
         f"model.args={{depth: {depth}, embed_dim: 16, num_heads: 2}}",
         "threads=1",
     ]

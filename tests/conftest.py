@@ -76,7 +76,7 @@ def small_run(tmp_path_factory) -> Path:
     from gaupipe.settings import load as config
     from stages import export, phase_a, phase_b
 
-    small = ["data.train_images=40", "phase_a.max_epochs=1", "phase_b.epochs=1", "threads=1"]
+    small = ["data.train_images=40", "phase_a.max_epochs=1", "train.epochs=1", "threads=1"]
     model = "model.args={embed_dim: 16, depth: 1, num_heads: 2}"
     run_dir = tmp_path_factory.mktemp("finished") / "before"
     phase_a.run(config.load("digits", [*small, model]), run_dir)

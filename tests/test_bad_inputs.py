@@ -22,17 +22,17 @@ from gaupipe.cli import main
 TINY = """
 threads: 1
 data: {train_images: 40, batch_size: 20}
-model: {args: {depth: 1, embed_dim: 16, num_heads: 2}}
+model: {attention: standard, args: {depth: 1, embed_dim: 16, num_heads: 2}}
 phase_a: {per_image: table, max_epochs: 1}
-phase_b: {student: standard, epochs: 1}
+train: {epochs: 1}
 baseline: {epochs: 1}
 """
 PICTURES = """
 threads: 1
 data: {name: folder, root: pictures, image_size: 8, batch_size: 20}
-model: {args: {depth: 1, embed_dim: 16, num_heads: 2}}
+model: {attention: standard, args: {depth: 1, embed_dim: 16, num_heads: 2}}
 phase_a: {per_image: table, max_epochs: 1}
-phase_b: {student: standard, epochs: 1}
+train: {epochs: 1}
 baseline: {epochs: 1}
 """
 COMMANDS = (

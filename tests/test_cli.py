@@ -127,7 +127,7 @@ def test_without_a_command_there_is_help(tmp_path, in_process):
 def test_a_mistake_ends_the_process_with_code_2_and_no_traceback(tmp_path):
     result = gaupipe("run", *sets("phase_b.epoch=1"), cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
-    said = "gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'?\n"
+    said = "gaupipe: --set: unknown setting 'phase_b.epoch'; did you mean 'train.epochs'?\n"
     assert result.stderr == said
 
 
@@ -165,7 +165,7 @@ def test_a_command_says_what_begins_before_it_imports_torch(run, name):
 
 
 def test_a_training_says_what_it_does_and_what_may_follow(tmp_path):
-    command = ["train", "digits", "--student", "xsa", *sets(*TINY, "phase_b.epochs=1")]
+    command = ["train", "digits", "--student", "xsa", *sets(*TINY, "train.epochs=1")]
     result = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "gaupipe", *command],
         text=True,

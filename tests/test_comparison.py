@@ -154,7 +154,7 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
     assert [*settings] == [*baselines, *(f"distilled {name}" for name in students), *controls]
     assert settings["prior alone"].phase_a.per_image == "none"
     phases = {name: each.phase_b for name, each in settings.items()}
-    assert phases["distilled standard"].optim == base.phase_b.optim
+    assert settings["distilled standard"].train == base.student_training
     assert phases["shuffled maps"].shuffle_maps and phases["no soft labels"].alpha == 0
     assert phases["no soft labels"].beta == pytest.approx(0.3)
     atto = config.load("cifar10_atto")  # whose teacher has no prior
@@ -163,16 +163,17 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
 
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     options = {"zz": False}
-    changes = ["student=belief2", f"attention_options={options}", "model_args={rezero: true}"]
-    base = config.load("digits", [f"phase_b.{one}" for one in [*changes, "match_params=true"]])
+    changes = ["attention=belief2", f"attention_options={options}", "student_args={rezero: true}"]
+    base = config.load("digits", [f"model.{one}" for one in [*changes, "match_params=true"]])
     settings = resolved(base, default_rows(base, ["belief2", "attentionx"]))
-    phases = {name: each.phase_b for name, each in settings.items()}
-    reference, student = phases[BASELINE], phases["distilled belief2"]
-    assert not (reference.model_args or reference.match_params or reference.attention_options)
-    assert phases["plain ViT, belief2"].attention_options == student.attention_options == options
-    others = phases["distilled attentionx"], phases["plain ViT, attentionx"]
-    assert student.model_args and not any(other.attention_options for other in others)
-    assert reference.optim == base.baseline_optim != student.optim
+    models = {name: each.model for name, each in settings.items()}
+    reference, student = models[BASELINE], models["distilled belief2"]
+    assert not (reference.student_args or reference.match_params or reference.attention_options)
+    assert models["plain ViT, belief2"].attention_options == student.attention_options == options
+    others = models["distilled attentionx"], models["plain ViT, attentionx"]
+    assert student.student_args and not any(other.attention_options for other in others)
+    assert settings[BASELINE].train == base.baseline_training
+    assert settings["distilled belief2"].train == base.student_training != base.baseline_training
 
 
 def test_runs_are_the_same_where_what_differs_means_nothing_to_them():
@@ -207,20 +208,20 @@ def swept(entries, base):
 
 def test_an_entry_changes_the_row_named_in_like_and_inherits_plain():
     entries = [
-        {"name": "longer", "plain": True, "phase_b.epochs": 3},
-        {"like": "longer", "phase_b.optim.lr": 0.1},
+        {"name": "longer", "plain": True, "train.epochs": 3},
+        {"like": "longer", "train.optim.lr": 0.1},
         {"export.encoding": "uint8"},
-        {"name": "mine", "like": None, "phase_b.model_args": {"mlp_ratio": 3}},
-        {"name": "smaller", "like": "mine", "phase_b.model_args.mlp_ratio": 2},
+        {"name": "mine", "like": None, "model.student_args": {"mlp_ratio": 3}},
+        {"name": "smaller", "like": "mine", "model.student_args.mlp_ratio": 2},
     ]
     base = config.load("digits")
     rows = {row.name: row for row in swept(entries, base)}
     settings = resolved(base, rows.values())
     assert rows["longer"].plain and rows["lr 0.1"].plain and not rows["encoding uint8"].plain
-    phase = settings["lr 0.1"].phase_b
-    assert (phase.epochs, phase.optim.lr, phase.match_params) == (3, 0.1, False)
+    train = settings["lr 0.1"].train
+    assert (train.epochs, train.optim.lr) == (3, 0.1)
     assert settings["encoding uint8"].export.encoding == "uint8"
-    assert [settings[name].phase_b.model_args["mlp_ratio"] for name in ("mine", "smaller")] == [
+    assert [settings[name].model.student_args["mlp_ratio"] for name in ("mine", "smaller")] == [
         3,
         2,
     ]
@@ -244,8 +245,8 @@ def test_the_folder_of_a_comparison_is_known_by_its_lock(in_process, tmp_path):
 
 
 def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
-    """Which a configuration may name apart from phase B's."""
-    changes = ["phase_b.epochs=6", "baseline.epochs=9", "phase_b.optim.lr=3e-3"]
+    """Which a configuration may name apart from those of phase B, and a distilled row those."""
+    changes = ["phase_b.epochs=6", "baseline.epochs=9", "train.optim.lr=3e-3"]
     base = config.load("digits", [*changes, "baseline.optim.lr=1e-3"])
     expected = {
         BASELINE: (9, 1e-3),
@@ -254,18 +255,24 @@ def test_a_plain_row_changes_the_baselines_optimizer_and_epochs():
         "longer": (24, 1e-3),
         "longest": (30, 1e-3),
         "student": (6, 3e-3),
+        "short student": (2, 3e-3),
+        "shorter student": (1, 3e-3),
     }
     entries = [
-        {"name": "longer", "plain": True, "phase_b.epochs": 24},
+        {"name": "longer", "plain": True, "train.epochs": 24},
         {"name": "longest", "plain": True, "baseline.epochs": 30},
-        {"name": "rate", "plain": True, "like": None, "phase_b.optim.lr": 0.1},
+        {"name": "rate", "plain": True, "like": None, "train.optim.lr": 0.1},
         {"name": "as it is", "plain": True, "like": None},
         {"name": "student", "phase_b.gamma": 0.5},
+        {"name": "short student", "train.epochs": 2},
+        {"name": "shorter student", "phase_b.epochs": 1},
     ]
     settings = resolved(base, swept(entries, base))
     for name, values in expected.items():
-        phase = settings[name].phase_b
-        assert (phase.epochs, phase.optim.lr) == values, name
+        train = settings[name].train
+        assert (train.epochs, train.optim.lr) == values, name
+    with pytest.raises(UserError, match=r"mine: phase_b\.epochs: .* set train\.epochs"):
+        resolved(base, swept([{"name": "mine", "plain": True, "phase_b.epochs": 2}], base))
 
 
 def test_a_figure_of_the_same_results_is_the_same_file(tmp_path):
@@ -288,7 +295,7 @@ def compared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compare") / "c"
     sweep = folder.parent / "mine.yaml"
     sweep.write_text(
-        "- {name: plain longer, plain: true, phase_b.epochs: 3, phase_b.patch_drop_rate: 0.5}\n"
+        "- {name: plain longer, plain: true, train.epochs: 3, train.patch_drop_rate: 0.5}\n"
         "- {phase_b.gamma: 0.5, export.encoding: uint8}\n"
     )
     printed = io.StringIO()
@@ -338,7 +345,7 @@ def test_a_tiny_comparison(compared):
 def test_the_costs_of_a_tiny_comparison(compared):
     """100 images, 2 or 3 epochs of the student, 1 of the teacher, which compares no queries."""
     settings = config.load("digits", TINY)
-    vit = build_student(settings, load_data(settings.data))
+    vit = build_student(settings, load_data(settings.data), settings.train)
     forward, rows = products_of(vit, tokens=16), rows_of(compared[0], "mine")
     dropped = products_of(vit, tokens=8)  # in the first of three epochs
     for name, forwards in ((BASELINE, 2 * forward), ("plain longer", dropped + 2 * forward)):
@@ -373,9 +380,9 @@ def test_the_differences_of_a_tiny_comparison(compared):
 def test_a_sweep_of_plain_runs_trains_no_teacher(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "plain.yaml"
     sweep.write_text(
-        "- {name: no FFN, plain: true, phase_b.student: belief2, "
-        "phase_b.model_args: {mlp_ratio: 0}}\n- {name: diverges, plain: true, "
-        "phase_b.optim.lr: 1.0e+30, phase_b.optim.clip_grad: null}\n"
+        "- {name: no FFN, plain: true, model.attention: belief2, "
+        "model.student_args: {mlp_ratio: 0}}\n- {name: diverges, plain: true, "
+        "train.optim.lr: 1.0e+30, train.optim.clip_grad: null}\n"
     )
     code, out, err = in_process(*compare(folder, "--sweep", sweep, seeds="0"))
     assert code == 0, err
@@ -412,7 +419,7 @@ def test_finished_rows_are_not_run_again(compared, in_process):
 def test_students_that_draw_the_same_views_share_a_store(in_process, tmp_path):
     folder, sweep = tmp_path / "c", tmp_path / "views.yaml"
     sweep.write_text(
-        "- {name: xsa, phase_b.student: xsa}\n"
+        "- {name: xsa, model.attention: xsa}\n"
         "- {name: flips, augment.flip: true}\n"
         "- {name: the images themselves, export.views: null}\n"
     )
@@ -446,13 +453,13 @@ def test_a_folder_with_files_of_two_trainings_is_refused(compared, in_process, t
 
 def test_a_teacher_without_a_head_and_with_other_heads_counts_no_epoch(in_process, tmp_path):
     """What is no setting of a teacher does not keep a comparison from its students."""
-    vit = config.load("digits", [*TINY, "phase_b.student=standard"])
+    vit = config.load("digits", [*TINY, "model.attention=standard"])
     phase_b.train_student(vit, tmp_path / "vit", teacher=None)
     folder = tmp_path / "c"
     changes = [
         f"phase_a.teacher=local-dir:{tmp_path / 'vit' / 'student'}",
         "phase_a.teacher_args={num_classes: 0}",
-        "phase_b.model_args={num_heads: 1}",
+        "model.student_args={num_heads: 1}",
         "phase_b.head_map=mean",
         "phase_b.alpha=0.0",
     ]

@@ -1,5 +1,6 @@
 """Settings: what is read, what is refused and how it is said."""
 
+import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
+import yaml
 
 from gaupipe.settings import Settings, scope
 from gaupipe.settings import load as config
@@ -16,17 +18,17 @@ from gaupipe.system.errors import UserError
 
 def test_dumped_settings_load_to_the_same(tmp_path):
     settings = config.load(
-        "digits", ["phase_b.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
+        "digits", ["train.epochs=7", "model.args={embed_dim: 32}", "data.train_images=100"]
     )
     path = tmp_path / "config.yaml"
     path.write_text(config.dump(settings))
     assert config.load(path) == settings
-    assert (settings.phase_b.epochs, settings.model.args["embed_dim"]) == (7, 32)
+    assert (settings.train.epochs, settings.model.args["embed_dim"]) == (7, 32)
 
 
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_in_scientific_notation_are_numbers(text):
-    assert config.load("digits", [f"phase_b.optim.lr={text}"]).phase_b.optim.lr == 1e-4
+    assert config.load("digits", [f"train.optim.lr={text}"]).train.optim.lr == 1e-4
 
 
 @pytest.mark.parametrize("text", ["2024", "007", "1e5", "true", "2024-05-01", "a b"])
@@ -93,13 +95,18 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
     "overrides,message",
     [
         ("sed=1", "unknown setting 'sed'; did you mean 'seed'"),
-        ("phase_b.epoch=3", "unknown setting 'phase_b.epoch'; did you mean 'phase_b.epochs'"),
+        ("epochs=3", "unknown setting 'epochs'; did you mean 'train.epochs'?"),
+        ("phase_b.epohcs=3", "did you mean 'phase_b.epochs' or 'train.epochs'?"),
+        ("phase_a.epochs=3", "did you mean 'phase_a.max_epochs' or 'train.epochs'?"),
+        ("phase_b.attention_options={}", "did you mean 'model.attention_options'?"),
+        ("lr=0.1", "did you mean 'train.optim.lr'?"),
+        ("phase_a.lr=0.1", "did you mean 'phase_a.optim.lr'?"),
         ("phase_bb.epochs=3", "did you mean 'phase_b'"),
         ("baseline.optim.rl=1", "baseline.optim: unknown setting 'rl'; did you mean 'lr'?"),
-        ("phase_b.optim.ema=1", "phase_b.optim.ema: input should be less than 1, got 1"),
+        ("train.optim.ema=1", "train.optim.ema: input should be less than 1, got 1"),
         ("baseline.optim.lr=0", "baseline.optim: lr: input should be greater than 0, got 0"),
         ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'r"),
-        ("phase_b.epochs", "should look like"),
+        ("train.epochs", "should look like"),
         ("=1", "should look like"),
         (".=1", "unknown setting"),
         ("data.name.x=1", "'name' is a value, not a section"),
@@ -121,7 +128,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("model.args={mlp_ratio: null}", "mlp_ratio"),
         ("model.args={drop_rate: 2}", "drop_rate"),
         ("model.args={pos_drop_rate: true}", "pos_drop_rate"),
-        ("model.args={patch_drop_rate: 0.5}", "see phase_b.patch_drop_rate"),
+        ("model.args={patch_drop_rate: 0.5}", "see train.patch_drop_rate"),
         *(
             (f"model.args={{{name}: 1}}", f"{name!r} cannot be given here")
             for name in ("img_size", "in_chans", "num_classes", "pretrained", "device", "attention")
@@ -197,25 +204,76 @@ def test_what_a_scope_says():
     anytime = names.keys() - config.flatten(Settings(), Scope.ANYTIME).keys()
     assert {"device", "threads", "data.root", "data.workers", "log.every"} <= anytime
     assert scope("model.args.depth") == scope("phase_a.rows.lr") == Scope.RUN
-    assert scope("phase_b.student") == Scope.STUDENT | Scope.COMMAND
-    assert scope("phase_b.optim.lr") == scope("baseline.optim.lr") == Scope.STUDENT
-    assert scope("export.kind") is Scope.EXPORT and scope("seed") is Scope.PHASE
-    other = config.load("digits", ["threads=3", "seed=5", "phase_b.optim.lr=0.5"])
-    assert set(config.changed(config.load("digits"), other, Scope.ANYTIME | Scope.PHASE)) == {
-        "phase_b.optim.lr"
-    }
+    of_student = ("model.attention", "train.optim.lr", "baseline.optim.lr", "phase_b.gamma", "seed")
+    assert {scope(name) for name in of_student} == {Scope.STUDENT}
+    assert scope("export.kind") is scope("model.name") is Scope.RUN
+    other = config.load("digits", ["threads=3", "export.k=5", "train.optim.lr=0.5"])
+    before = config.load("digits")
+    assert config.changed(before, other, Scope.ANYTIME, Scope.STUDENT) == ["export.k"]
 
 
-def test_the_baseline_has_the_optimizer_of_phase_b_but_for_its_own_settings():
-    args = {"betas": [0.1, 0.2]}
-    changes = [f"phase_b.optim={{lr: 0.5, args: {args}}}", "baseline.optim={lr: 0.25}"]
-    optim = config.load("digits", changes).baseline_optim
-    assert (optim.lr, optim.args, optim.name) == (0.25, args, "muon")
+TRAINED = {
+    "train": {"epochs": 9, "patience": 3, "optim": {"lr": 0.5, "args": {"betas": [0.1, 0.2]}}},
+    "phase_b": {"epochs": 4, "label_smoothing": 0.1, "optim": {"warmup_epochs": 2}},
+    "baseline": {"patience": 5, "optim": {"lr": 0.25, "clip_grad": None}},
+}
+
+
+def test_phase_b_and_the_baseline_differ_from_train_where_they_say_so():
+    settings = config.parse(copy.deepcopy(TRAINED), "here")
+    student, baseline = settings.student_training, settings.baseline_training
+    assert (student.epochs, student.patience, student.label_smoothing) == (4, 3, 0.1)
+    assert (student.optim.lr, student.optim.warmup_epochs, student.optim.clip_grad) == (0.5, 2, 1)
+    assert (baseline.epochs, baseline.patience, baseline.label_smoothing) == (9, 5, 0)
+    assert (baseline.optim.lr, baseline.optim.warmup_epochs) == (0.25, 1)
+    assert baseline.optim.clip_grad is None
+    assert student.optim.args == baseline.optim.args == {"betas": [0.1, 0.2]}
+    assert settings.with_training(distilled=True).train == student
+    assert settings.with_training(distilled=True).baseline_training == student
+    assert config.parse(yaml.safe_load(config.dump(settings)), "again") == settings
+
+
+@pytest.mark.parametrize(
+    "override,student,baseline",
+    [
+        ("train.epochs=2", (2, 3, 0.5, 2), (2, 5, 0.25, 1)),
+        ("train.optim.lr=0.1", (4, 3, 0.1, 2), (9, 5, 0.1, 1)),
+        ("train.patience=null", (4, None, 0.5, 2), (9, None, 0.25, 1)),
+        ("train={epochs: 2, optim: {warmup_epochs: 0}}", (2, None, 4e-3, 0), (2, 5, 0.25, 0)),
+        ("phase_b.epochs=7", (7, 3, 0.5, 2), (9, 5, 0.25, 1)),
+    ],
+)
+def test_train_on_the_command_line_counts_for_both(override, student, baseline, tmp_path):
+    """Although the file may have others for phase B and for the baseline."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(yaml.safe_dump(TRAINED))
+    settings = [config.load(path, [override])]
+    if "{" not in override:  # which load_merged joins
+        settings.append(config.load_merged(path, [override]))
+    for each in settings:
+        for train, values in (
+            (each.student_training, student),
+            (each.baseline_training, baseline),
+        ):
+            optim = train.optim
+            assert (train.epochs, train.patience, optim.lr, optim.warmup_epochs) == values
+
+
+def test_what_the_command_line_says_of_phase_b_stays_beside_train():
+    settings = config.load("digits", ["phase_b.epochs=3", "train.epochs=5"])
+    assert (settings.student_training.epochs, settings.baseline_training.epochs) == (3, 5)
+
+
+def test_validating_settings_reads_no_file(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_args": {"attention": "xsa"}}')
+    tree = {"model": {"name": f"local-dir:{tmp_path}"}}
+    assert Settings.model_validate(tree).model.attention == "belief"
+    assert config.parse(tree, "here").model.attention == "xsa"
 
 
 @pytest.mark.parametrize("name", config.shipped())
 def test_shipped_settings_are_valid(name):
-    assert config.load(name).phase_b.epochs > 0
+    assert config.load(name).train.epochs > 0
 
 
 @pytest.mark.parametrize(
@@ -229,13 +287,13 @@ def test_shipped_settings_are_valid(name):
 def test_the_papers_settings_are_the_papers(name, epochs, weights):
     """*GauTransformer, section 4*; what the paper does not name is switched off."""
     settings = config.load(name)
-    teacher, phase = settings.phase_a, settings.phase_b
+    teacher, phase, train = settings.phase_a, settings.phase_b, settings.student_training
     assert teacher.parametrisation == "paper" and teacher.mode == "stochastic" and not teacher.prior
     assert teacher.stop_accuracy == 0.92
-    assert (phase.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
+    assert (train.epochs, phase.alpha, phase.beta, phase.gamma) == (epochs, *weights)
     assert phase.gamma_schedule == "constant" and phase.direction == "student_teacher"
-    assert settings.augment.geometry == "ignore" and phase.optim.warmup_epochs == 15
-    for optim in (teacher.optim, phase.optim, settings.baseline_optim):
+    assert settings.augment.geometry == "ignore" and train.optim.warmup_epochs == 15
+    for optim in (teacher.optim, train.optim, settings.baseline_training.optim):
         assert (optim.name, optim.lr, optim.args) == ("adamw", 1e-4, {})
         assert (optim.weight_decay, optim.schedule, optim.min_lr) == (0.03, "cosine", 0)
         assert optim.clip_grad is None and optim.ema is None

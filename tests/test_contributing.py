@@ -53,7 +53,7 @@ def test_a_new_attention_is_a_file_and_a_line(packages):
 
 @pytest.mark.long
 def test_an_attention_without_maps_learns_from_soft_labels_alone(packages):
-    small = ("--set", "phase_a.max_epochs=1", "--set", "phase_b.epochs=1")
+    small = ("--set", "phase_a.max_epochs=1", "--set", "train.epochs=1")
     run = ("run", "digits", "--student", "mean", *small, "--run-dir")
     refused = gaupipe(packages, *run, "with_maps")
     assert refused.returncode == 2 and "set phase_b.gamma=0" in refused.stderr

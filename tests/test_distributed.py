@@ -35,7 +35,7 @@ CASES = {
         "phase_a.optim.ema=0.9",
         "phase_b.gamma=0.2",
         "augment.mixup=0.5",
-        "phase_b.optim.accumulate=2",
+        "train.optim.accumulate=2",
     ],
     "files": [
         "phase_a.rows.initial_std=0.1",

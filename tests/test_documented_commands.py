@@ -22,7 +22,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 def shortened(command: list[str]) -> list[str]:
     """What makes a training short: an epoch, of the few garments that the tests make."""
-    setting = "baseline.epochs=1" if command[1] == "train" else "phase_b.epochs=1"
+    setting = "baseline.epochs=1" if command[1] == "train" else "train.epochs=1"
     more = ["--set", setting] if command[1] in ("run", "train", "phase-b") else []
     return [*more, "--set", "data.train_images=null"] if "fashion_mnist_plain" in command else more
 

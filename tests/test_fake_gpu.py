@@ -73,7 +73,7 @@ def student_job(run, request):
     """A student that learns from the maps of ``run``, or without a teacher from the labels."""
     stage, student = request.param
     teacher = RunDirectory(run)
-    changes = [AUGMENT, "phase_b.alpha=0.5", f"phase_b.student={student}"]
+    changes = [AUGMENT, "phase_b.alpha=0.5", f"model.attention={student}"]
     settings = config.load(str(teacher.config), changes)
     data = load_data(settings.data, False)
     return phase_b.build(settings, data, teacher if stage == "phase-b" else None)

@@ -89,7 +89,7 @@ def test_every_command_scales_images_as_the_weights_expect_but_for_what_is_set(
     teacher = ["phase_a.teacher_args={num_classes: 0}", "phase_b.alpha=0", "export.k=2"]
     names = ["model.name=local-dir:weights", "phase_a.teacher=local-dir:weights"]
     own = ["data.scaling={interpolation: bilinear}", "augment.resized_crop=null"]
-    epochs = ["phase_b.epochs=1", "baseline.epochs=1"]
+    epochs = ["train.epochs=1", "baseline.epochs=1"]
     changes = sets(*TINY[1:], *epochs, *names, *own, *teacher)
     arguments = [*command, "--data", "photos", *changes, "--run-dir", tmp_path / "run"]
     code, _, err = in_process(*arguments)
@@ -109,15 +109,13 @@ def test_a_converted_model_starts_with_the_outputs_of_its_weights(folder):
     images = torch.randn(4, 3, 16, 16)
     logits = []
     for attention in ("standard", "belief2"):
-        settings = settings_of(folder, f"phase_b.student={attention}")
-        student = build_student(settings, data).eval()
+        settings = settings_of(folder, f"model.attention={attention}")
+        student = build_student(settings, data, settings.train).eval()
         features = student.forward_features(images)
         torch.testing.assert_close(features, weights.forward_features(images))
         logits.append(student(images))
-    again, other = (
-        build_student(settings_of(folder, "phase_b.student=belief2", f"seed={seed}"), data)
-        for seed in (0, 1)
-    )
+    seeded = [settings_of(folder, "model.attention=belief2", f"seed={seed}") for seed in (0, 1)]
+    again, other = [build_student(settings, data, settings.train) for settings in seeded]
     assert again.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
     assert not other.blocks[0].attn.z.weight.equal(student.blocks[0].attn.z.weight)
     torch.testing.assert_close(*logits)
@@ -129,23 +127,23 @@ def test_a_student_of_ours_keeps_its_attention_unless_another_one_is_named(folde
     ours = timm.create_model("gauvit_pico_patch2_8", attention="belief2", **sizes).eval()
     save_student(ours, tmp_path / "weights", **SCALING)
     images = torch.randn(2, 3, 16, 16)
-    for named, attention in (([], "belief2"), (["phase_b.student=xsa"], "xsa")):
+    for named, attention in (([], "belief2"), (["model.attention=xsa"], "xsa")):
         changes = (f"model.name=local-dir:{tmp_path / 'weights'}", *named)
         settings = settings_of(folder, "data.batch_size=8")
         tree = settings.model_dump(mode="json", exclude={"phase_b", "model"})
         settings = config.parse(config.with_overrides(tree, changes), "test")
-        student = build_student(settings, load_data(settings.data)).eval()
-        assert student.gaupipe_args["attention"] == settings.phase_b.student == attention
+        student = build_student(settings, load_data(settings.data), settings.train).eval()
+        assert student.gaupipe_args["attention"] == settings.model.attention == attention
         same = student.forward_features(images).allclose(ours.forward_features(images))
         assert same == (attention == "belief2")
 
 
 def test_the_learning_rate_decays_from_block_to_block_as_timm_has_it(folder):
     """That of a Gaussian teacher, too, whose prior has a rate of its own."""
-    settings = settings_of(folder, "phase_b.optim={lr: 0.1, args: {layer_decay: 0.5}}")
-    student = build_student(settings, load_data(settings.data))
+    settings = settings_of(folder, "train.optim={lr: 0.1, args: {layer_decay: 0.5}}")
+    student = build_student(settings, load_data(settings.data), settings.train)
     prior = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.3, "weight_decay": 0.0}
-    optimizer, schedule = build_optimizer(student, settings.phase_b.optim, 4, 10, [prior])
+    optimizer, schedule = build_optimizer(student, settings.train.optim, 4, 10, [prior])
     schedule.step_update(10)  # after the warm-up
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     for group in param_groups_layer_decay(student, layer_decay=0.5):
@@ -191,12 +189,12 @@ def test_an_interrupted_fine_tuning_goes_on_without_its_weights(
         ("resnet18.a1_in1k", "", "model.name: resnet18.a1_in1k is a ResNet, no VisionTransfor"),
         ("local-dir:nosuch", "", "/nosuch: model.name should be a gauvit name"),
         ("local-dir:photos", "", "Config file not found"),
-        ("local-dir:weights", "phase_b.match_params=true", "keeps its FFN"),
-        ("local-dir:weights", "phase_b.student=gaussian", "cannot convert to 'gaussian'"),
+        ("local-dir:weights", "model.match_params=true", "keeps its FFN"),
+        ("local-dir:weights", "model.attention=gaussian", "cannot convert to 'gaussian'"),
         ("local-dir:weights", "model.args={depth: 4}", "do not fit model.name=local-dir:/"),
         ("local-dir:weights", "data.scaling={mean: [1, 2]}", "should have a number for each"),
         ("local-dir:weights", "data.scaling={std: [0]}", "data.scaling: std.0: input should be g"),
-        ("local-dir:weights", "phase_b.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),
+        ("local-dir:weights", "train.optim.args={layer_decay: x}", "timm cannot make 'adamw'"),
     ],
 )
 def test_what_cannot_be_fine_tuned_is_refused(
@@ -215,7 +213,7 @@ def test_with_checkpointing_less_is_kept_for_the_same_gradients(folder):
     """By timm's blocks, and by those that phase B runs one by one."""
     kept, gradients = {}, {}
     for checkpointing in (False, True):
-        settings = settings_of(folder, "phase_b.student=belief2")
+        settings = settings_of(folder, "model.attention=belief2")
         data = load_data(settings.data)
         job = training_job.build(settings, data)
         job.student.set_grad_checkpointing(checkpointing)

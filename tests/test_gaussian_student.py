@@ -97,10 +97,10 @@ TEACHER = [
     "phase_a.optim.lr=4e-3",
     "data.batch_size=64",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
-    "phase_b.epochs=1",
+    "train.epochs=1",
     "threads=1",
 ]
-EXACT = ["phase_b.warm_start=exact", "phase_b.attention_options={prior: true}"]
+EXACT = ["phase_b.warm_start=exact", "model.attention_options={prior: true}"]
 
 
 def test_phase_b_begins_where_the_teacher_ended(tmp_path):
@@ -129,10 +129,10 @@ def test_phase_b_begins_where_the_teacher_ended(tmp_path):
         ("phase_a.teacher=vit", "phase_a.teacher=gaussian"),
         ("phase_a.per_image=table", "phase_a.per_image=none"),
         ("phase_a.mode=stochastic", "phase_a.mode=expected"),
-        ("phase_b.student=belief2", "phase_b.student=standard"),
-        ("phase_b.attention_options={}", "prior: true"),
-        ("phase_b.match_params=true", "phase_b.match_params=false"),
-        ("phase_b.model_args={depth: 3}", "phase_b.model_args"),
+        ("model.attention=belief2", "model.attention=standard"),
+        ("model.attention_options={}", "prior: true"),
+        ("model.match_params=true", "model.match_params=false"),
+        ("model.student_args={depth: 3}", "model.student_args"),
     ],
 )
 def test_what_cannot_be_handed_over_is_refused_before_work_starts(

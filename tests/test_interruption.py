@@ -34,13 +34,13 @@ CASES = {
         "phase_a.mode=stochastic",
         "phase_a.optim.ema=0.9",
         "phase_a.optim.accumulate=2",
-        "phase_b.optim.ema=0.9",
+        "train.optim.ema=0.9",
         "augment.mixup=0.5",
         "baseline.epochs=0",
     ],
     "files": [
         "phase_a.rows.initial_std=0.1",
-        "phase_b.optim.accumulate=4",
+        "train.optim.accumulate=4",
         "baseline.epochs=0",
     ],
     "buckets": [
@@ -51,8 +51,8 @@ CASES = {
     "vit": [
         "phase_a.teacher=vit",
         "phase_b.alpha=0.2",
-        "phase_b.optim.accumulate=2",
-        "phase_b.patch_drop_rate=0.5",
+        "train.optim.accumulate=2",
+        "train.patch_drop_rate=0.5",
     ],
 }
 
@@ -287,7 +287,7 @@ def test_a_world_stopped_within_an_epoch_goes_on_to_the_same_bits(tmp_path):
 def test_another_number_of_processes_goes_on_within_an_epoch(tmp_path):
     """But for stochastic depth, which draws other numbers then, up to rounding."""
     settings = [*WORLD, "model.args={depth: 2, embed_dim: 16, num_heads: 2}"]
-    epochs = ["phase_a.max_epochs=3", "phase_b.epochs=3", "phase_a.mode=stochastic"]
+    epochs = ["phase_a.max_epochs=3", "train.epochs=3", "phase_a.mode=stochastic"]
     epochs.append("data.batch_size=60")
     unbroken = with_settings("run", tmp_path / "unbroken", [*settings, *epochs])
     assert in_world(1, tmp_path / "words", in_rank, unbroken) == [0]

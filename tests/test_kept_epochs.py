@@ -20,7 +20,7 @@ from stages.runs.directory import RunDirectory
 TINY = [
     "data.train_images=60",
     "data.batch_size=30",
-    "phase_b.epochs=7",
+    "train.epochs=7",
     "threads=1",
     "model.args={depth: 1, embed_dim: 16, num_heads: 2}",
 ]
@@ -71,18 +71,18 @@ def said(folder: Path) -> dict:
     "settings,student,beside",
     [
         ([], 7, ("best", 6)),
-        (["phase_b.keep=best"], 6, ("last", 7)),
+        (["train.keep=best"], 6, ("last", 7)),
         # epoch 4 is as good as epoch 2, not better
-        (["phase_b.patience=3"], 5, ("best", 2)),
-        (["phase_b.patience=3", "phase_b.keep=best"], 2, ("last", 5)),
-        (["phase_b.patience=4"], 7, ("best", 6)),
+        (["train.patience=3"], 5, ("best", 2)),
+        (["train.patience=3", "train.keep=best"], 2, ("last", 5)),
+        (["train.patience=4"], 7, ("best", 6)),
     ],
 )
 def test_the_student_is_of_the_epoch_that_the_settings_choose(
     tmp_path, seen, settings, student, beside
 ):
     metrics = train(tmp_path / "x", *settings)
-    assert len(metrics) == (5 if "phase_b.patience=3" in settings else 7)
+    assert len(metrics) == (5 if "train.patience=3" in settings else 7)
     assert epoch_of(tmp_path / "x/student", seen) == said(tmp_path / "x")["epoch"] == student
     others = [name for name in ("best", "last") if (tmp_path / "x" / name).exists()]
     assert others == ([] if beside is None else [beside[0]])
@@ -92,7 +92,7 @@ def test_the_student_is_of_the_epoch_that_the_settings_choose(
 
 @pytest.mark.parametrize("fails_at", [1, 3, 4])
 def test_best_epoch_and_patience_survive_an_interruption(tmp_path, seen, fails_at):
-    settings = ["phase_b.patience=3", "phase_b.keep=best", "phase_b.optim.ema=0.5"]
+    settings = ["train.patience=3", "train.keep=best", "train.optim.ema=0.5"]
     train(tmp_path / "unbroken", *settings)
     unbroken = dict(seen)
     seen.clear()
@@ -108,7 +108,7 @@ def test_best_epoch_and_patience_survive_an_interruption(tmp_path, seen, fails_a
 
 def test_a_finished_student_is_chosen_anew(tmp_path, seen):
     train(tmp_path / "x")
-    train(tmp_path / "x", "phase_b.keep=best")
+    train(tmp_path / "x", "train.keep=best")
     assert epoch_of(tmp_path / "x/student", seen) == 6 and epoch_of(tmp_path / "x/last", seen) == 7
     assert not (tmp_path / "x/best").exists()
     train(tmp_path / "x")
@@ -118,12 +118,12 @@ def test_a_finished_student_is_chosen_anew(tmp_path, seen):
 
 def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process):
     run = RunDirectory(tmp_path / "run")
-    settings = config.load("digits", [*TINY, "phase_b.keep=best"])
+    settings = config.load("digits", [*TINY, "train.keep=best"])
     run.path.mkdir()
     run.config.write_text(config.dump(settings))
     code, _, err = in_process("phase-b", "--run-dir", run.path, "--no-distill")
     assert code == 0 and "epoch 6 is the best (val_acc 0.6000); " in err
-    assert "standard/student is of epoch 6 (phase_b.keep=best)" in err
+    assert "standard/student is of epoch 6 (train.keep=best)" in err
     assert evaluate.run(run.path, "standard", distilled=False)["epoch"] == 6
     folder = run.student("standard", distilled=False)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -132,7 +132,7 @@ def test_the_commands_say_which_epoch_a_student_is_of(tmp_path, seen, in_process
     assert line["val_acc"] == CURVE[5]
     again = ["phase-b", "--run-dir", run.path, "--no-distill", "--resume", "--set"]
     for keep, epoch in (("last", 7), ("best", 6), ("last", 7)):
-        assert in_process(*again, f"phase_b.keep={keep}")[0] == 0
+        assert in_process(*again, f"train.keep={keep}")[0] == 0
         assert said(folder)["epoch"] == epoch
 
 
@@ -149,13 +149,13 @@ def test_a_student_whose_saving_was_interrupted_is_not_taken_for_another_epoch(
 
     monkeypatch.setattr(kept_epochs, "save_student", fails)
     with pytest.raises(RuntimeError, match="interrupted"):
-        train(folder, "phase_b.keep=best")
+        train(folder, "train.keep=best")
     assert epoch_of(folder / "student", seen) == 7  # student.json speaks of epoch 6
     with pytest.raises(UserError, match=r"is of other weights.*with --resume, or remove"):
         kept_epochs.entry(folder)
     assert not kept_epochs.finished(folder)
     monkeypatch.setattr(kept_epochs, "save_student", save)
-    train(folder, "phase_b.keep=best")
+    train(folder, "train.keep=best")
     assert epoch_of(folder / "student", seen) == kept_epochs.entry(folder)["epoch"] == 6
     assert kept_epochs.finished(folder) and not kept_epochs.finished(tmp_path)
 

@@ -20,7 +20,7 @@ from stages.runs.chosen_settings import settings_for
 from stages.runs.directory import RunDirectory
 from test_cli import metrics
 
-TINY = ("model.args.embed_dim=16", "model.args.depth=1", "phase_b.epochs=2", "threads=1")
+TINY = ("model.args.embed_dim=16", "model.args.depth=1", "train.epochs=2", "threads=1")
 
 
 def facts(images=3000, size=(400, 300), classes=("cat", "dog"), **more) -> FolderFacts:
@@ -76,7 +76,8 @@ def test_what_is_chosen_can_be_built_whatever_the_folder():
         args = of_run.model.args
         assert of_run.data.image_size % args["patch_size"] == 0
         assert args["embed_dim"] % args["num_heads"] == 0
-        assert of_run.baseline.epochs == of_run.phase_a.max_epochs + of_run.phase_b.epochs
+        together = of_run.phase_a.max_epochs + of_run.student_training.epochs
+        assert of_run.baseline_training.epochs == of_run.baseline_epochs == together
         assert 0 < of_run.data.val_fraction <= 0.5
         store = (of_run.data.image_size // args["patch_size"]) ** 2
         store *= images * args["depth"] * args["num_heads"] * 16
@@ -85,7 +86,7 @@ def test_what_is_chosen_can_be_built_whatever_the_folder():
 
 def test_more_images_have_fewer_epochs_and_larger_batches():
     few, many = settings(images=2000), settings(images=200_000)
-    assert few.phase_b.epochs > many.phase_b.epochs
+    assert few.train.epochs > many.train.epochs
     assert few.data.batch_size < many.data.batch_size
     gpu = settings(images=2000, gpu=True)
     assert gpu.model.args["embed_dim"] > few.model.args["embed_dim"]
@@ -107,14 +108,16 @@ def test_digits_and_letters_are_not_mirrored(names):
 
 
 def test_what_the_user_set_stays_and_the_rest_follows():
-    given = ["data.image_size=30", "model.args.embed_dim=50", "phase_b.epochs=6"]
+    given = ["data.image_size=30", "model.args.embed_dim=50", "train.epochs=6"]
     of_run = settings([*given, "augment.flip=false", "phase_b.alpha=0.5"])
     assert (of_run.data.image_size, of_run.model.args["patch_size"]) == (30, 3)
     assert (of_run.model.args["embed_dim"], of_run.model.args["num_heads"]) == (50, 1)
-    assert (of_run.phase_a.max_epochs, of_run.baseline.epochs) == (3, 9)
+    assert (of_run.phase_a.max_epochs, of_run.baseline_epochs) == (3, 9)
+    assert of_run.student_training.epochs == of_run.baseline_training.epochs == 6
+    assert settings(["phase_b.epochs=6"]).baseline_training.epochs == 9
     assert not of_run.augment.flip and of_run.phase_b.alpha == 0.5
     fewer = settings(["data.train_images=100"])
-    assert fewer.phase_b.epochs > settings().phase_b.epochs
+    assert fewer.train.epochs > settings().train.epochs
     named = chosen(["model.name=gauvit_tiny_patch16_224"])
     assert named.given("model.args") == {"patch_size": 8}  # its own sizes otherwise
     of_files = settings(["data.image_size=null"])
@@ -123,7 +126,7 @@ def test_what_the_user_set_stays_and_the_rest_follows():
 
 
 def test_a_line_for_each_choice_names_the_setting():
-    choices = chosen(["data.batch_size=7", "phase_b.optim.lr=0.01"])
+    choices = chosen(["data.batch_size=7", "train.optim.lr=0.01"])
     known = config.flatten(config.parse(choices.tree, "test"))
     every, plain = choices.lines(), choices.lines(plain=True)
     for lines in (every, plain):
@@ -131,10 +134,10 @@ def test_a_line_for_each_choice_names_the_setting():
         assert keys and set(keys) <= known.keys()
         assert [line.split(maxsplit=1) for line in lines if "as you set it" in line] == [
             ["data.batch_size=7", "as you set it"],
-            ["phase_b.optim.lr=0.01", "as you set it"],
+            ["train.optim.lr=0.01", "as you set it"],
         ]
     of_teacher = ("phase_a.teacher=vit ", "phase_b.gamma=0.3 ", "phase_b.epochs=")
-    for start in (*of_teacher, "model.args.depth=", "phase_b.student=belief "):
+    for start in (*of_teacher, "model.args.depth=", "model.attention=belief "):
         assert any(line.startswith(start) for line in every)
         assert any(line.startswith(start) for line in plain) == (start not in of_teacher)
 
@@ -163,21 +166,21 @@ def test_published_weights_are_taken_for_their_maps_alone():
     assert of_run.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
     assert of_run.phase_b.head_map == "mean"
     assert not of_run.phase_b.alpha
-    assert of_run.baseline.epochs == of_run.phase_b.epochs
+    assert of_run.baseline_epochs == of_run.student_training.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
 
 
 def test_the_student_has_belief_attention_unless_options_are_for_another():
-    assert settings().phase_b.student == "belief"
-    assert settings(["phase_b.student=xsa"]).phase_b.student == "xsa"
-    prior = settings(["phase_b.attention_options.prior=true"]).phase_b
-    assert (prior.student, prior.attention_options) == ("standard", {"prior": True})
+    assert settings().model.attention == "belief"
+    assert settings(["model.attention=xsa"]).model.attention == "xsa"
+    prior = settings(["model.attention_options.prior=true"]).model
+    assert (prior.attention, prior.attention_options) == ("standard", {"prior": True})
 
 
 UNUSABLE = "data=[1]", "data.image_size=x", "data.image_size=0", "model.args=3", "augment=null"
 
 
-@pytest.mark.parametrize("given", [*UNUSABLE, "phase_b.epochs=-1", "model.args.patch_size=0"])
+@pytest.mark.parametrize("given", [*UNUSABLE, "train.epochs=-1", "model.args.patch_size=0"])
 def test_unusable_settings_are_refused_as_ever(tmp_path, given):
     with pytest.raises(UserError, match="--set"):
         settings_for(photos(tmp_path / "photos"), [given], tmp_path / "run")
@@ -303,9 +306,9 @@ def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp
     tiny = TINY if command == "run" else [*TINY[:2], "baseline.epochs=1", "threads=1"]
     code, _, err = in_process(*call, "xsa", *sets(*tiny), cwd=tmp_path)
     assert code == 0, err
-    [line] = [line for line in err.splitlines() if "phase_b.student=" in line]
-    assert line.split() == ["phase_b.student=xsa", "as", "you", "set", "it"]
-    assert RunDirectory(tmp_path / "x").settings().phase_b.student == "xsa"
+    [line] = [line for line in err.splitlines() if "model.attention=" in line]
+    assert line.split() == ["model.attention=xsa", "as", "you", "set", "it"]
+    assert RunDirectory(tmp_path / "x").settings().model.attention == "xsa"
     code, _, err = in_process(*call, "standard", cwd=tmp_path)
     assert code == 0 and "goes on with the settings" in err, err
 

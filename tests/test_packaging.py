@@ -86,7 +86,7 @@ def test_the_wheel_of_the_sdist_runs_without_the_clone(installed, tmp_path):
     assert stages.is_relative_to(installed.parent)
     assert (stages / "view" / "static" / "index.html").is_file()
     assert run(installed / "gaupipe", "--version", **options) == f"gaupipe {__version__}\n"
-    epoch = ["phase_a.max_epochs=1", "phase_b.epochs=1", "baseline.epochs=0", "threads=1"]
+    epoch = ["phase_a.max_epochs=1", "train.epochs=1", "baseline.epochs=0", "threads=1"]
     epoch += ["data.train_images=64", "phase_b.warm_start=none", "phase_b.gamma_epochs=1"]
     assert "standard, distilled" in run(installed / "gaupipe", "run", *sets(*epoch), **options)
     folder = tmp_path / "runs" / "digits" / "phase_b" / "standard" / "student"

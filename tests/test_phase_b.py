@@ -38,14 +38,14 @@ from stages.runs.directory import RunDirectory
 
 TEACHER = [
     "phase_a.max_epochs=3",
-    "phase_b.epochs=5",
+    "train.epochs=5",
     "data.batch_size=64",
-    "phase_b.optim.lr=4e-3",
+    "train.optim.lr=4e-3",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
     "threads=1",
     "phase_b.alpha=0.1",
     "phase_b.gamma_schedule=constant",
-    "phase_b.match_params=true",
+    "model.match_params=true",
 ]
 
 
@@ -92,7 +92,7 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
     """By timm's blocks, and by those that L_feat runs one by one."""
     rows = []
     for on in ("false", "true"):
-        changes = [f"grad_checkpointing={on}", "phase_b.epochs=2", "phase_b.gamma=1"]
+        changes = [f"grad_checkpointing={on}", "train.epochs=2", "phase_b.gamma=1"]
         settings = config.load(run_dir / "config.yaml", changes)
         for teacher in (RunDirectory(run_dir), None):
             folder = tmp_path / on / str(teacher is None)
@@ -105,7 +105,7 @@ def test_gradient_checkpointing_changes_no_metric(run_dir, tmp_path):
 def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     run_dir, tmp_path, monkeypatch, distilled
 ):
-    changes = ["phase_b.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
+    changes = ["train.patch_drop_rate=0.7", "phase_b.gamma_schedule=stop_after"]
     settings = config.load(run_dir / "config.yaml", [*changes, "phase_b.gamma_epochs=1"])
     trained: list[set[int]] = []  # of each epoch the numbers of tokens that FFNs get
     scored: set[int] = set()
@@ -135,23 +135,23 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     ],
 )
 def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
-    changes = [*changes, "phase_b.patch_drop_rate=0.5", "phase_b.epochs=4"]
+    changes = [*changes, "train.patch_drop_rate=0.5", "phase_b.epochs=4"]
     settings = config.load(run_dir / "config.yaml", changes)
     phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
-    said = "phase_b.patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
+    said = "train.patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
     assert said != drops
 
 
 @pytest.mark.parametrize("options", ["{}", "{prior: true}"])
 def test_students_with_gaussians_of_their_own_get_all_patches(tmp_path, in_process, options):
     student = "standard" if "prior" in options else "gaussian"
-    changes = [f"phase_b.student={student}", f"phase_b.attention_options={options}"]
+    changes = [f"model.attention={student}", f"model.attention_options={options}"]
     for command in ("train", "run", "plan"):
-        settings = sets(*changes, "phase_b.patch_drop_rate=0.5")
+        settings = sets(*changes, "train.patch_drop_rate=0.5")
         code, _, err = in_process(command, "digits", *settings, cwd=tmp_path)
         last = err.splitlines()[-1]
         assert code == 2 and last == (
-            "gaupipe: phase_b.patch_drop_rate: should be 0 for a student with Gaussians"
+            "gaupipe: train.patch_drop_rate: should be 0 for a student with Gaussians"
         )
     assert list(tmp_path.iterdir()) == []
 
@@ -208,23 +208,23 @@ WAYS = {
     "float16-accumulate-ema": [
         "precision=float16",
         "phase_a.optim.clip_grad=0.5",
-        "phase_b.optim={lr: 4e-3, accumulate: 2, ema: 0.8}",
+        "train.optim={lr: 4e-3, accumulate: 2, ema: 0.8}",
     ],
-    "muon-wsd": ["phase_b.optim={name: muon, schedule: wsd, lr: 1e-3}"],
+    "muon-wsd": ["train.optim={name: muon, schedule: wsd, lr: 1e-3}"],
     "prior-other-depth-and-heads": [
         "phase_a.per_image=none",
-        "phase_b.model_args={depth: 3, num_heads: 4}",
+        "model.student_args={depth: 3, num_heads: 4}",
         "phase_b.layer_map=[0, null, 1]",
         "phase_b.head_map=mean",
     ],
-    "other-grid-rezero": ["phase_b.model_args={patch_size: 1, rezero: true}"],
+    "other-grid-rezero": ["model.student_args={patch_size: 1, rezero: true}"],
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_ways_to_distil(tmp_path, way):
     kind = way.split("-")[0] if way.split("-")[0] in KINDS else "gaussian"
-    changes = ["phase_b.epochs=3", "phase_b.gamma=1", *WAYS[way]]
+    changes = ["train.epochs=3", "phase_b.gamma=1", *WAYS[way]]
     rows = phase_b.run(make(tmp_path / "run", *changes, kind=kind), "standard")
     for name in ("train_loss", "loss_feat"):
         assert rows[-1][name] < rows[0][name], name
@@ -245,7 +245,7 @@ def test_compiled_passes_learn_the_same(tmp_path, monkeypatch):
     overrides = [
         "data.train_images=200",
         "phase_a.max_epochs=1",
-        "phase_b.epochs=2",
+        "train.epochs=2",
         "phase_b.gamma_schedule=stop_after",
         "phase_b.gamma_epochs=1",
         "augment={flip: true, mixup: 0.5}",
@@ -277,16 +277,16 @@ def test_cosine_with_restarts_inside_the_epochs_of_the_phase():
 @pytest.mark.parametrize(
     "overrides,message",
     [
-        (["phase_b.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
-        (["phase_b.optim.schedule=none"], "'constant' holds"),
-        (["phase_b.optim.schedule_args={decay: 3}"], "decay"),
-        (["phase_b.optim.name=adan2"], "optim.name"),
+        (["train.optim.schedule=cosinus"], "timm cannot make 'cosinus'"),
+        (["train.optim.schedule=none"], "'constant' holds"),
+        (["train.optim.schedule_args={decay: 3}"], "decay"),
+        (["train.optim.name=adan2"], "optim.name"),
         (["phase_b.layer_map=[0, 1, 1]"], "should have 2 entries"),
         (["phase_b.head_map=[0]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
         (["phase_b.head_map=[0, 2]"], "phase_b.head_map: should have 2 entries, each 0 to 1"),
-        (["phase_b.model_args={num_heads: 4}"], "phase_b.head_map"),
+        (["model.student_args={num_heads: 4}"], "phase_b.head_map"),
         (["phase_b.layer_map=[0, 7]"], "0 to 1"),
-        (["phase_b.attention_options={gama: 2}"], "gama"),
+        (["model.attention_options={gama: 2}"], "gama"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(run_dir, overrides, message):
@@ -335,15 +335,13 @@ def test_a_student_with_class_and_register_tokens(run_dir, key, tokens, tmp_path
     settings = config.load(
         run_dir / "config.yaml",
         [
-            f"phase_b.model_args={{{tokens}}}",
+            f"model.student_args={{{tokens}}}",
             "phase_b.warm_start=teacher",
-            "phase_b.epochs=2",
+            "train.epochs=2",
             "phase_b.gamma=1",
         ],
     )
-    settings = settings.model_copy(
-        update={"phase_b": settings.phase_b.model_copy(update={"student": key})}
-    )
+    settings = settings.with_section("model", attention=key)
     data = load_data(settings.data)
     teacher = build_teacher(settings, data)
     check_student(settings, data, teacher, teacher.weights())
@@ -387,15 +385,15 @@ def test_calibration_error_by_hand():
     assert evaluate.metrics(logits, labels)["calibration_error"] == pytest.approx(0.3, abs=1e-6)
 
 
-def test_plain_training_refuses_a_setting_that_the_baselines_replaces(run_dir):
+def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     command = dict(student="standard", name="y", distilled=False)
-    with pytest.raises(UserError, match=r"takes its place in plain training: --set baseline.optim"):
+    with pytest.raises(UserError, match=r"--set phase_b\.optim\.lr: .* set train\.optim\.lr"):
         phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
     assert not (run_dir / "plain" / "y").exists()
-    with changed(run_dir, "baseline.optim={}"):
-        phase_b.run(run_dir, **command, overrides=["phase_b.optim.lr=0.5"])
-        settings = RunDirectory(run_dir).student_settings("y", distilled=False)
-        assert settings.baseline_optim.lr == 0.5
+    phase_b.run(run_dir, **command, overrides=["train.optim.lr=0.5", "train.epochs=1"])
+    settings = RunDirectory(run_dir).student_settings("y", distilled=False)
+    assert settings.baseline_training.optim.lr == 0.5
+    assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
@@ -413,9 +411,9 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     with monkeypatch.context() as patch:
         module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
-        asked = "--set", "phase_b.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
+        asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)
-    asked = f"{name} --set phase_b.epochs=2 --student belief2 --maps dense.zarr --resume"
+    asked = f"{name} --set train.epochs=2 --student belief2 --maps dense.zarr --resume"
     assert (code, err.splitlines()[-1][-len(asked) :]) == (130, asked)
     code, _, said = in_process(*command, "--resume")
     assert f"{name}: nothing was saved to resume: starts afresh with the settings it was" in said

@@ -184,7 +184,7 @@ def test_time_follows_the_epochs_with_maps_and_the_stored_views(tmp_path, monkey
     monkeypatch.setattr(plan, "SCORED", 0.0)
     changes = ["phase_a.teacher=vit", "augment.flip=true", "export.views=6", "data.batch_size=20"]
     changes += ["model.args={embed_dim: 16, depth: 1, num_heads: 2}", "data.train_images=80"]
-    changes += ["phase_b.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
+    changes += ["train.epochs=10", "phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3"]
     settings = load("digits", [*changes, "baseline.epochs=0", "threads=1"])
     stages = plan.run(settings, tmp_path, steps=2)["stages"]
     assert stages["phase_b"]["seconds"] == pytest.approx(80 / 40 * (3 * 2 + 7 * 1))

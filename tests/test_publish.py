@@ -76,7 +76,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
     phase_b.train_student(RunDirectory(run).settings(), tmp_path / "vit", teacher=None)
     maps, teacher = str(tmp_path / "dense.zarr"), f"local-dir:{tmp_path / 'vit' / 'student'}"
     export.run(run, "dense", out=maps, teacher=teacher)
-    changes = ["phase_b.epochs=1", "seed=7"]
+    changes = ["train.epochs=1", "seed=7"]
     phase_b.run(run, "xsa", name="mine", overrides=changes, maps_url=maps)
     out = tmp_path / "out"
     assert in_process("publish", "mine", "--run-dir", run, "--out", out)[0] == 0
@@ -85,7 +85,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
         assert said in card, card
     assert "phase A; epochs" not in card and str(tmp_path) not in card
     settings = config.load(out / "settings.yaml")
-    assert (settings.phase_b.student, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
+    assert (settings.model.attention, settings.seed, settings.export.kind) == ("xsa", 7, "dense")
     shutil.copytree(tmp_path / "vit" / "student", out / "student")  # the path to be adapted
     for line in card.split("```sh\n")[1].split("```")[0].splitlines():
         code, _, err = in_process(*line.split()[1:], cwd=out)

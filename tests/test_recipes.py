@@ -13,6 +13,7 @@ from gaupipe.data.batches import Batches
 from gaupipe.data.splits import ImageData, load_data
 from gaupipe.settings import Settings
 from gaupipe.settings import load as config
+from gaupipe.training.job import training_state
 from gaupipe.training.student import build_student
 from gaupipe.training.update import Update
 from stages import phase_b
@@ -46,7 +47,7 @@ def test_a_step_of_every_shipped_configuration(name):
     job = phase_b.build(resolve(Row(name="", plain=True), settings), data, None)
     student, losses = job.student, job.losses().train()
     before = {key: value.clone() for key, value in student.state_dict().items()}
-    update = Update(job.training_state(job), 2)
+    update = Update(training_state(job), 2)
     batches = Batches(data.train, data, job.device, 2, 0, settings.data.num_buckets)
     augment = Augment(settings.augment, 0)
     for batch in islice(batches.epoch(0, augment), 2):  # a warm-up may start at rate 0
@@ -70,7 +71,7 @@ def counts(name: str, sweep: str) -> dict[str, int]:
     base = config.load(name)
     data = data_of(name, base)
     return {
-        row.name: count_parameters(build_student(settings, data, "meta"))
+        row.name: count_parameters(build_student(settings, data, settings.train, "meta"))
         for row, settings in resolved(base, sweep)
     }
 
@@ -99,12 +100,13 @@ def test_the_experiments_are_the_papers():
     """*Belief2, section 4.3*, and *AttentionX, section 4.1*; gamma 1 and a masked diagonal are the
     defaults of its class."""
     settings = config.load("belief2_cifar100")
-    args, phase = settings.model.args, settings.phase_b
+    args, train = settings.model.args, settings.train
     assert (args["embed_dim"], args["depth"], args["num_heads"]) == (192, 9, 12)
-    assert (phase.epochs, phase.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
+    assert (train.epochs, train.optim.name, settings.data.name) == (100, "adamw", "torch/cifar100")
     settings = config.load("attentionx_vit_small")
-    assert (settings.phase_b.optim.lr, settings.phase_b.optim.args) == (1e-4, {})
-    model = build_student(settings, data_of("attentionx_vit_small", settings), "meta")
+    assert (settings.train.optim.lr, settings.train.optim.args) == (1e-4, {})
+    data = data_of("attentionx_vit_small", settings)
+    model = build_student(settings, data, settings.train, "meta")
     assert (model.embed_dim, len(model.blocks), model.num_prefix_tokens) == (512, 6, 1)
 
 

@@ -18,17 +18,17 @@ TINY = [
     "data.batch_size=20",
     "phase_a.max_epochs=4",
     "phase_a.stop_accuracy=1.0",
-    "phase_b.epochs=4",
+    "train.epochs=4",
     "baseline.epochs=4",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
 CASES = {
-    "memory": ["phase_a.mode=stochastic", "phase_b.optim.ema=0.9", "phase_b.gamma=0.2"],
+    "memory": ["phase_a.mode=stochastic", "train.optim.ema=0.9", "phase_b.gamma=0.2"],
     "files": [
         "phase_a.optim.ema=0.9",
         "phase_b.warm_start=teacher",
-        "phase_b.optim.accumulate=2",
+        "train.optim.accumulate=2",
     ],
 }
 

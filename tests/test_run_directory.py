@@ -71,7 +71,7 @@ def test_two_students_with_one_attention_live_side_by_side(made, in_process):
     assert (code, out.strip()) == (0, str(made / "phase_b/gamma03/student"))
     assert before == [path.read_bytes() for path in files]
     settings = config.load(made / "phase_b/gamma03/config.yaml")
-    assert (settings.phase_b.gamma, settings.seed, settings.phase_b.student) == (0.3, 5, "belief2")
+    assert (settings.phase_b.gamma, settings.seed, settings.model.attention) == (0.3, 5, "belief2")
     assert config.load(made / "config.yaml").phase_b.gamma == 0.1
     for command in (["evaluate"], ["inspect", "--image", 5, "--query", 2]):
         code, out, _ = in_process(*command, "--run-dir", made, "--student", "gamma03", "--json")

@@ -1,13 +1,14 @@
 """The tables of docs/settings.md, and ``gaupipe settings``."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import AfterValidator, TypeAdapter
 
 from gaupipe.settings import load as config
-from gaupipe.settings import page
+from gaupipe.settings import page, scope
 from gaupipe.settings.sections import Count, Fraction, Rate, Scope
 
 
@@ -20,12 +21,25 @@ def table() -> dict[str, list[str]]:
 
 def test_every_setting_is_on_the_page_with_its_default():
     described = table()
-    shared = {"phase_b.optim.": "phase_a.optim."}
+    shared = {"phase_a.optim.": "train.optim."}
     for key, value in config.flatten(config.Settings()).items():
         for section, same in shared.items():
             key = key.replace(section, same)
         default = config.yaml.safe_load(described[key][1].strip("`"))
         assert default == value or float(default) == value, key
+
+
+def test_the_page_says_who_may_change_a_setting():
+    """Every setting of the student and of any time, by its name or that of a section around it."""
+    text = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
+    text = text.split("## Who may change")[1].split("## All")[0]
+    for words, kind in (("**the student**", Scope.STUDENT), ("**any time**", Scope.ANYTIME)):
+        said = re.findall(r"`([a-z_.]+)`", text.split(words)[1].split(";\n* ")[0])
+        for name in config.flatten(config.Settings()):
+            if scope(name) is kind and not name.startswith(("model.", "data.batch")):
+                assert name in said or name.split(".")[0] in said, name
+        for name in said:
+            assert name == "keep" or scope(name) is kind, name
 
 
 def test_every_setting_has_an_effect():
@@ -36,7 +50,7 @@ def test_every_setting_has_an_effect():
     "annotation,words",
     [
         (bool, "true or false"),
-        (Annotated[Count | None, Scope.PHASE], "whole number at least 0 or null"),
+        (Annotated[Count | None, Scope.STUDENT], "whole number at least 0 or null"),
         (Fraction, "number from 0 to 1"),
         (tuple[Rate, Rate], "list of 2 (each: number above 0)"),
         (list[Count | None] | None, "list (each: whole number at least 0 or null) or null"),
@@ -55,9 +69,9 @@ def test_the_command_prints_every_setting_a_section_or_a_configuration(in_proces
     names = [line.split(" = ")[0] for line in out.splitlines() if " = " in line and line[0] != " "]
     assert code == 0 and {*config.flatten(config.Settings())} <= {*names}
     assert max(map(len, out.splitlines())) <= 80 and not {"`", "]("} & {*out}
-    lr = config.Settings().phase_b.optim.lr
-    _, out, _ = in_process("settings", "phase_b.optim.lr")
-    assert out.splitlines()[:2] == [f"phase_b.optim.lr = {lr}", "    number above 0"]
+    lr = config.Settings().train.optim.lr
+    _, out, _ = in_process("settings", "train.optim.lr")
+    assert out.splitlines()[:2] == [f"train.optim.lr = {lr}", "    number above 0"]
     _, out, _ = in_process("settings", "digits")
     assert out.startswith("#") and config.yaml.safe_load(out)["model"]["pos_embed_std"] == 0.5
     code, _, err = in_process("settings", "phase")

@@ -23,7 +23,7 @@ TINY = [
     "data.train_images=100",
     "data.batch_size=50",
     "phase_a.max_epochs=1",
-    "phase_b.epochs=3",
+    "train.epochs=3",
     "model.args={depth: 2, embed_dim: 16, num_heads: 2}",
     "threads=1",
 ]
@@ -49,6 +49,24 @@ def test_the_command_trains_without_a_first_phase(tmp_path, in_process):
     assert timm.create_model(f"local-dir:{folder / 'plain/xsa/student'}", pretrained=True)
     rows = metrics(folder / "plain" / "xsa" / "metrics.jsonl")
     assert [row["epoch"] for row in rows] == [1, 2, 3] and rows[0]["gamma"] == 0
+
+
+def test_the_options_of_a_training_are_settings(tmp_path, in_process):
+    """Those of phase A, whose epochs and rate are its own; with --set of another one beside."""
+    options = ["--epochs", 1, "--lr", 0.01, "--batch-size", 25, "--seed", 7]
+    sized = sets("data.train_images=100", "model.args={depth: 1, embed_dim: 16, num_heads: 2}")
+    for name in ("train", "phase-a"):
+        code, _, err = in_process(name, *sized, *options, "--run-dir", tmp_path / name)
+        assert code == 0, err
+        settings = RunDirectory(tmp_path / name).settings()
+        assert (settings.data.batch_size, settings.seed) == (25, 7)
+    plain = RunDirectory(tmp_path / "train").settings()
+    assert (plain.train.epochs, plain.train.optim.lr) == (1, 0.01)
+    assert plain.baseline_training.optim.lr == 0.01  # the digits' baseline has another
+    assert len(metrics(tmp_path / "train/plain/standard/metrics.jsonl")) == 1
+    teacher = RunDirectory(tmp_path / "phase-a").settings()
+    assert (teacher.phase_a.max_epochs, teacher.phase_a.optim.lr) == (1, 0.01)
+    assert teacher.train == config.load("digits").train
 
 
 def test_a_seed_gives_the_metrics_of_run_and_of_compare(trained, tmp_path):
@@ -94,12 +112,12 @@ def test_a_student_of_phase_b_goes_before_a_plain_one_of_its_name(trained):
 
 def test_the_epoch_to_keep_may_change(trained, tmp_path, in_process):
     run_dir = shutil.copytree(trained, tmp_path / "run")
-    best = ["--run-dir", run_dir, *SETS, "--set", "phase_b.keep=best", "--resume"]
+    best = ["--run-dir", run_dir, *SETS, "--set", "train.keep=best", "--resume"]
     code, _, err = in_process("train", *best)
     assert code == 0, err
     folder = run_dir / "plain" / "standard"
     assert json.loads((folder / "student.json").read_text())["keep"] == "best"
-    assert RunDirectory(run_dir).student_settings("standard", False).phase_b.keep == "best"
+    assert RunDirectory(run_dir).student_settings("standard", False).train.keep == "best"
     assert (
         in_process("publish", "standard", "--run-dir", run_dir, "--out", tmp_path / "out")[0] == 0
     )
@@ -112,7 +130,7 @@ def test_the_epoch_to_keep_may_change(trained, tmp_path, in_process):
 
 def test_other_students_and_a_teacher_may_come_later(trained, tmp_path, in_process):
     run_dir = shutil.copytree(trained, tmp_path / "run")
-    other = ["--no-distill", "--name", "other", "--set", "phase_b.epochs=1"]
+    other = ["--no-distill", "--name", "other", "--set", "train.epochs=1"]
     assert in_process("phase-b", "--run-dir", run_dir, *other)[0] == 0
     _, out, _ = in_process("evaluate", "--run-dir", run_dir, "--json")
     assert json.loads(out)["student"] == "other"
@@ -140,7 +158,7 @@ def test_a_baseline_has_the_epochs_of_both_phases_in_a_run_with_both(trained, tm
         ((), "plain/standard already exists: --resume continues it"),
         (("--set", "seed=3", "--resume"), "holds a run with other settings (seed is 0, asked 3)"),
         (("--student", "belif"), "belief"),
-        (("--student", "xsa", "--set", "phase_b.attention_options={zz: true}"), "other settings"),
+        (("--student", "xsa", "--set", "model.attention_options={zz: true}"), "other settings"),
     ],
 )
 def test_mistakes_are_refused_in_one_line(trained, in_process, arguments, message):
@@ -156,8 +174,9 @@ def test_mistakes_are_refused_in_one_line(trained, in_process, arguments, messag
         ("device=nosuch", "device"),
         ("baseline.optim.name=adamv", "adamv"),
         ("baseline.optim.name=adahessian", "second derivatives"),
-        ("phase_b.optim.lr=0.1", "--set baseline.optim.lr"),
-        ("phase_b.attention_options={zz: true}", "unknown option 'zz'"),
+        ("phase_b.optim.lr=0.1", "set train.optim.lr, or baseline.optim.lr"),
+        ("phase_b.epochs=3", "set train.epochs, or baseline.epochs"),
+        ("model.attention_options={zz: true}", "unknown option 'zz'"),
         ("data.buckets=200", "bucket"),
     ],
 )
@@ -185,7 +204,7 @@ def test_a_finished_student_is_not_trained_again(trained):
     rows = train.run(settings, trained, "standard", resume=True)
     assert len(rows) == 3 and path.stat().st_mtime_ns == before
     with pytest.raises(UserError, match="is an attention|other settings"):
-        train.run(config.load("digits", [*TINY, "phase_b.epochs=4"]), trained, resume=True)
+        train.run(config.load("digits", [*TINY, "train.epochs=4"]), trained, resume=True)
 
 
 def test_a_plan_says_what_a_training_takes(trained, in_process, tmp_path):

@@ -42,7 +42,7 @@ SETTINGS = [
     "phase_a.max_epochs=2",
     "phase_a.stop_accuracy=1",
     "phase_a.optim.lr=4e-3",
-    "phase_b.epochs=2",
+    "train.epochs=2",
     "phase_b.alpha=0.2",
     "phase_b.gamma=0.3",
     "model.args={depth: 2, embed_dim: 32, num_heads: 2}",
@@ -91,8 +91,8 @@ def first_images(run: Path, count: int) -> torch.Tensor:
 def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     """Two loops, one training: the same seed, optimizer and epochs give the same metrics."""
     settings = settings_with()
-    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.phase_b.epochs}
-    settings = settings.model_copy(update={"baseline": settings.baseline.model_copy(update=optim)})
+    optim = {"optim": settings.phase_a.optim.model_dump(), "epochs": settings.train.epochs}
+    settings = settings.with_section("baseline", **optim)
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row["model"] for row in rows] == models
@@ -146,7 +146,7 @@ def test_every_kind_teaches_students_of_other_shapes(run, kind):
     with_settings(
         run,
         "augment={flip: true, crop_padding: 1, mixup: 0.2}",
-        "phase_b.model_args={depth: 3, num_heads: 4, patch_size: 4}",
+        "model.student_args={depth: 3, num_heads: 4, patch_size: 4}",
         "phase_b.head_map=[0, 1, 1, 0]",
     )
     export.run(run, kind, k=4 if kind == "topk" else None)
@@ -232,7 +232,7 @@ def test_a_student_is_compared_with_the_store_that_it_learned_from(run, tmp_path
     ],
 )
 def test_maps_that_shifts_and_crops_would_move_are_spoken_of(run, capsys, augment, views, said):
-    with_settings(run, f"augment={augment}", "phase_b.epochs=1")
+    with_settings(run, f"augment={augment}", "train.epochs=1")
     export.run(run, views=views)
     phase_b.run(run, "standard")
     assert ("'gaupipe export-maps --views' stores" in capsys.readouterr().err) == said
@@ -248,7 +248,7 @@ def test_a_named_kind_that_is_the_usual_one_keeps_the_settings_k():
 def test_fresh_views_are_drawn_once_the_store_has_nothing_more_to_say(run, alpha, drawn):
     weights = ["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=3", "phase_b.beta=0.5"]
     augment = "augment={flip: true, crop_padding: 1}"
-    with_settings(run, augment, *weights, f"phase_b.alpha={alpha}", "phase_b.epochs=5")
+    with_settings(run, augment, *weights, f"phase_b.alpha={alpha}", "train.epochs=5")
     export.run(run, views=2)
     metrics = phase_b.run(run, "standard")
     stored = [(0, True), (1, True), (0, True), (1, True), (0, True)]
@@ -285,7 +285,7 @@ def test_saved_models_say_how_their_images_were_prepared(tmp_path):
             pixels = draw.integers(256, size=(24, 17, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / f"{number}.png")
     images = [f"data.root={tmp_path / 'images'}", "data.name=folder", "data.image_size=8"]
-    count = ["data.train_images=null", "data.val_fraction=0.25", "phase_b.epochs=1"]
+    count = ["data.train_images=null", "data.val_fraction=0.25", "train.epochs=1"]
     settings = settings_with(*images, *count)
     phase_a.run(settings, tmp_path / "run")
     phase_b.run(tmp_path / "run", distilled=False)
@@ -334,7 +334,7 @@ def test_a_teacher_that_has_changed_is_refused(run, tmp_path):
         (["phase_a.teacher_args={img_size: 16}"], "the data set says it"),
         (["phase_a.teacher_args={depth:3}"], "'depth:3' is no keyword"),
         (["phase_a.teacher_args={num_heads: 5}"], "phase_a.teacher_args: gauvit_pico"),
-        (["phase_b.model_args={patch_size: 3}"], "another phase_b.model_args.patch_size"),
+        (["model.student_args={patch_size: 3}"], "another model.student_args.patch_size"),
         (["export.kind=embedding"], "export.kind embedding: a trained ViT has no Gaussians"),
         (["export.k=17"], "export.k 17: a query has 16 keys"),
         (["export.views=2"], "export.views 2: the section augment draws nothing"),
@@ -370,7 +370,7 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
     other = timm.create_model(f"local-dir:{run / 'phase_a' / 'teacher'}", num_classes=7)
     save_student(other, tmp_path / "seven", mean=(0.5,), std=(0.5,))
     out = tmp_path / "seven.zarr"
-    export = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
+    exporting = ["export-maps", "--run-dir", run, "--teacher", f"local-dir:{tmp_path / 'seven'}"]
     advice = "phase_a.teacher_args={num_classes: 0}"
     for wrong in (
         [],
@@ -378,12 +378,12 @@ def test_another_teacher_can_be_adapted(run, tmp_path, in_process):
         ["--set", "phase_a.teacher_args=5"],
         ["--set", "phase_a.teacher_args = {num_classes: 0}"],
     ):
-        code, _, err = in_process(*export, "--out", out, *wrong)
+        code, _, err = in_process(*exporting, "--out", out, *wrong)
         assert (code, err.count("\n")) == (2, 1) and "teacher_args" in err and not out.exists()
         assert wrong or advice in err
-    assert in_process(*export, "--out", out, "--set", advice)[0] == 0
+    assert in_process(*exporting, "--out", out, "--set", advice)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", run)[0] == 0
-    settings = sets("phase_b.alpha=0", "phase_b.beta=1", "phase_b.epochs=1")
+    settings = sets("phase_b.alpha=0", "phase_b.beta=1", "train.epochs=1")
     student = ["phase-b", "--run-dir", run, "--maps", out, "--name", "seven"]
     assert in_process(*student, *settings)[0] == 0
     scores = evaluate.run(run, "seven")  # beside the run's own teacher it would say nothing
@@ -400,12 +400,22 @@ def test_a_run_with_gaussians_can_export_a_trained_vit_too(run, tmp_path, in_pro
     """The other teacher does not have to fit what phase B was to do with the run's own."""
     folder = tmp_path / "gaussians"
     gaussian = ("phase_a.teacher=gaussian", "phase_a.per_image=none", "phase_b.warm_start=exact")
-    option = "phase_b.attention_options={prior: true}"
+    option = "model.attention_options={prior: true}"
     phase_a.run(settings_with(*gaussian, option), folder)
     out = tmp_path / "vit.zarr"
     vit = f"local-dir:{run / 'phase_a' / 'teacher'}"
-    export = ["export-maps", "--run-dir", folder, "--teacher", vit, "--kind", "topk", "--out", out]
-    assert in_process(*export)[0] == 0
+    exporting = [
+        "export-maps",
+        "--run-dir",
+        folder,
+        "--teacher",
+        vit,
+        "--kind",
+        "topk",
+        "--out",
+        out,
+    ]
+    assert in_process(*exporting)[0] == 0
     assert in_process("verify", out, "--teacher", "--run-dir", folder)[0] == 0
 
 

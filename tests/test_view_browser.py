@@ -43,7 +43,7 @@ KINDS = {
     "dense-codes": dict(kind="dense", encoding="uint8"),
 }
 SETTINGS = [*TINY, "data.train_images=60", "data.batch_size=20", "phase_a.max_epochs=2"]
-SETTINGS += ["phase_a.stop_accuracy=1", "phase_b.epochs=2", "baseline.epochs=1"]
+SETTINGS += ["phase_a.stop_accuracy=1", "train.epochs=2", "baseline.epochs=1"]
 
 
 @pytest.fixture(scope="module")

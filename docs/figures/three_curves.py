@@ -2,7 +2,7 @@
 attention, of ``belief``, and of a student with a trained ViT's maps whose phase A counts. All are
 trained with Muon:
 
-    muon="--set phase_b.optim.name=muon --set phase_b.optim.lr=4e-3 --set threads=1
+    muon="--set train.optim.name=muon --set train.optim.lr=4e-3 --set threads=1
           --set phase_a.optim.name=muon --set phase_a.optim.lr=4e-3"
     for seed in 0 1 2; do
         gaupipe run fashion_mnist_vit --run-dir runs/maps-$seed --set seed=$seed $muon

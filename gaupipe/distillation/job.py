@@ -56,7 +56,7 @@ class PhaseB(Training):
 
     def gamma(self, epoch: int) -> float:
         phase = self.settings.phase_b
-        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends)
+        return gamma_at(epoch, phase.gamma, phase.gamma_schedule, phase.gamma_ends(self.epochs))
 
     def maps_of_epoch(self, epoch: int) -> tuple[MapsOfEpoch | None, int | None]:
         settings, maps = self.settings, self.maps

@@ -79,9 +79,10 @@ def check_student(settings: Settings, data: ImageData, teacher: Any, weights: An
     ``teacher`` and the ``weights`` (state_dict) of its ViT, and for a store that cannot hold the
     maps. Nothing is computed: the student is built on the meta device."""
     phase, shape = settings.phase_b, MapShape.of(teacher)
-    student = build_student(settings, data, "meta")
+    train = settings.student_training
+    student = build_student(settings, data, train, "meta")
     check_fit(student, shape, phase, "the teacher")
     if phase.warm_start != "none":
         WARM_STARTS[phase.warm_start](student, weights)
-    build_optimizer(student, phase.optim, phase.epochs, steps_per_epoch=100)
+    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)
     planned_export(settings, teacher, shape.grid)

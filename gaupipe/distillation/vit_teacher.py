@@ -30,12 +30,6 @@ VitJob = TeacherJob[VitTeacher]
 class TeacherTraining(Training):
     """The training of the teacher ``vit``: on the labels, until a training accuracy is reached."""
 
-    label_smoothing = 0.0  # maps of a teacher with smoothed labels teach less
-
-    @property
-    def epochs(self) -> int:
-        return self.settings.phase_a.max_epochs
-
     @property
     def augment(self) -> AugmentSettings:
         return self.settings.phase_a_augment

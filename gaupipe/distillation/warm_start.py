@@ -41,7 +41,7 @@ def warm_start(student: VisionTransformer, teacher: dict[str, Tensor]) -> None:
     if differs:
         raise UserError(
             f"phase_b.warm_start: the student differs from the teacher in size ({differs[0]}): "
-            "take phase_b.model_args out or set warm_start to none"
+            "take model.student_args out or set warm_start to none"
         )
     for name in parts.keys() & teacher.keys():
         parts[name].copy_(teacher[name])

@@ -30,7 +30,6 @@ from gaupipe.settings.sections import (
     Scope,
     Section,
     Weight,
-    attention_of,
     problem,
     section_of,
 )
@@ -58,9 +57,9 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(
         ("img_size", "in_chans", "num_classes"), "the data set says it (see data.image_size)"
     ),
-    **dict.fromkeys(("attention", "attn_layer"), "see phase_b.student"),
-    **{name: f"see phase_b.{name}" for name in ("attention_options", "match_params")},
-    "patch_drop_rate": "see phase_b.patch_drop_rate",
+    **dict.fromkeys(("attention", "attn_layer"), "see model.attention"),
+    **{name: f"see model.{name}" for name in ("attention_options", "match_params")},
+    "patch_drop_rate": "see train.patch_drop_rate",
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
@@ -142,7 +141,7 @@ class DataSettings(Section):
     name: str = "digits"
     """``digits``, ``fashion_mnist``, ``folder``, or ``torch/NAME`` of timm's
     ``create_dataset``."""
-    root: Annotated[Path | None, Scope.MACHINE] = None
+    root: Annotated[Path | None, Scope.ANYTIME] = None
     """Folder of the files. With null, ``fashion_mnist`` takes the folder that the environment
     variable GAUPIPE_FASHION_MNIST names, or else the folder of Debian's package."""
     train_images: Positive | None = None
@@ -160,14 +159,14 @@ class DataSettings(Section):
     interpolation: bicubic}``. A ViT that is fine-tuned sets what its weights expect. Otherwise
     images are resized ``bilinear``, and mean and standard deviation are those of the training
     images held in memory, or of ImageNet for images in files."""
-    batch_size: Annotated[Positive, Scope.PHASE] = 128
+    batch_size: Annotated[Positive, Scope.STUDENT] = 128
     """Training images in a step. Where nothing is trained, a batch has four times as many, up to
     512."""
-    workers: Annotated[Workers, Scope.MACHINE] = "auto"
+    workers: Annotated[Workers, Scope.ANYTIME] = "auto"
     """Processes that decode images, 0 to 1024; with 0 the process that trains decodes. ``auto`` is
     0 for images held in memory or in the cache, and for few images; else it is chosen by the
     processor cores, and is larger with a GPU."""
-    cache: Annotated[Literal["auto", "none"], Scope.MACHINE] = "auto"
+    cache: Annotated[Literal["auto", "none"], Scope.ANYTIME] = "auto"
     """``auto`` keeps the decoded images of image files in the user's cache (GAUPIPE_CACHE), also
     for later commands, where they take less than 20 GB and less than half of the free disk.
     ``none`` decodes in every epoch."""
@@ -193,9 +192,10 @@ class DataSettings(Section):
 
 
 class ModelSettings(Section):
-    """The ViT of the student and of a teacher that phase A trains. The student's size can be
-    changed with ``phase_b.model_args``. With ``phase_a.teacher: gaussian`` the teacher has
-    GauAttention, with ``phase_a.teacher: vit`` standard attention."""
+    """The ViT that is trained: the student with or without distillation, and the teacher that
+    phase A trains. ``attention``, ``attention_options``, ``match_params`` and ``student_args``
+    concern the student alone, because a teacher has an attention of its own: GauAttention with
+    ``phase_a.teacher: gaussian``, standard attention with ``phase_a.teacher: vit``."""
 
     name: ModelName = "gauvit_pico_patch2_8"
     """Name of the ViT in timm. ``gauvit_pico_patch2_8``, ``gauvit_atto_patch4_32`` and
@@ -206,13 +206,23 @@ class ModelSettings(Section):
     """Keywords for timm's VisionTransformer that change the preset, e.g. ``{embed_dim: 96,
     depth: 6}``. ``{rezero: true}`` builds blocks without normalisation, each branch multiplied by
     a learned scalar whose initial value is 0."""
-    init_std: Annotated[Rate | None, Scope.PHASE] = None
+    attention: Annotated[StudentKey, Scope.STUDENT] = "belief"
+    """The student's attention. Trained weights that ``model.name`` names keep theirs by default."""
+    attention_options: Annotated[Keywords, Scope.STUDENT] = {}
+    """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
+    match_params: Annotated[bool, Scope.STUDENT] = False
+    """Make the FFN smaller, so that the student has as many parameters as with standard
+    attention."""
+    student_args: Annotated[ModelArgs, Scope.STUDENT] = {}
+    """Keywords in which the student differs from ``model.args``, and so from a teacher that phase A
+    trains, e.g. ``{depth: 6}``."""
+    init_std: Annotated[Rate | None, Scope.STUDENT] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
-    init: Annotated[Literal["normal", "mimetic"], Scope.PHASE] = "normal"
+    init: Annotated[Literal["normal", "mimetic"], Scope.STUDENT] = "normal"
     """``mimetic`` gives the attention initial weights that look like trained ones (arXiv
     2305.09828). It also makes the position embedding sinusoidal, unless ``pos_embed_std`` is
     set."""
-    pos_embed_std: Annotated[Rate | None, Scope.PHASE] = None
+    pos_embed_std: Annotated[Rate | None, Scope.STUDENT] = None
     """Standard deviation of the initialisation of the position embedding; null keeps timm's
     0.02."""
 
@@ -368,82 +378,103 @@ class ExportSettings(Section):
     images themselves."""
 
 
-class PhaseBSettings(Section):
-    """Phase B: the student, an ordinary ViT, learns from the labels, the teacher's predictions and
-    the stored maps."""
+class TrainSettings(Section):
+    """What every ViT is trained with: the student of phase B, the baseline, and the ViT of
+    ``gaupipe train``. A student of phase B takes a field of the same name from ``phase_b`` instead,
+    where that is set, and a ViT without a teacher from ``baseline``. A setting of ``train`` on the
+    command line counts for both, although the file may have others for them."""
 
-    student: Annotated[StudentKey, Scope.COMMAND] = "belief"
-    """The student's attention. Trained weights that ``model.name`` names keep theirs by default."""
-    attention_options: Keywords = {}
-    """Keywords of the student's attention class, e.g. ``{zz: false}`` for belief2."""
-    match_params: bool = False
-    """Make the FFN smaller, so that the student has as many parameters as with standard
-    attention."""
     epochs: Positive = 12
-    """Epochs of the student."""
-    keep: Annotated[Literal["last", "best"], Scope.RESUME] = "last"
+    """Number of epochs."""
+    optim: OptimSettings = OptimSettings()
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Smoothing of the labels in the cross-entropy with the labels."""
+    patch_drop_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the patches that each image loses in the first half of the epochs, except while maps
+    are compared (PatchDropout, arXiv 2208.07220)."""
+    keep: Literal["last", "best"] = "last"
     """Which epoch the folder ``student`` is of: the last, or the one with the best accuracy on the
     validation images. The other one lies beside it. May be changed when a student is continued,
     also a finished one."""
     patience: Positive | None = None
     """Early stopping: training ends when this many epochs in a row had no better accuracy on the
     validation images than the best before them. Null trains all epochs."""
-    alpha: Annotated[Weight, Scope.TEACHER] = 0.0
+
+
+class TrainChanges(Section):
+    """Fields of :class:`TrainSettings` in which one kind of training differs from ``train``."""
+
+    epochs: Positive | None = None
+    """Null is ``train.epochs``."""
+    optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
+    """Settings of ``train.optim`` that are others here, e.g. ``{lr: 0.002}``."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Null is ``train.label_smoothing``."""
+    patch_drop_rate: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Null is ``train.patch_drop_rate``."""
+    keep: Literal["last", "best"] | None = None
+    """Null is ``train.keep``."""
+    patience: Positive | None = None
+    """Null is ``train.patience``; as many epochs as there are end no training early."""
+
+    def over(self, train: TrainSettings) -> TrainSettings:
+        """The ``train`` settings with what is set here in their place, ``optim`` key by key."""
+        fields = train.model_dump()
+        fields["optim"] |= self.optim
+        for name in fields.keys() - {"optim"}:
+            value = getattr(self, name)
+            if value is not None:
+                fields[name] = value
+        return TrainSettings.model_validate(fields)
+
+
+class PhaseBSettings(TrainChanges):
+    """Phase B: what distillation adds to a training. The student, an ordinary ViT, learns from the
+    labels, the teacher's predictions and the stored maps."""
+
+    alpha: Weight = 0.0
     """Weight of L_soft, the cross-entropy with the teacher's predictions. In the GauTransformer
     paper alpha, beta and gamma are 0.2, 0.1 and 0.7 on CIFAR, and gamma is constant."""
-    beta: Annotated[Weight, Scope.TEACHER] = 1.0
+    beta: Weight = 1.0
     """Weight of L_hard, the cross-entropy with the labels."""
-    gamma: Annotated[Weight, Scope.TEACHER] = 0.1
+    gamma: Weight = 0.1
     """Weight of L_feat, the divergence from the stored attention maps, at the start of the
     schedule."""
-    gamma_schedule: Annotated[
-        Literal["constant", "linear", "cosine", "stop_after"], Scope.TEACHER
-    ] = "stop_after"
+    gamma_schedule: Literal["constant", "linear", "cosine", "stop_after"] = "stop_after"
     """``linear`` and ``cosine`` lower gamma to 0 over ``gamma_epochs``; ``stop_after`` switches
     gamma off after ``gamma_epochs``; ``constant`` never changes gamma, as in the GauTransformer
     paper."""
-    gamma_epochs: Annotated[Positive | None, Scope.TEACHER] = None
-    """Epochs until gamma is 0; null means a third of all epochs."""
-    model_args: ModelArgs = {}
-    """Keywords in which the student differs from ``model.args``, e.g. ``{depth: 6}``."""
-    layer_map: Annotated[list[Count | None] | None, Scope.TEACHER] = None
+    gamma_epochs: Positive | None = None
+    """Epochs until gamma is 0; null means a third of the student's epochs."""
+    layer_map: list[Count | None] | None = None
     """For each block of the student the number of the stored block that it is compared with,
     counted from 0, or null for no comparison. Without a list each block is compared with the stored
     block of the same number. If the numbers of blocks differ, evenly spaced stored blocks are
     taken."""
-    head_map: Annotated[list[Count] | Literal["mean"] | None, Scope.TEACHER] = None
+    head_map: list[Count] | Literal["mean"] | None = None
     """For each head of the student the number of the stored head that it is compared with, counted
     from 0. ``mean`` compares each head with the mean over the stored heads, of which there may then
     be another number. Null compares each head with the stored head of the same number."""
-    shuffle_maps: Annotated[bool, Scope.TEACHER] = False
+    shuffle_maps: bool = False
     """A control: every image gets the maps of another image. The control shows whether it matters
     that the maps belong to the image."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Smoothing of the labels in L_hard."""
-    patch_drop_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the patches that each image loses in the first half of the epochs, except while maps
-    are compared (PatchDropout, arXiv 2208.07220)."""
-    warm_start: Annotated[Literal["none", "teacher", "exact"], Scope.TEACHER] = "none"
+    warm_start: Literal["none", "teacher", "exact"] = "none"
     """``teacher`` copies the teacher's patch and position embedding, V, output projection, FFN,
     norms and head. If the teacher is a trained ViT, ``teacher`` also copies Q and K. A student that
     has Gaussians itself gets the teacher's. ``exact`` is for ``phase_a.per_image: none`` and
     students with ``attention_options: {prior: true}``: the prior goes into the scores and Q is 0,
     so that the student computes what the teacher does before its first step."""
-    temperature: Annotated[Rate, Scope.TEACHER] = 1.0
+    temperature: Rate = 1.0
     """The attention maps p of teacher and student become softmax(log p / temperature) before they
     are compared."""
-    direction: Annotated[Literal["teacher_student", "student_teacher"], Scope.TEACHER] = (
-        "teacher_student"
-    )
+    direction: Literal["teacher_student", "student_teacher"] = "teacher_student"
     """``teacher_student`` is KL(teacher || student), which makes the student attend wherever the
     teacher does. ``student_teacher`` is KL(student || teacher), the order of *GauTransformer,
     eq. 9*."""
-    optim: OptimSettings = OptimSettings()
 
-    @property
-    def gamma_ends(self) -> int:
-        """``gamma_epochs``, or what null means."""
-        return self.gamma_epochs or -(-self.epochs // 3)
+    def gamma_ends(self, epochs: int) -> int:
+        """``gamma_epochs``, or what null means for a student of so many ``epochs``."""
+        return self.gamma_epochs or -(-epochs // 3)
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseBSettings:
@@ -452,14 +483,18 @@ class PhaseBSettings(Section):
         return self
 
 
-class BaselineSettings(Section):
-    """The baseline: the student's ViT, trained on the labels alone."""
+class BaselineSettings(TrainChanges):
+    """The baseline: the student's ViT, trained on the labels alone, as ``gaupipe train`` does
+    too."""
 
-    optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
-    """Settings of ``phase_b.optim`` that are others for the baseline, e.g. ``{lr: 0.002}``."""
     epochs: Count | None = None
-    """Epochs of the baseline. Null is as many as both phases have together in a run with both, and
-    ``phase_b.epochs`` otherwise, and in ``gaupipe compare``. With 0 ``gaupipe run`` trains none."""
+    """Epochs of the baseline. In a run with both phases null is as many as both have together, and
+    ``train.epochs`` otherwise, and in ``gaupipe compare``. With 0 ``gaupipe run`` trains none."""
+
+    def over(self, train: TrainSettings) -> TrainSettings:
+        if self.epochs == 0:
+            return self.model_copy(update={"epochs": None}).over(train)
+        return super().over(train)
 
 
 class LogSettings(Section):
@@ -476,33 +511,34 @@ class LogSettings(Section):
 class Settings(Section):
     """Everything that determines a run."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31), Scope.PHASE] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31), Scope.STUDENT] = 0
     """Seed of all random numbers of the run."""
-    device: Annotated[str, Scope.MACHINE] = "auto"
+    device: Annotated[str, Scope.ANYTIME] = "auto"
     """``auto`` takes a GPU where there is one. Any other value is the name of a torch device, such
     as ``cpu`` or ``cuda:1``."""
-    threads: Annotated[Annotated[int, Field(gt=0, le=1024)] | None, Scope.MACHINE] = None
+    threads: Annotated[Annotated[int, Field(gt=0, le=1024)] | None, Scope.ANYTIME] = None
     """Processor threads for torch; null leaves torch's choice."""
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Scope.PHASE] = "float32"
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], Scope.STUDENT] = "float32"
     """Precision of the forward pass. ``bfloat16`` and ``float16`` are mixed precision: Gaussians,
     coordinates and losses stay float32."""
-    compile: Annotated[bool, Scope.PHASE] = False
+    compile: Annotated[bool, Scope.STUDENT] = False
     """Compile the forward pass with torch.compile."""
-    grad_checkpointing: Annotated[bool, Scope.MACHINE] = False
+    grad_checkpointing: Annotated[bool, Scope.ANYTIME] = False
     """Compute the activations of each block again in the backward pass (timm's
     ``set_grad_checkpointing``): less memory, more time, the same results."""
-    checkpoint_minutes: Annotated[Weight | None, Scope.MACHINE] = 10.0
+    checkpoint_minutes: Annotated[Weight | None, Scope.ANYTIME] = 10.0
     """Minutes after which a training writes a checkpoint in the middle of an epoch; 0 writes one
     after every step of the optimizer. Null writes checkpoints between epochs alone."""
-    download: Annotated[bool, Scope.MACHINE] = False
+    download: Annotated[bool, Scope.ANYTIME] = False
     """Let torchvision and timm fetch a data set and published weights that are not on this
     machine."""
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
-    augment: Annotated[AugmentSettings, Scope.PHASE] = AugmentSettings()
+    augment: Annotated[AugmentSettings, Scope.STUDENT] = AugmentSettings()
+    train: Annotated[TrainSettings, Scope.STUDENT] = TrainSettings()
     phase_a: PhaseASettings = PhaseASettings()
-    export: Annotated[ExportSettings, Scope.EXPORT] = ExportSettings()
-    log: Annotated[LogSettings, Scope.WATCH] = LogSettings()
+    export: ExportSettings = ExportSettings()
+    log: Annotated[LogSettings, Scope.ANYTIME] = LogSettings()
     phase_b: Annotated[PhaseBSettings, Scope.STUDENT] = PhaseBSettings()
     baseline: Annotated[BaselineSettings, Scope.STUDENT] = BaselineSettings()
 
@@ -522,29 +558,43 @@ class Settings(Section):
         return self.augment.model_copy(update={"mixup": 0.0, "cutmix": 0.0})
 
     @property
+    def student_training(self) -> TrainSettings:
+        """What the student of phase B is trained with."""
+        return self.phase_b.over(self.train)
+
+    @property
+    def baseline_training(self) -> TrainSettings:
+        """What a ViT without a teacher is trained with."""
+        return self.baseline.over(self.train)
+
+    @property
     def baseline_epochs(self) -> int:
         """Epochs of the baseline of a run with both phases."""
         if self.baseline.epochs is not None:
             return self.baseline.epochs
-        return self.phase_b.epochs + self.phase_a.most_epochs
+        return self.student_training.epochs + self.phase_a.most_epochs
 
-    @property
-    def baseline_optim(self) -> OptimSettings:
-        """The optimizer of the baseline: that of phase B, but for ``baseline.optim``."""
-        optim = self.phase_b.optim.model_dump() | self.baseline.optim
-        return OptimSettings.model_validate(optim)
+    def with_training(self, *, distilled: bool) -> Settings:
+        """These settings for one student alone: ``train`` is what it is trained with, and neither
+        ``phase_b`` nor ``baseline`` changes that."""
+        train = self.student_training if distilled else self.baseline_training
+        phase_b = self.phase_b.model_copy(update=dict(TrainChanges()))
+        changes = {"train": train, "phase_b": phase_b, "baseline": BaselineSettings()}
+        return self.model_copy(update=changes)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _attention_of_weights(cls, values: Any) -> Any:
-        """Trained weights keep their attention, unless ``phase_b.student`` names another one."""
-        model, phase = (values.get(name) or {} for name in ("model", "phase_b"))
-        if not (isinstance(model, dict) and isinstance(phase, dict)):
-            return values
-        name = str(model.get("name", "gauvit_"))
-        if name.startswith("gauvit_") or "student" in phase:
-            return values
-        return {**values, "phase_b": attention_of(name) | phase}
+    def without_student(self) -> Settings:
+        """These settings with the defaults of whatever phase A does not read."""
+        model, defaults = self.model, ModelSettings()
+        of_student = ("attention", "attention_options", "match_params", "student_args")
+        model = model.model_copy(update={name: getattr(defaults, name) for name in of_student})
+        changes = {
+            "model": model,
+            "train": TrainSettings(),
+            "phase_b": PhaseBSettings(),
+            "baseline": BaselineSettings(),
+            "export": ExportSettings(),
+        }
+        return self.model_copy(update=changes)
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
@@ -554,16 +604,16 @@ class Settings(Section):
 
     def _check_exact(self) -> None:
         """A student that is to be its teacher needs one that it can be."""
-        teacher, phase = self.phase_a, self.phase_b
+        teacher, model = self.phase_a, self.model
         needed = {
             "phase_a.teacher=gaussian": teacher.learns_gaussians,
             "phase_a.per_image=none": teacher.per_image == "none",
             "phase_a.mode=expected": teacher.mode == "expected",
-            "phase_b.student=standard": phase.student == "standard",
-            "phase_b.attention_options={prior: true}": phase.attention_options.get("prior") is True,
-            "phase_b.match_params=false": not phase.match_params,
-            "phase_b.model_args={} but for drop rates": all(
-                name.endswith("_rate") for name in phase.model_args
+            "model.attention=standard": model.attention == "standard",
+            "model.attention_options={prior: true}": model.attention_options.get("prior") is True,
+            "model.match_params=false": not model.match_params,
+            "model.student_args={} but for drop rates": all(
+                name.endswith("_rate") for name in model.student_args
             ),
         }
         missing = [name for name, there in needed.items() if not there]
@@ -572,16 +622,16 @@ class Settings(Section):
 
 
 def scope(name: str) -> Scope:
-    """The scope of the setting "a.b": that of its field and of the sections around it. Keywords in
-    a setting, as in "model.args.depth", have the scope of the setting."""
+    """The scope of the setting "a.b": that of its field, or of the innermost section around it that
+    has one. Keywords in a setting, as in "model.args.depth", have the scope of the setting."""
     section: type[Section] | None = Settings
-    together = Scope.RUN
+    innermost = Scope.RUN
     for part in name.split("."):
         field = section.model_fields.get(part) if section else None
         if field is None:
             break
         for fact in field.metadata:
             if isinstance(fact, Scope):
-                together |= fact
+                innermost = fact
         section = section_of(field.annotation)
-    return together
+    return innermost

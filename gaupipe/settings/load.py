@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from types import UnionType
@@ -15,8 +15,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from gaupipe.settings import Settings, scope
-from gaupipe.settings.sections import Scope, fields_of, problem
+from gaupipe.settings import Settings, TrainSettings, scope
+from gaupipe.settings.sections import LOCAL, Scope, fields_of, problem, with_whole_path
 from gaupipe.system.errors import UserError
 
 
@@ -41,16 +41,35 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Settings:
 
 
 def with_overrides(tree: dict, overrides: Sequence[str]) -> dict:
-    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. Raises
+    """A nested dict of settings, in which each ``a.b=value`` is set, the value in YAML. What is set
+    in ``train`` no longer differs in ``phase_b`` and ``baseline``, unless set there too. Raises
     UserError for text that is no such setting."""
+    given: dict[str, Any] = {}
+    for override in overrides:
+        _apply(given, override)
+    _forget_other_trainings(tree, given)
     for override in overrides:
         _apply(tree, override)
     return tree
 
 
+def _forget_other_trainings(tree: dict, given: dict) -> None:
+    """Takes out of ``phase_b`` and ``baseline`` what ``given`` sets in ``train``."""
+    for name, _ in _leaves(given.get("train", {}), ""):
+        *parents, leaf = name.split(".")[:2]  # keywords in optim.args are one setting
+        for section in ("phase_b", "baseline"):
+            inside: Any = tree
+            for part in (section, *parents):
+                inside = inside.get(part) if isinstance(inside, dict) else None
+            if isinstance(inside, dict):
+                inside.pop(leaf, None)
+
+
 def load_merged(source: str | Path, overrides: Sequence[str]) -> Settings:
     """As :func:`load`, but keywords such as those of ``model.args`` join the file's."""
-    return parse(_merged(read_yaml(source), with_overrides({}, overrides)), "--set")
+    tree, given = read_yaml(source), with_overrides({}, overrides)
+    _forget_other_trainings(tree, given)
+    return parse(_merged(tree, given), "--set")
 
 
 def _merged(tree: dict, changes: dict) -> dict:
@@ -61,11 +80,30 @@ def _merged(tree: dict, changes: dict) -> dict:
 
 
 def parse(tree: dict, where: str) -> Settings:
-    """Validates a nested dict of settings; ``where`` names it in messages. Raises UserError."""
+    """Validates a nested dict of settings; ``where`` names it in messages. Trained weights keep
+    their attention, unless ``model.attention`` names another one. Raises UserError."""
+    model = tree.get("model")
+    if isinstance(model, dict) and "attention" not in model:
+        tree = {**tree, "model": _attention_of_weights(str(model.get("name", ""))) | model}
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
         raise UserError(f"{where}: {problem(error, Settings)}") from None
+
+
+def _attention_of_weights(name: str) -> dict[str, Any]:
+    """``attention`` and ``attention_options`` of trained weights, as the config.json of a
+    ``local-dir:`` says; any other weights have standard attention. Empty for a model that is
+    trained from the start."""
+    if not name or name.startswith("gauvit_"):
+        return {}
+    own = {}
+    if name.startswith(LOCAL):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            config = Path(with_whole_path(name).removeprefix(LOCAL)) / "config.json"
+            own = json.loads(config.read_bytes())["model_args"]
+    options = own.get("attention_options") or {}
+    return {"attention": own.get("attention", "standard"), "attention_options": options}
 
 
 def dump(settings: Settings) -> str:
@@ -73,16 +111,16 @@ def dump(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
 
 
-def flatten(settings: Settings, without: Scope = Scope.RUN) -> dict[str, Any]:
-    """{"a.b": value} of every setting, as JSON values; none whose scope is one of ``without``."""
+def flatten(settings: Settings, *without: Scope) -> dict[str, Any]:
+    """{"a.b": value} of every setting, as JSON values, but for those of the scopes ``without``."""
     leaves = _leaves(settings.model_dump(mode="json"), "")
-    return {name: value for name, value in leaves if not scope(name) & without}
+    return {name: value for name, value in leaves if scope(name) not in without}
 
 
-def changed(old: Settings, new: Settings, without: Scope = Scope.RUN) -> list[str]:
-    """Names of the settings in which two settings differ; none whose scope is one of
+def changed(old: Settings, new: Settings, *without: Scope) -> list[str]:
+    """Names of the settings in which two settings differ, but for those of the scopes
     ``without``."""
-    before, now = flatten(old, without), flatten(new, without)
+    before, now = flatten(old, *without), flatten(new, *without)
     return [name for name in before | now if before.get(name) != now.get(name)]
 
 
@@ -154,7 +192,7 @@ def _apply(tree: dict, override: str) -> None:
     where = f"--set {override!r}" if len(override) < 200 else f"--set '{override[:200]}...'"
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"{where}: should look like phase_b.epochs=20")
+        raise UserError(f"{where}: should look like train.epochs=20")
     try:
         value = _parse_yaml(text)
     except ValueError as error:
@@ -189,15 +227,13 @@ def set_value(tree: dict, key: str, value: Any, where: str) -> None:
     tree[leaf] = value
 
 
-def check_used(overrides: Sequence[str], settings: Settings) -> None:
-    """Raises UserError for an ``a.b=value`` that plain training does not read, as another setting
-    takes its place."""
-    other = {"phase_b.epochs": "baseline.epochs"} if settings.baseline.epochs else {}
-    other |= {f"phase_b.optim.{name}": f"baseline.optim.{name}" for name in settings.baseline.optim}
-    for name in (override.partition("=")[0] for override in overrides):
-        for unused, instead in other.items():
-            if f"{unused}.".startswith(f"{name}."):
-                raise UserError(
-                    f"--set {name}: {instead} of the configuration takes its place in plain "
-                    f"training: --set {instead}"
-                )
+def check_plain(names: Iterable[str], where: str = "--set") -> None:
+    """Raises UserError for a name "phase_b.b" by which a training without a teacher would have to
+    be told how to train: it does not read ``phase_b``."""
+    for name in names:
+        section, _, field = name.partition(".")
+        if section == "phase_b" and field.partition(".")[0] in TrainSettings.model_fields:
+            raise UserError(
+                f"{where} {name}: phase_b is for students with a teacher, and this one has none: "
+                f"set train.{field}, or baseline.{field}"
+            )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import json
 import os
-from collections.abc import Sequence
-from enum import Flag, auto
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -39,46 +36,24 @@ def with_whole_path(name: str) -> str:
     return LOCAL + os.path.abspath(os.path.expanduser(name.removeprefix(LOCAL)))
 
 
-def attention_of(name: str) -> dict[str, Any]:
-    """``student`` and ``attention_options`` of a model, as the config.json of a ``local-dir:``
-    says; any other model has standard attention."""
-    own = {}
-    if name.startswith(LOCAL):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            config = Path(with_whole_path(name).removeprefix(LOCAL)) / "config.json"
-            own = json.loads(config.read_bytes())["model_args"]
-    options = own.get("attention_options") or {}
-    return {"student": own.get("attention", "standard"), "attention_options": options}
-
-
 ModelName = Annotated[str, AfterValidator(with_whole_path)]
 
 
-class Scope(Flag):
-    """The part of a run that a setting belongs to, and so who may change it.
+class Scope(Enum):
+    """What a setting belongs to, and so who may change it once a run has begun.
 
     It stands in the annotation of a field, or of a section for all settings in it. A setting
-    without one belongs to the run, and stays as it is from the start of the run.
+    without one belongs to the run.
     """
 
-    RUN = 0
-    MACHINE = auto()
-    """Where and how fast a run is computed: may change whenever the run is continued."""
-    WATCH = auto()
-    """What is shown of a training: may change too, but is the same on all ranks."""
-    ANYTIME = MACHINE | WATCH
-    EXPORT = auto()
-    """The store: every export may have another."""
-    STUDENT = auto()
-    """The student or the baseline alone: students of one teacher may differ in it."""
-    PHASE = auto()
-    """Teacher and student each: students may differ in it, also from their teacher."""
-    COMMAND = auto()
-    """The student that a command trains: commands of one run may name another."""
-    RESUME = auto()
-    """May change when the training of a student is continued."""
-    TEACHER = auto()
-    """Says how a student learns from a teacher: means nothing to a baseline."""
+    RUN = "run"
+    """Stays as it is from the start of the run: teacher and students share it."""
+    STUDENT = "student"
+    """Students of a run may differ in it, but each stays as it began. A teacher that reads it too
+    has that of the run."""
+    ANYTIME = "any time"
+    """Where and how fast a run is computed, and what is shown of it: may change whenever a command
+    continues the run."""
 
 
 class Section(BaseModel):
@@ -125,12 +100,35 @@ def problem(error: ValidationError, section: type[BaseModel]) -> str:
     first = error.errors()[0]
     location = ".".join(map(str, first["loc"])) or "settings"
     if first["type"] == "extra_forbidden":
-        *parents, unknown = map(str, first["loc"])
-        fields = fields_of(section, parents)
-        hint = f"known: {', '.join(fields)}"
-        for near in difflib.get_close_matches(unknown, fields, n=1, cutoff=0.5):
-            hint = f"did you mean {'.'.join([*parents, near])!r}?"
-        return f"unknown setting {location!r}; {hint}"
+        return f"unknown setting {location!r}; {_hint(location, section)}"
     message = first["msg"].removeprefix("Value error, ")
     given = "" if isinstance(first["input"], dict) else f", got {first['input']!r:.100}"
     return f"{location}: {message[0].lower() + message[1:]}{given}"
+
+
+def _hint(unknown: str, section: type[BaseModel]) -> str:
+    """What "a.b", which is no setting, could have meant: a near name beside it, a near name in
+    another section, or else the names that are known there."""
+    *parents, leaf = unknown.split(".")
+    place = "".join(f"{parent}." for parent in parents)
+    beside = list(fields_of(section, parents))
+    elsewhere = [name for name in _names(section) if name.removeprefix(place) not in beside]
+    elsewhere.sort(key=lambda name: not name.startswith(place))  # the same section's first
+    leaves = [name.rpartition(".")[2] for name in elsewhere]
+    near = [place + name for name in difflib.get_close_matches(leaf, beside, n=1, cutoff=0.7)]
+    others = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    near += [elsewhere[leaves.index(name)] for name in others]
+    if not near:
+        near = [place + name for name in difflib.get_close_matches(leaf, beside, n=1, cutoff=0.5)]
+    if not near:
+        return f"known: {', '.join(beside)}"
+    return f"did you mean {' or '.join(map(repr, near))}?"
+
+
+def _names(section: type[BaseModel], place: str = "") -> Iterator[str]:
+    """The "a.b" of all settings in a section."""
+    for name, field in section.model_fields.items():
+        yield place + name
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _names(inner, f"{place}{name}.")

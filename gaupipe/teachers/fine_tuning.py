@@ -50,17 +50,17 @@ def with_weights(
     settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
 ) -> VisionTransformer:
     """The ViT that the settings fine-tune, with a new head for the classes, and converted to the
-    attention of ``phase_b.student``. Its outputs are those of the trained ViT, but for the head,
+    attention of ``model.attention``. Its outputs are those of the trained ViT, but for the head,
     where :func:`~gaupipe.vit.convert.convert` keeps them.
 
     ``device`` "meta" and ``trained`` False leave the weights out. Raises UserError for weights that
     are not there, and for settings that do not fit.
     """
-    model, phase = settings.model, settings.phase_b
-    if phase.match_params:
-        raise UserError("phase_b.match_params: a ViT that is fine-tuned keeps its FFN")
+    model = settings.model
+    if model.match_params:
+        raise UserError("model.match_params: a ViT that is fine-tuned keeps its FFN")
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
-    arguments = {**sizes, **model.args, **phase.model_args}
+    arguments = {**sizes, **model.args, **model.student_args}
     torch.manual_seed(settings.seed)  # a conversion draws, too
     if trained and device is None:
         trained_vit = pretrained(
@@ -76,8 +76,8 @@ def with_weights(
             raise UserError(f"model.args: {arguments} do not fit model.name={model.name}")
     built = getattr(vit, "gaupipe_args", {})
     own = built.get("attention", "standard"), built.get("attention_options") or {}
-    if (phase.student, phase.attention_options) != own:
-        vit = convert(vit, phase.student, **phase.attention_options)
+    if (model.attention, model.attention_options) != own:
+        vit = convert(vit, model.attention, **model.attention_options)
     torch.manual_seed(settings.seed)
     head: Any = vit.get_classifier()
     nn.init.trunc_normal_(head.weight, std=0.02)

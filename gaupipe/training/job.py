@@ -17,7 +17,13 @@ from gaupipe.data.augment import Augment, Mix, mixed_targets
 from gaupipe.data.batches import Batch, train_and_val
 from gaupipe.data.buckets import Buckets, check_buckets
 from gaupipe.data.splits import ImageData
-from gaupipe.settings import OptimSettings, Settings
+from gaupipe.settings import (
+    BaselineSettings,
+    ExportSettings,
+    Settings,
+    TrainChanges,
+    TrainSettings,
+)
 from gaupipe.settings.augment import AugmentSettings
 from gaupipe.settings.load import flatten
 from gaupipe.settings.sections import Scope
@@ -49,19 +55,15 @@ class Training:
     data: ImageData
     device: torch.device
     student: VisionTransformer
-    optim: OptimSettings
+    train: TrainSettings
 
     @property
     def epochs(self) -> int:
-        return self.settings.phase_b.epochs
+        return self.train.epochs
 
     @property
     def augment(self) -> AugmentSettings:
         return self.settings.augment
-
-    @property
-    def label_smoothing(self) -> float:
-        return self.settings.phase_b.label_smoothing
 
     def label(self, folder: Path) -> str:
         """The name of the training in lines and on the bar."""
@@ -69,7 +71,14 @@ class Training:
 
     def identity(self) -> dict[str, Any]:
         """Settings, data and teacher that a checkpoint belongs to."""
-        return flatten(self.settings, Scope.EXPORT | Scope.RESUME | Scope.ANYTIME) | {
+        # the epoch to keep, the store and the trainings of other students may change
+        changes = {
+            "train": self.train.model_copy(update={"keep": "last"}),
+            "phase_b": self.settings.phase_b.model_copy(update=dict(TrainChanges())),
+            "baseline": BaselineSettings(),
+            "export": ExportSettings(),
+        }
+        return flatten(self.settings.model_copy(update=changes), Scope.ANYTIME) | {
             "the data set": self.data.sha256,
             **weights_sha256(self.settings.model.name),
         }
@@ -86,7 +95,7 @@ class Training:
         """The share of the patches that the student drops in an epoch counted from 0."""
         if epoch >= self.epochs // 2 or self.gamma(epoch):
             return 0.0
-        return self.settings.phase_b.patch_drop_rate
+        return self.train.patch_drop_rate
 
     def drop_patches(self, epoch: int) -> None:
         """From now on the student drops the patches of an epoch counted from 0."""
@@ -103,10 +112,10 @@ class Training:
 
     def remarks(self) -> list[str]:
         """Lines to print before the first epoch."""
-        rate = self.settings.phase_b.patch_drop_rate
+        rate = self.train.patch_drop_rate
         if rate and not any(map(self.share_of_dropped_patches, range(self.epochs))):
             return [
-                f"phase_b.patch_drop_rate={rate} drops nothing: patches are dropped in the first "
+                f"train.patch_drop_rate={rate} drops nothing: patches are dropped in the first "
                 "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
             ]
         return []
@@ -114,18 +123,18 @@ class Training:
     def ending(self, state: TrainingState, folder: Path) -> str:
         """A line about a training that has ended: why early, and which epoch is kept where."""
         assert state.best
-        phase, best, last = self.settings.phase_b, state.best["epoch"], len(state.metrics)
+        train, best, last = self.train, state.best["epoch"], len(state.metrics)
         accuracy = state.metrics[best - 1]["val_acc"]
-        early = f"; phase_b.patience={phase.patience} ended it" if last < self.epochs else ""
-        kept = best if phase.keep == "best" else last
+        early = f"; patience={train.patience} ended it" if last < self.epochs else ""
+        kept = best if train.keep == "best" else last
         return (
             f"epoch {best} is the best (val_acc {accuracy:.4f}){early}; {folder / 'student'} is of "
-            f"epoch {kept} (phase_b.keep={phase.keep})"
+            f"epoch {kept} (keep={train.keep})"
         )
 
     def is_over(self, state: TrainingState, metrics: dict[str, Any]) -> bool:
         """True if the training ends early after an epoch with these ``metrics``."""
-        patience, since_best = self.settings.phase_b.patience, state.keep_best(metrics)
+        patience, since_best = self.train.patience, state.keep_best(metrics)
         return patience is not None and since_best >= patience
 
 
@@ -134,7 +143,7 @@ class LabelLosses(nn.Module):
 
     def __init__(self, job: Training) -> None:
         super().__init__()
-        self.student, self.label_smoothing = job.student, job.label_smoothing
+        self.student, self.label_smoothing = job.student, job.train.label_smoothing
         self.forward_student = torch.compile(job.student) if job.settings.compile else job.student
 
     def forward(self, batch: Batch, gamma: float = 0.0) -> dict[str, Tensor]:
@@ -195,17 +204,19 @@ def train(job: Training, state: TrainingState[VisionTransformer], folder: Path) 
 def training_state(job: Training) -> TrainingState[VisionTransformer]:
     """The optimizer of a ViT and its schedule, freshly started."""
     steps = Buckets(len(job.data.train)).steps(job.settings.data.batch_size)
-    optimizer, schedule = build_optimizer(job.student, job.optim, job.epochs, steps)
+    optimizer, schedule = build_optimizer(job.student, job.train.optim, job.epochs, steps)
     precision, identity = job.settings.precision, job.identity()
-    return TrainingState(job.student, optimizer, schedule, job.optim, precision, identity=identity)
+    optim = job.train.optim
+    return TrainingState(job.student, optimizer, schedule, optim, precision, identity=identity)
 
 
 def build(settings: Settings, data: ImageData, afresh: bool = True) -> Training:
     """A student that learns from the labels alone, freshly started. ``afresh`` False leaves trained
     weights out. Writes nothing. Raises UserError for settings that do not fit."""
     device = select_device(settings.device, settings.threads)
-    student = build_student(settings, data, trained=afresh).to(device)
-    return Training(settings, data, device, student, settings.baseline_optim)
+    train = settings.baseline_training
+    student = build_student(settings, data, train, trained=afresh).to(device)
+    return Training(settings, data, device, student, train)
 
 
 def check_training(settings: Settings, data: ImageData) -> None:

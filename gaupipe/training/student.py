@@ -7,7 +7,7 @@ from timm.layers import PatchDropout
 from timm.models.vision_transformer import VisionTransformer
 
 from gaupipe.data.splits import ImageData
-from gaupipe.settings import Settings
+from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system.errors import UserError
 from gaupipe.teachers.fine_tuning import fine_tunes, with_weights
 from gaupipe.training.optimizer import build_optimizer
@@ -15,22 +15,27 @@ from gaupipe.vit.build import build_vit
 
 
 def build_student(
-    settings: Settings, data: ImageData, device: str | None = None, trained: bool = True
+    settings: Settings,
+    data: ImageData,
+    train: TrainSettings,
+    device: str | None = None,
+    trained: bool = True,
 ) -> VisionTransformer:
-    """The student as the seed starts it, on the CPU; without weights on the ``device`` "meta".
-    One that is fine-tuned has its trained weights, unless ``trained`` is False."""
-    phase = settings.phase_b
+    """The student, to be trained as ``train`` says, as the seed starts it, on the CPU; without
+    weights on the ``device`` "meta". One that is fine-tuned has its trained weights, unless
+    ``trained`` is False."""
+    model = settings.model
     if fine_tunes(settings.model.name):
         student = with_weights(settings, data, device, trained)
     else:
         torch.manual_seed(settings.seed)
-        options = {name: getattr(phase, name) for name in ("attention_options", "match_params")}
-        changes = ("phase_b.model_args", phase.model_args)
-        student = build_vit(settings.model, data, phase.student, device, changes, **options)
-    if phase.patch_drop_rate:
+        options = {name: getattr(model, name) for name in ("attention_options", "match_params")}
+        changes = ("model.student_args", model.student_args)
+        student = build_vit(model, data, model.attention, device, changes, **options)
+    if train.patch_drop_rate:
         if any(hasattr(module, "places") for module in student.modules()):
-            raise UserError("phase_b.patch_drop_rate: should be 0 for a student with Gaussians")
-        student.patch_drop = PatchDropout(phase.patch_drop_rate, student.num_prefix_tokens)
+            raise UserError("train.patch_drop_rate: should be 0 for a student with Gaussians")
+        student.patch_drop = PatchDropout(train.patch_drop_rate, student.num_prefix_tokens)
     return student
 
 
@@ -38,5 +43,6 @@ def check_baseline(settings: Settings, data: ImageData, trained: bool = False) -
     """Raises UserError for what training on the labels alone could not do. ``trained`` weights of
     a fine-tuning are then on this machine."""
     device = None if trained and fine_tunes(settings.model.name) else "meta"
-    student = build_student(settings, data, device)
-    build_optimizer(student, settings.baseline_optim, settings.phase_b.epochs, steps_per_epoch=100)
+    train = settings.baseline_training
+    student = build_student(settings, data, train, device)
+    build_optimizer(student, train.optim, train.epochs, steps_per_epoch=100)

@@ -61,7 +61,7 @@ def _row(trainings: Sequence[Training], outcomes: Mapping[Path, Any]) -> dict[st
     return {
         "row": row.name,
         "plain": row.plain,
-        "attention": trainings[0].settings.phase_b.student,
+        "attention": trainings[0].settings.model.attention,
         "settings": row.settings,
         "failed": failures,
         "final": final_values(runs),

@@ -12,15 +12,13 @@ from pydantic import ValidationError
 
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.settings import (
-    BaselineSettings,
     ExportSettings,
     PhaseASettings,
     PhaseBSettings,
     Settings,
-    scope,
 )
 from gaupipe.settings import load as config
-from gaupipe.settings.sections import Scope, Section, problem
+from gaupipe.settings.sections import Section, problem
 from gaupipe.system.errors import UserError
 
 BASELINE = "plain ViT"
@@ -44,19 +42,19 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
 
     ``students`` are attentions. The controls belong to the first of them.
     """
-    phase, first = base.phase_b, students[0]
+    model, phase, first = base.model, base.phase_b, students[0]
 
     def student(attention: str) -> dict[str, Any]:  # with the options that are meant for it
-        options = phase.attention_options if attention == phase.student else {}
+        options = model.attention_options if attention == model.attention else {}
         return {
-            "phase_b.student": attention,
-            "phase_b.attention_options": options,
-            "phase_b.match_params": phase.match_params,
+            "model.attention": attention,
+            "model.attention_options": options,
+            "model.match_params": model.match_params,
         }
 
-    normalised = {key: value for key, value in phase.model_args.items() if key != "rezero"}
-    args = {"phase_b.model_args": normalised}
-    plain = {BASELINE: args | student("standard") | {"phase_b.match_params": False}}
+    normalised = {key: value for key, value in model.student_args.items() if key != "rezero"}
+    args = {"model.student_args": normalised}
+    plain = {BASELINE: args | student("standard") | {"model.match_params": False}}
     plain |= {
         f"{BASELINE}, {name}": args | student(name) for name in students if name != "standard"
     }
@@ -136,31 +134,24 @@ def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
 
 
 def resolve(row: Row, base: Settings) -> Settings:
-    """The settings of a row's training. Optimizer and epochs of a plain row are the baseline's, as
-    settings of phase B, which the row can change. Settings that mean nothing to the training have
-    their defaults. Raises UserError for what is not a setting."""
-    tree = (_of_baseline(base) if row.plain else base).model_dump(mode="json")
+    """The settings of a row's training, all of which are those of ``train``, in the configuration
+    too, where the row can change them. Settings that mean nothing to the training have their
+    defaults. Raises UserError for what is not a setting."""
+    if row.plain:
+        config.check_plain(row.settings, f"{row.name}:")
+    tree = base.with_training(distilled=not row.plain).model_dump(mode="json")
     for name, value in row.settings.items():
         config.set_value(tree, name, value, row.name)
-    settings = config.parse(tree, row.name)
-    phase_a, changes = settings.phase_a, dict[str, Any](keep="last")  # the epoch of the tables
+    settings = config.parse(tree, row.name).with_training(distilled=not row.plain)
+    settings = settings.with_section("train", keep="last")  # the epoch of the tables
     if row.plain:
-        settings, phase_a, defaults = _of_baseline(settings), PhaseASettings(), PhaseBSettings()
-        unused = (name for name, _ in defaults if scope(f"phase_b.{name}") & Scope.TEACHER)
-        changes |= {name: getattr(defaults, name) for name in unused}
-    elif phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
-        changes["shuffle_maps"] = False
-    sections = {
-        "export": ExportSettings() if row.plain else chosen(settings),
-        "phase_a": phase_a,
-        "phase_b": settings.phase_b.model_copy(update=changes),
-        "baseline": BaselineSettings(),
-    }
-    return settings.model_copy(update=sections)
-
-
-def _of_baseline(base: Settings) -> Settings:
-    """Settings whose phase B has the optimizer and the epochs of the baseline."""
-    epochs = base.baseline.epochs or base.phase_b.epochs
-    phase_b = base.phase_b.model_copy(update={"optim": base.baseline_optim, "epochs": epochs})
-    return base.model_copy(update={"phase_b": phase_b, "baseline": BaselineSettings()})
+        unused = {
+            "phase_a": PhaseASettings(),
+            "export": ExportSettings(),
+            "phase_b": PhaseBSettings(),
+        }
+        return settings.model_copy(update=unused)
+    phase_a = settings.phase_a
+    if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
+        settings = settings.with_section("phase_b", shuffle_maps=False)
+    return settings.model_copy(update={"export": chosen(settings)})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gaupipe.distillation.export import drawing, is_complete
-from gaupipe.settings import BaselineSettings, ExportSettings, PhaseBSettings, Settings
+from gaupipe.settings import Settings
 from gaupipe.settings import load as config
 from gaupipe.settings.sections import Scope
 from gaupipe.system.progress import epochs_in, read_metrics
@@ -26,19 +26,14 @@ CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
 
 def as_teacher(settings: Settings) -> Settings:
     """The settings of the phase A of a training."""
-    others = {
-        "augment": settings.phase_a_augment,
-        "export": ExportSettings(),
-        "phase_b": PhaseBSettings(),
-        "baseline": BaselineSettings(),
-    }
-    return settings.model_copy(update=others)
+    settings = settings.without_student()
+    return settings.model_copy(update={"augment": settings.phase_a_augment})
 
 
 def digest(settings: Settings, *more: Any) -> str:
     """A training's name, made of all settings that change its result, also of those that have their
     default, and of what counts besides: the sha256 of the data set first of all."""
-    described = config.flatten(settings, without=Scope.ANYTIME)
+    described = config.flatten(settings, Scope.ANYTIME)
     return _sha256([described, *more])
 
 

@@ -223,7 +223,7 @@ def teacher_agreement(
     count = len(image_ids)
     image_ids = np.array_split(image_ids, distributed.world_size())[distributed.rank()]
     device = next(student.parameters()).device
-    job = PhaseB(settings, data, device, student, settings.phase_b.optim, maps)
+    job = PhaseB(settings, data, device, student, settings.student_training, maps)
     batches = Batches(data.train, data, device, settings.data.batch_size, settings.data.workers)
     layers = job.layers
     same = torch.zeros((), dtype=torch.float64)

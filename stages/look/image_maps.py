@@ -227,10 +227,10 @@ class StudentMaps(LiveMaps):
             return logits, [block.exp() for block in log_maps]
 
         super().__init__(student.name, model, data, forward)
-        self.explains = settings.phase_b.student != "gaussian"
+        self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
         if self.store is not None:
-            self._job = PhaseB(settings, data, CPU, model, settings.phase_b.optim, self.store)
+            self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
         """As :meth:`LiveMaps.see`, with the stored maps of the same image beside the student's."""

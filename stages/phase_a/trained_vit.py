@@ -10,7 +10,7 @@ from typing import Any
 from gaupipe.data.splits import ImageData
 from gaupipe.distillation.student import check_student
 from gaupipe.distillation.vit_teacher import TeacherTraining, VitJob, build, build_model, measure
-from gaupipe.settings import Settings
+from gaupipe.settings import Settings, TrainSettings
 from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
@@ -34,7 +34,10 @@ def check(settings: Settings, data: ImageData, students: bool = True) -> VitJob 
         build_optimizer(vit, settings.phase_a.optim, settings.phase_a.max_epochs, 100)
         device = select_device(settings.device, settings.threads)
         vit = build_model(settings, data).to(device)
-        return TeacherTraining(settings, data, device, vit, settings.phase_a.optim)
+        # no label smoothing: maps of a teacher with smoothed labels teach less
+        phase = settings.phase_a
+        train = TrainSettings(epochs=phase.max_epochs, optim=phase.optim)
+        return TeacherTraining(settings, data, device, vit, train)
     job = build(settings, data)
     if students:
         warm = settings.phase_b.warm_start != "none"

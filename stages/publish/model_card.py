@@ -53,8 +53,9 @@ def write(
         model_name=title,
         eval_results=[result],
     )
+    train = settings.student_training if student.distilled else settings.baseline_training
     config = json.loads((student.folder / "student" / "config.json").read_bytes())
-    metrics, attention = metrics_in(student.folder), settings.phase_b.student
+    metrics, attention = metrics_in(student.folder), settings.model.attention
     equation = " ".join((ATTENTION[attention].__doc__ or "").split("\n\n")[0].split())
     card = ModelCard.from_template(
         head,
@@ -72,7 +73,7 @@ def write(
         seconds=total_seconds(metrics),
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
-        optim=settings.phase_b.optim if student.distilled else settings.baseline_optim,
+        train=train,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )

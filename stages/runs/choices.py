@@ -27,7 +27,7 @@ BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images
 FEWEST_EPOCHS, MOST_EPOCHS, FINE_TUNING_EPOCHS = 12, 90, 10
 QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
 
-WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.epochs", "phase_b.gamma")
+WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.")
 """Settings that a training without a teacher does not read."""
 
 CHARACTERS = re.compile(r"(digit|letter|character|number)?[ _-]*([0-9]{1,2}|[a-zA-Z])")
@@ -128,12 +128,12 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
     """A training from published weights, whose images get the size that the weights expect."""
     choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
-    choices.choose("baseline.epochs", FINE_TUNING_EPOCHS, "of a training without a teacher")
+    choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
     _choose_batch(choices, images)
-    choices.choose("phase_b.optim.name", "adamw", "the optimizer")
-    choices.choose("phase_b.optim.lr", 2e-4, "the learning rate, lower than from the start")
+    choices.choose("train.optim.name", "adamw", "the optimizer")
+    choices.choose("train.optim.lr", 2e-4, "the learning rate, lower than from the start")
     reason = "each block has this share of the next one's learning rate"
-    choices.choose("phase_b.optim.args.layer_decay", 0.75, reason)
+    choices.choose("train.optim.args.layer_decay", 0.75, reason)
     _choose_flip(choices, classes)
     reason = "a random part of each image, of at least this area"
     choices.choose("augment.resized_crop", {"scale": [0.5, 1.0]}, reason)
@@ -154,12 +154,15 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
-    attention = "standard" if choices.given("phase_b.attention_options") else "belief"
-    choices.choose("phase_b.student", attention, "its attention; timm loads standard by itself")
-    student = choices.choose("phase_b.epochs", round(epochs * 2 / 3), "of the student")
+    attention = "standard" if choices.given("model.attention_options") else "belief"
+    choices.choose("model.attention", attention, "its attention; timm loads standard by itself")
+    if choices.given("train.epochs") is None:  # else it is the student's, too
+        choices.choose("phase_b.epochs", round(epochs * 2 / 3), "of the student")
+    student = choices.given("phase_b.epochs") or choices.given("train.epochs")
     half = choices.choose("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))
-    choices.choose("baseline.epochs", together, "of a training without a teacher")
+    plain = "train.epochs" if choices.given("baseline.epochs") is None else "baseline.epochs"
+    choices.choose(plain, together, "of a training without a teacher")
     choices.choose("phase_b.alpha", 0.0)
     choices.choose("phase_b.beta", 1.0)
     gamma = choices.choose("phase_b.gamma", 0.3, "the weight of the teacher's attention maps")
@@ -172,7 +175,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
     _choose_batch(choices, images)
-    choices.choose("phase_b.optim.lr", 4e-3, "the learning rate, of timm's Muon")
+    choices.choose("train.optim.lr", 4e-3, "the learning rate, of timm's Muon")
 
 
 def _choose_augmentation(

@@ -38,7 +38,7 @@ def settings_for(
     if run.config.is_file():
         line = f"{run_dir}: goes on with the settings with which it began"
         return _of_run(run, folder, root, overrides), [line]
-    attention = [] if student is None else [f"phase_b.student={student}"]
+    attention = [] if student is None else [f"model.attention={student}"]
     valid = config.with_overrides({"phase_a": {"teacher": "vit"}}, [*overrides, *attention])
     config.parse(valid, "--set")  # before anything is chosen by it
     given = config.with_overrides({}, [*overrides, *attention])

@@ -118,14 +118,18 @@ class RunDirectory:
         before, folder = self.student_settings(name, distilled), self.student(name, distilled)
         tree = config.with_overrides(before.model_dump(mode="json"), overrides)
         settings = config.parse(tree, "--set")
-        for key in config.changed(before, settings, Scope.STUDENT | Scope.PHASE | Scope.ANYTIME):
+        for key in config.changed(before, settings, Scope.STUDENT, Scope.ANYTIME):
             raise UserError(
                 f"--set {key}: belongs to the run, not to one student: start another run "
                 f"with it ('gaupipe phase-a {self.config} --set {key}=... --run-dir ...')"
             )
         if not (folder / "config.yaml").is_file():
             settings = with_buckets(settings, distributed.world_size())
-        return (settings if distilled else self.with_baseline(settings, name)), folder
+        if distilled:
+            return settings, folder
+        if any(override.startswith("train.epochs=") for override in overrides):
+            settings = settings.with_section("baseline", epochs=settings.baseline_training.epochs)
+        return self.with_baseline(settings, name), folder
 
     def student_settings(self, name: str, distilled: bool = True) -> Settings:
         """The settings that a student was trained with; with the folder of the images that the run
@@ -142,7 +146,10 @@ class RunDirectory:
         """Raises UserError if the folder holds something else than a run with these settings."""
         if self.config.is_file():
             old = self.settings()
-            for key in config.changed(old, settings, Scope.COMMAND | Scope.EXPORT | Scope.ANYTIME):
+            # each command names its student, and each export its store
+            settings = settings.with_section("model", attention=old.model.attention)
+            settings = settings.model_copy(update={"export": old.export})
+            for key in config.changed(old, settings, Scope.ANYTIME):
                 before, now = config.flatten(old).get(key), config.flatten(settings).get(key)
                 raise UserError(
                     f"{self.path} holds a run with other settings ({key} is {before}, "

@@ -18,7 +18,8 @@ R = TypeVar("R")
 def check_same(settings: Settings, data: ImageData) -> None:
     """Raises ErrorOnAllRanks, on every rank, where ranks have other settings or another data set.
     The digest is the one that was made when the data set was read."""
-    same = flatten(settings, Scope.MACHINE)
+    same = flatten(settings, Scope.ANYTIME)
+    same |= {f"log.{name}": value for name, value in settings.log}  # all ranks log a step together
     distributed.check_same(same, "every process should get the same settings")
     for what, digest in (("training", data.sha256), ("validation", data.val_sha256)):
         distributed.check_same(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from gaupipe.attention import STUDENTS
 from gaupipe.settings import Settings
-from gaupipe.settings.load import check_used, dump
+from gaupipe.settings.load import check_plain, dump
 from gaupipe.system import distributed
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import partial_prefix, write_whole
@@ -50,7 +50,7 @@ def begin(
 ) -> StudentRequest:
     """Writes the settings of a new student. Collective.
 
-    student     its attention; None is the settings' ``phase_b.student``
+    student     its attention; None is the settings' ``model.attention``
     name        of its folder; None is its attention
     overrides   settings ``a.b=c`` in which it differs from the run; only some may
                 (:class:`gaupipe.settings.sections.Scope`)
@@ -64,18 +64,18 @@ def begin(
 
     def resolve() -> StudentRequest:
         run = RunDirectory(run_dir)
-        named = name if name is not None else student or run.settings().phase_b.student
+        named = name if name is not None else student or run.settings().model.attention
         check_name(named)
         if maps_url is not None and not (maps_url and distilled):
             raise UserError(
                 f"--maps {maps_url!r}: should be the path or URL of a store, and is not for a "
                 "training on the labels alone (--no-distill)"
             )
-        new = [*overrides, *([f"phase_b.student={student}"] if student else [])]
-        settings, folder = run.with_overrides(named, distilled, new)
+        new = [*overrides, *([f"model.attention={student}"] if student else [])]
         if not distilled:
-            check_used(new, settings)
-        attention = settings.phase_b.student
+            check_plain(override.partition("=")[0] for override in overrides)
+        settings, folder = run.with_overrides(named, distilled, new)
+        attention = settings.model.attention
         if named in STUDENTS and named != attention:
             raise UserError(
                 f"--name {named}: is the name of an attention, and this student's is {attention}: "
