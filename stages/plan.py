@@ -34,6 +34,7 @@ from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.training.student import build_student, check_baseline
 from stages import export as exporting
 from stages import phase_a, phase_b, train
+from stages.phase_a import local
 from stages.runs.directory import RunDirectory, settled
 from stages.runs.resources import (
     SMALLER,
@@ -115,13 +116,17 @@ def plan_phases(
     """Both phases and the export, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
+    train = settings.student_training
+    student = of_student(settings, data, "distilled", train, world_size)
+    if settings.phase_a.is_local:
+        local.check(settings, data)
+        return {"phase_b": student}, {"per_image_parameters": 0}
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
-    memory, train = {"memory_bytes": needs.memory_bytes}, settings.student_training
-    student = of_student(settings, data, "distilled", train, world_size)
+    memory = {"memory_bytes": needs.memory_bytes}
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages = {
         "phase_a": {
@@ -245,19 +250,13 @@ def measure(
         contextlib.redirect_stdout(nowhere),
     ):
         folder = Path(name) / "run"
-        if "phase_a" in stages:
-            metrics = phase_a.run(short, folder, force=True, data=small)
-            scored = held_out + images * settings.phase_a.learns_gaussians
-            seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * epoch(metrics, -1, scored)
-            job = phase_a.load(RunDirectory(folder), small)
-            export = planned_export(job.settings, job.teacher, job.shape.grid)
-            place = exporting.Place(str(folder / "maps.zarr"))
-            writer = place.create(job, make_schema(job, export))
-            started = time.monotonic()
-            exporting.write(job, writer)
-            views = (settings.export.views or 1) / (short.export.views or 1)
-            exports = images / len(small.train) * views
-            seconds["export"] = exports * (time.monotonic() - started)
+        if "phase_b" in stages:
+            taught = phase_a.run(short, folder, force=True, data=small)
+            if "phase_a" in stages:  # the teacher local has nothing to train or to export
+                scored = held_out + images * settings.phase_a.learns_gaussians
+                of_epoch = epoch(taught, -1, scored)
+                seconds["phase_a"] = max(1, settings.phase_a.most_epochs) * of_epoch
+                seconds["export"] = measure_export(settings, folder, small, images)
             metrics = phase_b.run(folder, data=small)
             epochs = settings.student_training.epochs
             ends = epochs if phase.gamma_schedule == "constant" else phase.gamma_ends(epochs)
@@ -270,6 +269,18 @@ def measure(
             half, odd = divmod(stages["plain"]["epochs"], 2)
             seconds["plain"] = half * epoch(metrics, 1) + (half + odd) * epoch(metrics)
     return seconds
+
+
+def measure_export(settings: Settings, folder: Path, small: ImageData, images: int) -> float:
+    """Seconds of the export of so many images, from that of the run in ``folder``."""
+    job = phase_a.load(RunDirectory(folder), small)
+    export = planned_export(job.settings, job.teacher, job.shape.grid)
+    place = exporting.Place(str(folder / "maps.zarr"))
+    writer = place.create(job, make_schema(job, export))
+    started = time.monotonic()
+    exporting.write(job, writer)
+    views = (settings.export.views or 1) / (job.settings.export.views or 1)
+    return images / len(small.train) * views * (time.monotonic() - started)
 
 
 def shortened(settings: Settings) -> Settings:

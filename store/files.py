@@ -56,8 +56,13 @@ class Files:
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
-        result = self.wait(self._kvstore.read(key))
-        return result.value if result.state == "value" else None
+        return self.read_all([key])[key]
+
+    def read_all(self, keys: Iterable[str]) -> dict[str, bytes | None]:
+        """Reads several files at once."""
+        reads = {key: self._kvstore.read(key) for key in keys}
+        results = {key: self.wait(read) for key, read in reads.items()}
+        return {key: each.value if each.state == "value" else None for key, each in results.items()}
 
     def write(self, key: str, data: bytes) -> None:
         self.write_all({key: data})
@@ -83,8 +88,10 @@ class Files:
         names = (name for _, _, files in os.walk(self.folder) for name in files)
         return not all(name.endswith(".__lock") for name in names)
 
-    def delete(self, key: str) -> None:
-        self.wait(self._kvstore.write(key, None))
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Deletes several files at once; one that is not there is no error."""
+        for write in [self._kvstore.write(key, None) for key in keys]:
+            self.wait(write)
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
         """The zarr array called `name`."""

@@ -38,6 +38,7 @@ CASES = {
         "train.optim.accumulate=2",
     ],
     "files": [
+        "model.stem=conv",
         "phase_a.rows.initial_std=0.1",
         "phase_a.augment=true",
         "augment.flip=true",

@@ -24,7 +24,12 @@ TINY = [
     "threads=1",
 ]
 CASES = {
-    "memory": ["phase_a.mode=stochastic", "train.optim.ema=0.9", "phase_b.gamma=0.2"],
+    "memory": [
+        "model.stem=conv",
+        "phase_a.mode=stochastic",
+        "train.optim.ema=0.9",
+        "phase_b.gamma=0.2",
+    ],
     "files": [
         "phase_a.optim.ema=0.9",
         "phase_b.warm_start=teacher",

@@ -2,6 +2,7 @@
 answered in one line."""
 
 import contextlib
+import json
 import os
 import pickle
 from pathlib import Path
@@ -13,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
+from store.layout import ROOT
+from store.manifest import MANIFEST, group_file, sha256
 
 
 def make_schema(**changes) -> store.Schema:
@@ -75,6 +78,18 @@ def shard_file(url: Path, name: str, index: int) -> Path:
     return path
 
 
+def edit_root(url: Path, **changes) -> None:
+    """Changes attributes of a store, None takes one out; its manifest names what it is now."""
+    attributes = json.loads((url / ROOT).read_bytes())["attributes"] | changes
+    for name in [name for name, value in changes.items() if value is None]:
+        del attributes[name]
+    manifest = json.loads((url / MANIFEST).read_bytes())["attributes"]
+    manifest["metadata"][ROOT] = sha256(group_file(attributes | {"complete": True}))
+    for name, content in ((ROOT, attributes), (MANIFEST, manifest)):
+        (url / name).unlink()  # it may be a link to another store's
+        (url / name).write_bytes(group_file(content))
+
+
 def damaged_images(url) -> list[tuple]:
     """(shard, array, first image, end) of every problem that verify finds."""
     return [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)]
@@ -130,6 +145,11 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     assert_stored(maps.gather([]), arrays, [])
     assert_stored(maps.read(6, 21), arrays, range(6, 21))  # parts of shards
     assert_stored(maps.read(22, 23, ["labels"]), {"labels": arrays["labels"]}, [22])
+    labels = {"labels": arrays["labels"]}
+    assert_stored(maps.gather(ids, iter(["labels"])), labels, ids)
+    assert_stored(maps.read(6, 21, iter(["labels"])), labels, range(6, 21))
+    for read in maps.prefetch([ids, ids], names=iter(["labels"])):
+        assert_stored(read, labels, ids)
     assert (maps.schema, maps.complete) == (schema, True)
     decoder = decoder_for(schema) or {}
     assert maps.decoder().keys() == decoder.keys()
@@ -173,7 +193,7 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(format="gaupipe-maps", format_version=5, kind="gaussian", grid=[2, 3])
+    expected = dict(format="gaupipe-maps", format_version=6, kind="gaussian", grid=[2, 3])
     expected |= dict(layers=2, heads=3, num_classes=5, dataset="toy", teacher_sha256="a" * 64)
     expected |= dict(parametrisation="loc_scale", complete=True, extra={"label_passes": 4})
     assert {name: group.attrs[name] for name in expected} == expected

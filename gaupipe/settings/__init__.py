@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,10 +35,16 @@ from gaupipe.settings.sections import (
     section_of,
 )
 
+
+def _as_key(name: Any) -> Any:
+    """An attention's key, for a name in any case: papers write Belief2 and AttentionX."""
+    return name.lower() if isinstance(name, str) else name
+
+
 if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
-    StudentKey = Literal[STUDENTS]
+    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
 
 
 def _known_kind(kind: str) -> str:
@@ -60,6 +67,7 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see model.attention"),
     **{name: f"see model.{name}" for name in ("attention_options", "match_params")},
     "patch_drop_rate": "see train.patch_drop_rate",
+    **dict.fromkeys(("stem", "embed_layer"), "see model.stem"),
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
@@ -216,6 +224,11 @@ class ModelSettings(Section):
     student_args: Annotated[ModelArgs, Scope.STUDENT] = {}
     """Keywords in which the student differs from ``model.args``, and so from a teacher that phase A
     trains, e.g. ``{depth: 6}``."""
+    stem: Annotated[Literal["patch", "conv"], Scope.STUDENT] = "patch"
+    """What makes tokens of an image. ``patch`` projects each patch by itself. ``conv`` puts 3 x 3
+    convolutions of stride 2 in its place, each with batch norm and ReLU, and a 1 x 1 projection
+    (arXiv 2106.14881). The tokens are as many, so the patch size must be a power of two. A ViT that
+    is fine-tuned keeps the stem of its weights."""
     init_std: Annotated[Rate | None, Scope.STUDENT] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
     init: Annotated[Literal["normal", "mimetic"], Scope.STUDENT] = "normal"
@@ -285,15 +298,32 @@ class CompressionSettings(Section):
     """Width of the decoder's hidden layer."""
 
 
+Std = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+
+
+class LocalSettings(Section):
+    """The maps of ``phase_a.teacher: local``: a Gaussian round each token, the same for all images
+    and in all blocks of the student."""
+
+    std: Annotated[list[Std], Field(min_length=1)] = [0.7, 1.5, 3.0]
+    """Standard deviations in tokens, of which head i takes number i modulo their count. ``.inf``
+    makes uniform maps, a control."""
+    permuted: bool = False
+    """A control: each query gets the Gaussian of another place, always the same one, drawn from
+    ``seed``. The maps are as sharp as before, but at wrong places."""
+
+
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
-    that is a trained ViT."""
+    that is a trained ViT, and only ``local`` one that is ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
-    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
+    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights. ``local`` is no network,
+    but fixed Gaussians round the tokens, which phase B makes itself."""
+    local: LocalSettings = LocalSettings()
     teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
@@ -325,6 +355,8 @@ class PhaseASettings(Section):
     def _consistent(self) -> PhaseASettings:
         if self.per_image != "embedding" and self.compression != CompressionSettings():
             raise ValueError("compression is for per_image: embedding: set that too")
+        if self.local != LocalSettings() and not self.is_local:
+            raise ValueError("local is for teacher: local: set that too")
         if not self.learns_gaussians:
             return self._without_gaussians()
         if self.teacher_args:
@@ -336,6 +368,10 @@ class PhaseASettings(Section):
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
+        if self.is_local:
+            if self.teacher_args:
+                raise ValueError("teacher_args: the teacher local is no network: see local")
+            return self
         if self.teacher == "vit":
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
@@ -348,6 +384,11 @@ class PhaseASettings(Section):
     def learns_gaussians(self) -> bool:
         """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
         return self.teacher == "gaussian"
+
+    @property
+    def is_local(self) -> bool:
+        """True if the teacher is no network, but fixed Gaussians without a store."""
+        return self.teacher == "local"
 
     @property
     def most_epochs(self) -> int:
@@ -364,9 +405,10 @@ class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
 
     kind: StoreKind | None = None
-    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is
-    ``gaussian`` for a teacher with per-image parameters, ``prior`` for a teacher with the shared
-    prior alone, and ``topk`` for a trained ViT."""
+    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is the
+    smallest kind that loses nothing: what a Gaussian teacher learned of an image (``gaussian`` for
+    ``per_image: table``, ``embedding``, or ``prior`` for ``none``), and ``topk`` for a trained
+    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
@@ -600,6 +642,8 @@ class Settings(Section):
     def _consistent(self) -> Settings:
         if self.phase_b.warm_start == "exact":
             self._check_exact()
+        if self.phase_b.warm_start != "none" and self.phase_a.is_local:
+            raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
         return self
 
     def _check_exact(self) -> None:

@@ -22,6 +22,7 @@ from stages.runs.trained import TrainedStudent
 TEACHERS = {
     "gaussian": "a ViT with GauAttention, trained in phase A",
     "vit": "a ViT, trained in phase A",
+    "local": "a Gaussian round each token, the same for all images",
 }
 
 

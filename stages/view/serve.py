@@ -120,6 +120,8 @@ def open_viewer(
     names = students or (trained[::-1] if all_students else trained[-1:] if alone else [])
     models: dict[str, Load] = {name: partial(StudentMaps, run, name) for name in names}
     if not alone:
+        if url == str(run.maps):
+            run.stored()
         return Viewer(url, models, store.open(url), run)
     data = StudentMaps(run, names[0]).data
     return Viewer(str(run.path), models, run=run, data=data, split="val")
