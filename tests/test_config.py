@@ -103,7 +103,7 @@ def test_every_setting_refuses_what_it_cannot_be(name, annotation):
         ("phase_a.lr=0.1", "did you mean 'phase_a.optim.lr'?"),
         ("phase_bb.epochs=3", "did you mean 'phase_b'"),
         ("baseline.optim.rl=1", "baseline.optim: unknown setting 'rl'; did you mean 'lr'?"),
-        ("phase_b.optim.ema=1", "phase_b.optim.ema: input should be less than 1, got 1"),
+        ("train.optim.ema=1", "train.optim.ema: input should be less than 1, got 1"),
         ("baseline.optim.lr=0", "baseline.optim: lr: input should be greater than 0, got 0"),
         ("phase_a.mode=random", "phase_a.mode: input should be 'stochastic' or 'expected', got 'r"),
         ("train.epochs", "should look like"),

@@ -135,10 +135,10 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     ],
 )
 def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
-    changes = [*changes, "phase_b.patch_drop_rate=0.5", "phase_b.epochs=4"]
+    changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
     settings = config.load(run_dir / "config.yaml", changes)
     phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
-    said = "phase_b.patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
+    said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
     assert said != drops
 
 

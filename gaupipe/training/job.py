@@ -112,10 +112,10 @@ class Training:
 
     def remarks(self) -> list[str]:
         """Lines to print before the first epoch."""
-        rate = self.settings.phase_b.patch_drop_rate
+        rate = self.train.patch_drop_rate
         if rate and not any(map(self.share_of_dropped_patches, range(self.epochs))):
             return [
-                f"phase_b.patch_drop_rate={rate} drops nothing: patches are dropped in the first "
+                f"patch_drop_rate={rate} drops nothing: patches are dropped in the first "
                 "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
             ]
         return []
