@@ -20,6 +20,7 @@ from gaupipe.system import digests
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.system.files import replaced
 from gaupipe.vit.build import created
+from gaupipe.vit.models import GauViT
 
 STUDENT_FILES = ("config.json", "model.safetensors")
 """The files that timm reads from a student's folder."""
@@ -96,6 +97,7 @@ def architecture_of(model: VisionTransformer) -> tuple[str, dict]:
         return "gauvit_converted", args
     plain = args["attention"] == "standard" and not args["attention_options"]
     plain = plain and args["stem"] == "patch"
+    plain = plain and type(model) is GauViT  # not a subclass with parts of its own
     if plain and not args["rezero"] and args.get("mlp_ratio") != 0:
         keywords = inspect.signature(VisionTransformer).parameters
         return STOCK_ARCHITECTURE, {name: args[name] for name in args if name in keywords}
