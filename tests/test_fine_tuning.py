@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def settings_of(folder, *changes):
     model = [f"model.name=local-dir:{folder / 'weights'}", "data.image_size=16"]
     data = ["data.name=folder", f"data.root={folder / 'photos'}", f"data.scaling={SCALING}"]
-    return config.load("digits", [*model, *data, *changes])
+    return config.load("digits_expected", [*model, *data, *changes])
 
 
 @pytest.fixture(scope="module")
