@@ -149,7 +149,9 @@ def resolved(base, rows):
 
 
 def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
-    base = config.load("digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"])
+    base = config.load(
+        "digits_expected", ["phase_b.alpha=0.2", "phase_b.beta=0.1", "phase_b.gamma=0.7"]
+    )
     settings = resolved(base, default_rows(base, ["standard", "belief2"]))
     baselines, students = [BASELINE, "plain ViT, belief2"], ["standard", "belief2"]
     controls = ["shuffled maps", "prior alone", "no soft labels"]
@@ -166,7 +168,9 @@ def test_the_default_rows_are_the_baselines_the_students_and_the_controls():
 def test_the_plain_vit_is_plain_whatever_the_student_is():
     options = {"zz": False}
     changes = ["attention=belief2", f"attention_options={options}", "student_args={rezero: true}"]
-    base = config.load("digits_expected", [f"model.{one}" for one in [*changes, "match_params=true"]])
+    base = config.load(
+        "digits_expected", [f"model.{one}" for one in [*changes, "match_params=true"]]
+    )
     settings = resolved(base, default_rows(base, ["belief2", "attentionx"]))
     models = {name: each.model for name, each in settings.items()}
     reference, student = models[BASELINE], models["distilled belief2"]

@@ -200,7 +200,9 @@ def trained(tmp_path_factory) -> Path:
     from stages import run
 
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run.run(config.load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder)
+    run.run(
+        config.load("digits_expected", [*TINY, "phase_b.gamma=0.1", "baseline.epochs=0"]), folder
+    )
     return folder
 
 

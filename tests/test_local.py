@@ -282,7 +282,9 @@ def test_an_interrupted_student_goes_on_with_the_same_numbers(local_run, tmp_pat
 def test_a_comparison_has_wrong_places_and_uniform_maps_as_controls(tmp_path):
     from stages import compare
 
-    settings = config.load("digits_expected", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"])
+    settings = config.load(
+        "digits_expected", [*SMALL, "model.attention=standard", "phase_b.alpha=0.1"]
+    )
     folder = tmp_path / "all"
     options: dict = {"sweep": None, "only": [], "jobs": 1}
     compare.run(settings, folder, students=["standard"], seeds=[0], **options)
