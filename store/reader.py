@@ -6,15 +6,15 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from store.errors import CorruptChunk, StoreError, damaged
-from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
+from store.files import Files, damage, explain, local_folder, refuse_after_fork
+from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
 from store.manifest import Manifest
 
 INDEX_CACHE_BYTES = 64 * 2**20
@@ -51,6 +51,15 @@ def open(
     return Store(files, layout, manifest, preload_bytes)
 
 
+def check_exists(url: str | os.PathLike) -> None:
+    """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
+    which may take long to answer, is not asked."""
+    folder = local_folder(url)
+    if folder is None or (folder / ROOT).is_file() or (folder / "manifest").is_dir():
+        return
+    Layout.from_root_file(None, None, str(url))
+
+
 class Store:
     """A store opened for reading.
 
@@ -79,7 +88,7 @@ class Store:
         return self.schema.num_images
 
     def gather(
-        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+        self, image_ids: np.ndarray, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
@@ -104,7 +113,7 @@ class Store:
         return rows
 
     def read(
-        self, start: int, stop: int, names: Sequence[str] | None = None
+        self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
@@ -131,10 +140,11 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Iterable[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
+        names = None if names is None else [*names]
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
@@ -175,7 +185,7 @@ class Store:
             self._refuse_absent(self._layout.names[0], ids, ~self._finished[ids])
         return ids
 
-    def _check_names(self, names: Iterable[str] | None) -> Sequence[str]:
+    def _check_names(self, names: Iterable[str] | None) -> list[str]:
         """The names of arrays that were asked for, by default those of all."""
         if names is None:
             return self._layout.names
