@@ -804,7 +804,6 @@ def plan(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    steps: Annotated[int, _option("--steps N", "Training steps to time, or 0.", min=0)] = 4,
     images: Annotated[
         int | None, _option("--images N", "Training images of a set that is not here.", min=1)
     ] = None,
@@ -815,9 +814,7 @@ def plan(
     plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, memory, disk and time of a run, before it starts.
-
-    The times come from a few training steps.
+    """Parameters, steps, memory and disk of a run, before it starts.
 
     Example: `gaupipe plan --data photos`
     """
@@ -828,7 +825,7 @@ def plan(
         from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
-    planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
+    planned = stage.run(settings, folder, plain=plain, **described)
     _show(planned, as_json, stage.tables)
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
@@ -881,8 +878,6 @@ def main() -> None:
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """The line about a training that was stopped: how far it is, and the command that continues."""
-    if sys.argv[1] == "plan":  # whose few steps are in a folder that is gone
-        return "gaupipe: interrupted"
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "

@@ -49,7 +49,7 @@ class Run:
     def images(self, ids: Iterable[int], split: str = "train", view: int | None = None) -> Tensor:
         """Images [B, channels, height, width] float32, normalised as a model gets them, by their
         ids in a split; with ``view`` in that view, counted from 0, of a store of views. Raises
-        UserError for ids, splits and views that there are not."""
+        UserError for ids and views that there are not."""
         of_split = self.data.split(split)
         image_ids = checked(ids, len(of_split), f"{split} images in {self.directory.path}")
         images = Batches(of_split, self.data, torch.device("cpu"), len(image_ids))

@@ -54,20 +54,6 @@ def test_images_maps_students_and_metrics_are_those_of_the_run(small_run, in_pro
     assert run.metrics("phase_a")[0]["train_loss"] > 0
 
 
-@pytest.mark.parametrize(
-    "call,message",
-    [
-        (lambda run: run.images([0], "nope"), "digits has no split 'nope': train, val"),
-        (lambda run: run.images([0], "test"), "digits has no split 'test': train, val"),
-        (lambda run: run.metrics("belief"), "belief has no metrics.jsonl"),
-        (lambda run: run.metrics("standard", plain=True), "plain/standard has no metrics.jsonl"),
-    ],
-)
-def test_names_that_there_are_not_are_refused(small_run, call, message):
-    with pytest.raises(UserError, match=message):
-        call(gaupipe.open_run(small_run))
-
-
 @pytest.mark.parametrize("ids", [[-1], [1.5], [True], [40], [], [[1, 2]], ["a"], range(39, 42)])
 def test_images_that_there_are_not_are_refused(small_run, ids):
     run = gaupipe.open_run(small_run)
@@ -87,6 +73,20 @@ def test_any_whole_numbers_are_ids(small_run):
     for ask in (run.images, run.maps):
         with pytest.raises(UserError, match="view=7: holds maps of the images themselves, not of"):
             ask([0], view=7)
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda run: run.images([0], "nope"), "digits has no split 'nope': train, val"),
+        (lambda run: run.images([0], "test"), "digits has no split 'test': train, val"),
+        (lambda run: run.metrics("belief"), "belief has no metrics.jsonl"),
+        (lambda run: run.metrics("standard", plain=True), "plain/standard has no metrics.jsonl"),
+    ],
+)
+def test_mistakes_are_refused(small_run, call, message):
+    with pytest.raises(UserError, match=message):
+        call(gaupipe.open_run(small_run))
 
 
 def test_a_view_and_its_maps_belong_together(tmp_path):

@@ -62,14 +62,6 @@ class Split:
         images, _ = self.source.__getitems__([int(self.positions[image_id])])
         return images[0].permute(1, 2, 0).numpy()
 
-    def trial(self, count: int) -> Split:
-        """The first ``count`` images, on which a training is tried."""
-        positions = self.positions[:count]
-        source = self.source
-        if isinstance(source, FileImages):
-            source = source.trial(positions)
-        return Split(source, positions)
-
 
 @dataclass
 class ImageData:

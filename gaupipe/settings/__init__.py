@@ -249,8 +249,8 @@ class OptimSettings(Section):
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "muon"
-    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates the
-    matrices of the blocks, and AdamW [the other weights](training.md#muon-and-adamw)."""
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates
+    matrices, and leaves [the other weights](training.md#muon-and-adamw) to AdamW."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
