@@ -25,7 +25,7 @@ TINY = [*tiny(200, 50, 2), "phase_b.alpha=0.2", "phase_b.beta=0.1"]
 
 def gaupipe(*arguments, cwd, **options) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "gaupipe.cli", *map(str, arguments)],
+        [sys.executable, "-m", "gaupipe", *map(str, arguments)],
         cwd=cwd,
         text=True,
         capture_output=True,
@@ -152,14 +152,13 @@ def modules_imported(command: list[str], **options) -> tuple[str, set[str]]:
 
 BEGINS = """
 import os, sys
-import stages.command
-from gaupipe import cli
+from stages.cli import hints, main
 
 def say(line):
     sys.exit(f"{line} {os.environ['OMP_WAIT_POLICY']}, {'torch' in sys.modules}")
 
-cli._say = say
-cli.main()
+hints.say = say
+main()
 """
 
 
@@ -196,7 +195,7 @@ def test_a_command_says_what_begins_before_it_imports_torch(run, command):
 
 REFUSES = """
 import shlex, sys
-from stages.command import main
+from stages.cli import main
 
 for line in sys.argv[1:]:
     sys.argv = ["gaupipe", *shlex.split(line)]
@@ -315,7 +314,7 @@ def test_help_does_not_import_torch():
     """The command answers at once."""
     stdout, imported = modules_imported(["-m", "gaupipe", "run", "--help"])
     assert "--student" in stdout and "default" in stdout
-    assert "gaupipe.cli" in imported and not imported & {"torch", "timm"}
+    assert "stages.cli.program" in imported and not imported & {"torch", "timm"}
 
 
 @pytest.mark.parametrize(
@@ -328,7 +327,7 @@ def test_help_does_not_import_torch():
 )
 def test_the_shell_completes_without_torch(tmp_path, line, offered):
     """bash sends the line and gets what could stand in place of its last word."""
-    (tmp_path / "gaupipe").write_text("from stages.command import main\n\nmain()\n")
+    (tmp_path / "gaupipe").write_text("from stages.cli import main\n\nmain()\n")
     asked = {
         "_GAUPIPE_COMPLETE": "complete_bash",
         "COMP_WORDS": line,
@@ -336,7 +335,7 @@ def test_the_shell_completes_without_torch(tmp_path, line, offered):
     }
     stdout, imported = modules_imported(["gaupipe"], cwd=tmp_path, env={**os.environ, **asked})
     assert stdout.split() == offered
-    assert "gaupipe.cli" in imported and not imported & {"torch", "timm", "numpy"}
+    assert "stages.cli.program" in imported and not imported & {"torch", "timm", "numpy"}
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

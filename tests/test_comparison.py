@@ -510,7 +510,7 @@ def test_a_killed_comparison_goes_on_and_ends_as_an_unbroken_one(compared, in_pr
     folder, sweep, _ = compared
     call = compare(tmp_path / "c", "--sweep", sweep, seeds="0")
     process = subprocess.Popen(
-        [sys.executable, "-m", "gaupipe.cli", *call, "--jobs", "2"],
+        [sys.executable, "-m", "gaupipe", *call, "--jobs", "2"],
         stderr=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )

@@ -16,7 +16,6 @@ from timm.layers import Mlp
 
 import store
 from arguments import sets
-from gaupipe import cli
 from gaupipe.attention import STUDENTS
 from gaupipe.data.batches import Batches
 from gaupipe.data.splits import load_data
@@ -33,6 +32,7 @@ from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
 from stages import evaluate, export, phase_a, phase_b
 from stages import train as student_training
+from stages.cli import train as command_line
 from stages.publish import export_student
 from stages.runs.directory import RunDirectory
 
@@ -396,7 +396,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("moment", ["_starts", "load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["starts", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
@@ -409,7 +409,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"_starts": cli, "build_student": phase_b}.get(moment, student_training)
+        module = {"starts": command_line, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

@@ -167,7 +167,7 @@ def test_predict_at_the_command_line(student, pictures, tmp_path, in_process, mo
         assert in_process("predict", student, picture, "--out", tmp_path / out)[0] == 0
     assert json.loads((tmp_path / "p.json").read_text())[0]["path"] == str(picture)
     assert (tmp_path / "p.csv").read_text().startswith("path,class,probability,problem")
-    monkeypatch.setattr("gaupipe.cli._on_terminal", lambda: True)
+    monkeypatch.setattr("stages.cli.look.on_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
     _, table, _ = in_process("predict", student, picture, "--top", 3)
     assert "3.png" in table and "%" in table and "path,class" not in table
