@@ -98,8 +98,8 @@ def test_the_teacher_learns_as_the_baseline_does(tmp_path):
     rows = run_all(settings, tmp_path / "run")
     models = ["teacher (phase A)", "standard, distilled", "standard, plain"]
     assert [row.model for row in rows] == models
-    names = ("epochs", "train_acc", "val_acc")
-    assert [rows[0][name] for name in names] == [rows[2][name] for name in names]
+    for name in ("epochs", "train_acc", "val_acc"):
+        assert getattr(rows[0], name) == getattr(rows[2], name), name
     assert rows[1].val_acc != rows[2].val_acc
 
 
