@@ -105,7 +105,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
     return other_teacher(settings, data, teacher, schema.extra.get("teacher_args"))
 
 
-def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:
+def differing_decoder(maps: store.Store, job: TeacherJob[Any]) -> Iterator[str]:
     """The arrays of a store's decoder that are not the teacher's, in words."""
     stored, teachers = maps.decoder(), decoder(job, maps.schema.kind) or {}
     for name in sorted(stored.keys() | teachers.keys()):
@@ -117,7 +117,7 @@ def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:
 
 def differing_images(
     maps: store.Store,
-    job: TeacherJob,
+    job: TeacherJob[Any],
     ids: np.ndarray,
     stored: dict[str, np.ndarray],
     teachers: dict[str, np.ndarray],
@@ -167,7 +167,9 @@ def total_variation(*logits: np.ndarray) -> np.ndarray:
     return ((first - second).abs().sum(1) / 2).numpy()
 
 
-def noise(job: TeacherJob, schema: store.Schema, batches: Batches, span: tuple[int, int]) -> float:
+def noise(
+    job: TeacherJob[Any], schema: store.Schema, batches: Batches, span: tuple[int, int]
+) -> float:
     """Twice the mean total variation between predictions of a batch from different draws: a kind of
     device other than the export's draws other random numbers."""
 

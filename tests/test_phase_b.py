@@ -31,9 +31,9 @@ from gaupipe.system.errors import UserError
 from gaupipe.training.job import Training
 from gaupipe.training.optimizer import build_optimizer
 from stages import evaluate, export, phase_a, phase_b
-from stages import train as student_training
 from stages.cli import train as command_line
 from stages.publish import export_student
+from stages.runs import opening
 from stages.runs.directory import RunDirectory
 
 TEACHER = [
@@ -409,7 +409,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"starts": command_line, "build_student": phase_b}.get(moment, student_training)
+        module = {"starts": command_line, "load_data": opening}.get(moment, phase_b)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

@@ -13,6 +13,7 @@ from torch import nn
 from gaupipe.settings import OptimSettings
 from gaupipe.system import digests, distributed
 from gaupipe.system.errors import UserError, one_line
+from gaupipe.system.progress import EpochMetrics
 from gaupipe.teachers.image_state import ImageState
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -32,7 +33,7 @@ class TrainingState(Generic[Network]):
     per_image: ImageState | None = None
     identity: dict[str, Any] = field(default_factory=dict)
     """Settings, data and teacher; a checkpoint with other ones is refused."""
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[EpochMetrics] = field(default_factory=list)
     finished: bool = False
     epoch: dict[str, Any] | None = None
     """The epoch that has begun, as :class:`gaupipe.training.epochs.Epoch` saves it; None between
@@ -61,11 +62,11 @@ class TrainingState(Generic[Network]):
         """Batches of the epoch that has begun."""
         return self.epoch["batches"] if self.epoch else 0
 
-    def keep_best(self, metrics: dict[str, Any]) -> int:
+    def keep_best(self, metrics: EpochMetrics) -> int:
         """Copies the weights if the latest epoch, with these ``metrics``, has a better "val_acc"
         than all before it. Returns the number of epochs since the best one."""
-        best = max(self.metrics, key=lambda entry: entry["val_acc"], default=None)
-        if best is None or metrics["val_acc"] > best["val_acc"]:
+        best = max(self.metrics, key=val_acc, default=None)
+        if best is None or val_acc(metrics) > val_acc(best):
             best = metrics
             state = self.kept.state_dict()
             weights = {name: tensor.to("cpu", copy=True) for name, tensor in state.items()}
@@ -147,6 +148,13 @@ class TrainingState(Generic[Network]):
             self.per_image.load(folder, state["rows"])
         self.metrics, self.finished = metrics, finished
         self.epoch, self.best = state["epoch"], state["best"]
+
+
+def val_acc(metrics: EpochMetrics) -> float:
+    """The accuracy of an epoch on the validation images, which every ViT has."""
+    accuracy = metrics["val_acc"]
+    assert accuracy is not None
+    return accuracy
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -26,7 +26,7 @@ from gaupipe.distillation.export import outputs
 from gaupipe.distillation.gaussian_teacher import build_teacher
 from gaupipe.distillation.vit_teacher import build_model
 from gaupipe.settings import Settings
-from gaupipe.system.progress import epochs_in
+from gaupipe.system.progress import EpochMetrics, epochs_in
 from stages import phase_a, phase_b
 from stages.compare.trainings import Training, as_teacher
 
@@ -41,7 +41,7 @@ def multiply_adds(work: Callable[[], Any]) -> int:
     return counter.get_total_flops() // 2
 
 
-def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def of_student(training: Training, metrics: list[EpochMetrics]) -> dict[str, Any]:
     """``parameters`` of a trained student, and ``multiply_adds`` and ``processor_seconds`` of its
     epochs, which have the entries ``metrics``."""
     settings = training.settings.model_copy(update={"compile": False})
@@ -69,7 +69,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
 
 
 def of_phase_a(
-    training: Training, metrics: list[dict[str, Any]], export_seconds: float
+    training: Training, metrics: list[EpochMetrics], export_seconds: float
 ) -> dict[str, Any]:
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
@@ -107,7 +107,7 @@ def forward_of_teacher(settings: Settings, data: ImageData) -> int:
     return multiply_adds(forward)
 
 
-def processor_seconds(metrics: list[dict[str, Any]]) -> float:
+def processor_seconds(metrics: list[EpochMetrics]) -> float:
     """Seconds of all processors over the training steps of a metrics file. A teacher that was
     trained before has taken none."""
     return sum(entry.get("processor_seconds", 0.0) for entry in metrics)

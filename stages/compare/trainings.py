@@ -107,12 +107,13 @@ class Training:
         phase_a = [] if self.row.plain else read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
         scores = self.test_scores() or {}
+        curves = {name: [dict(entry)[name] for entry in metrics] for name in CURVES}
         return {
             "seed": self.settings.seed,
             "folder": str(self.folder.relative_to(self.root)),
             "phase_a_epochs": epochs_in(phase_a),
             "test_acc": scores.get("top1"),
-            **{name: [entry[name] for entry in metrics] for name in CURVES},
+            **curves,
             "costs": costs["student"],
             "phase_a_costs": costs["phase_a"],
         }

@@ -27,7 +27,7 @@ from gaupipe.settings import load as config
 from gaupipe.system import machine
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
-from gaupipe.system.progress import epochs_in, total_seconds
+from gaupipe.system.progress import EpochMetrics, epochs_in, total_seconds
 from stages import evaluate, export, phase_a, phase_b
 from stages.compare import costs
 from stages.compare.trainings import COSTS_FILE, TEST_FILE, Training, as_teacher
@@ -127,7 +127,7 @@ def _teach(group: list[Training]) -> str:
     return line if accuracy is None else f"{line}, training accuracy {accuracy:.4f}"
 
 
-def _export(training: Training, metrics: list[dict[str, Any]]) -> None:
+def _export(training: Training, metrics: list[EpochMetrics]) -> None:
     """Writes the store of a training, and beside it the costs of phase A with this export."""
     began = time.process_time()
     settings = training.settings

@@ -11,10 +11,10 @@ from typing import Any
 
 from timm.models.vision_transformer import VisionTransformer
 
-from gaupipe.data.splits import ImageData
 from gaupipe.system import digests
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import write_whole
+from gaupipe.training.job import Training
 from gaupipe.training.state import TrainingState
 from gaupipe.vit.saving import save_student
 
@@ -23,10 +23,11 @@ FILE = "student.json"
 REMEDY = "continue the training with --resume, or remove the folder of the student"
 
 
-def save(state: TrainingState[VisionTransformer], folder: Path, keep: str, data: ImageData) -> None:
-    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``keep`` says. Where
-    these are different ones, the folder ``best`` or ``last`` beside it has the other."""
+def save(job: Training, state: TrainingState[VisionTransformer], folder: Path) -> None:
+    """Writes ``folder``/student, of the ``best`` or the ``last`` epoch, as ``train.keep`` says.
+    Where these are different ones, the folder ``best`` or ``last`` beside it has the other."""
     assert state.best is not None  # the training has ended
+    keep, data = job.train.keep, job.data
     last, best = len(state.metrics), state.best["epoch"]
     students = {"last": state.kept}
     if best != last:
