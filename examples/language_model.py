@@ -1,110 +1,96 @@
-"""Trains GPT-2 and Llama of transformers with gaupipe's attentions on the characters of a text.
+"""Trains a small GPT on the characters of a text, once with each of gaupipe's attentions.
 
-    python examples/language_model.py input.txt                        # standard attention
-    python examples/language_model.py input.txt --attention belief --seeds 0 1 2
-    python examples/language_model.py input.txt --sweep --seeds 0 1 2 --out runs/gpt2
-    python examples/language_model.py novels.txt --validation another_novel.txt
+    python examples/language_model.py tinyshakespeare.txt --seeds 0 1 2 --out runs/language
+    python docs/language_table.py runs/language/trainings.json
 
-The last tenth of the text is for validation, if no other text is given for it. Every finished
-training is a file in ``--out`` and is not repeated. Needs gaupipe[transformers].
+The attentions take turns, step by step, on the same batches: so their times compare although the
+machine does other things as well. All models have as many parameters as the one with standard
+attention, because the FFN shrinks by what an attention adds. The last tenth of the text is for
+validation. A seed that ``--out`` has is not trained again.
+
+B sequences, T characters, d width.
 """
 
 import argparse
 import hashlib
 import math
 import statistics
+import subprocess
 import time
 from pathlib import Path
 
 import torch
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-from transformers.utils import logging
+from torch.optim.lr_scheduler import OneCycleLR
 
-import gaupipe.transformers  # noqa: F401  (transformers learns the attentions)
-from cells import in_one_line, kept, mean_and_spread
+from cells import in_one_line, kept, write_json
+from gaupipe.attention.options import attention_class, bind_options, count_parameters
+from gaupipe.system.errors import UserError
 
 ATTENTIONS = {
-    "standard": ("sdpa", {}),
-    "belief": ("gau_belief", {}),
-    "xsa": ("gau_xsa", {}),
-    "attentionx_3": ("gau_attentionx", {"gamma": 3.0, "mask_diagonal": False}),
-    "attentionx_1": ("gau_attentionx", {"gamma": 1.0, "mask_diagonal": False}),
-    "attentionx_masked": ("gau_attentionx", {"gamma": 1.0, "mask_diagonal": True}),
+    "standard": ("standard", {}),
+    "belief": ("belief", {}),
+    "belief_star": ("belief_star", {}),
+    "xsa": ("xsa", {}),
+    "belief2": ("belief2", {}),
+    "belief2, zz=False": ("belief2", {"zz": False}),
+    "attentionx, gamma 3": ("attentionx", {"gamma": 3.0, "mask_diagonal": False}),
+    "attentionx, masked diagonal": ("attentionx", {"gamma": 1.0, "mask_diagonal": True}),
+    "[MH, V]": ("belief_star", {"signal": "concat"}),
+    "V alone": ("belief", {"signal": "value"}),
+    "MH - D alone": ("belief", {"signal": "projected"}),
 }
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("text", type=Path, help="a text file")
-    parser.add_argument("--validation", type=Path, help="a text (default: the text's last tenth)")
-    parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
-    parser.add_argument("--attention", choices=ATTENTIONS, nargs="+", default=["standard"])
-    parser.add_argument("--sweep", action="store_true", help="all attentions")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/language_model"))
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--context", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=800)
-    parser.add_argument("--warmup", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--min-lr", type=float, default=3e-4)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--log-every", type=int, default=200)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--timed-steps", type=int, default=40, help="of each, in turns")
-    parser.add_argument("--sample", type=int, default=0, help="characters to write at the end")
-    return parser.parse_args()
+class GPT(nn.Module):
+    """GPT-2 as nanoGPT has it, made of timm's blocks."""
 
-
-def build(name, args, vocabulary):
-    implementation, options = ATTENTIONS[name]
-    common = dict(
-        vocab_size=vocabulary,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        gau_options=options,
-    )
-    if args.model == "gpt2":
-        config = GPT2Config(
-            n_layer=args.layers,
-            n_head=args.heads,
-            n_embd=args.width,
-            n_positions=args.context,
-            activation_function="gelu_pytorch_tanh",  # GPT-2's own, as one operation
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            **common,
+    def __init__(self, attention, options, vocabulary, context, layers, heads, width):
+        super().__init__()
+        attn_layer = bind_options(attention_class(attention), options)
+        standard = attention_class("standard")(width, heads)
+        extra = count_parameters(attn_layer(width, heads)) - count_parameters(standard)
+        hidden = 4 * width - round(extra / (2 * width + 1))  # a unit has 2 d weights and a bias
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        block = dict(
+            mlp_ratio=(hidden + 0.5) / width,  # timm takes int(d * mlp_ratio)
+            qkv_bias=True,
+            act_layer=lambda: nn.GELU(approximate="tanh"),
+            attn_layer=attn_layer,
         )
-    else:
-        config = LlamaConfig(
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            hidden_size=args.width,
-            max_position_embeddings=args.context,
-            intermediate_size=args.width * 8 // 3,
-            tie_word_embeddings=True,
-            **common,
-        )
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        self.blocks = nn.ModuleList(Block(width, heads, **block) for _layer in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for name, weight in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(weight)
+            elif weight.dim() == 2:
+                last = "proj" in name or "fc2" in name  # what it gives is added to the tokens
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * layers if last else 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits [B, T, vocabulary] of the character after each of x, int64 [B, T]."""
+        places = torch.arange(x.shape[1], device=x.device)
+        x = self.tokens(x) + self.positions(places)  # [B, T, d]
+        for block in self.blocks:
+            x = block(x, is_causal=True)
+        return self.norm(x) @ self.tokens.weight.mT
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self(x).flatten(0, 1), y.flatten())
 
 
-def read(path, validation=None):
-    """(training characters, validation characters, alphabet): the first two as int64 numbers."""
+def read(path):
+    """The text as int64 numbers, nine tenths for training and one for validation, and the size of
+    its alphabet."""
     text = path.read_text()
-    cut = len(text) if validation else int(0.9 * len(text))
-    held_out = validation.read_text() if validation else text[cut:]
-    alphabet = sorted({*text, *held_out})
+    alphabet = sorted(set(text))
     number = {character: i for i, character in enumerate(alphabet)}
-    data, held_out = (
-        torch.tensor([number[character] for character in part]) for part in (text[:cut], held_out)
-    )
-    return data, held_out, alphabet
+    data = torch.tensor([number[character] for character in text])
+    cut = int(0.9 * len(data))
+    return data[:cut], data[cut:], len(alphabet)
 
 
 def batch_of(data, starts, context):
@@ -112,168 +98,123 @@ def batch_of(data, starts, context):
     return data[index], data[index + 1]  # each [B, T]
 
 
-def loss_of(model, x, y):
-    return cross_entropy(model(x, use_cache=False).logits.flatten(0, 1), y.flatten())
-
-
 @torch.no_grad()
 def validation_loss(model, data, context):
-    """Cross-entropy per character, over the whole validation text in pieces of the context."""
-    model.eval()
-    starts = torch.arange(0, len(data) - context - 1, context)
-    losses = [
-        loss_of(model, *batch_of(data, part, context)) * len(part) for part in starts.split(64)
-    ]
-    model.train()
+    """Nats per character, over the whole validation text in pieces of the context."""
+    starts = torch.arange(0, len(data) - context, context)
+    losses = [model.loss(*batch_of(data, part, context)) * len(part) for part in starts.split(64)]
     return (sum(losses) / len(starts)).item()
 
 
-def learning_rate(step, args):
-    """Linear warm-up, then a cosine down to the smallest."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    done = (step - args.warmup) / max(1, args.steps - args.warmup)
-    return args.min_lr + 0.5 * (1 + math.cos(math.pi * done)) * (args.lr - args.min_lr)
+def kept_for_backward(model, x, y):
+    """Bytes that a training step keeps from the forward pass for the backward pass."""
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    sizes = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model.loss(x, y)  # holds the tensors, or two of them could have one address
+    del loss
+    return sum(sizes.values())
 
 
 def optimizer_of(model, args):
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=matrices, weight_decay=args.weight_decay), dict(params=vectors)]
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-
-
-def train(name, seed, args, texts):
-    training, validation, alphabet = texts
-    torch.manual_seed(seed)
-    model = build(name, args, len(alphabet)).train()
-    optimizer = optimizer_of(model, args)
-    draw = torch.Generator().manual_seed(seed)  # the same batches for every attention
-    losses = []
-
-    for step in range(args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        starts = torch.randint(len(training) - args.context, (args.batch,), generator=draw)
-        loss = loss_of(model, *batch_of(training, starts, args.context))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if (step + 1) % args.log_every == 0:
-            mean = statistics.mean(losses[-args.log_every :])
-            print(f"{name}, seed {seed}, step {step + 1}: training loss {mean:.4f}")
-
-    result = dict(
-        attention=name,
-        seed=seed,
-        parameters=sum(p.numel() for p in model.parameters()),
-        validation_loss=validation_loss(model, validation, args.context),
-        training_loss=losses,  # of every step
+    """AdamW with its schedule: a tenth of the steps up to the learning rate, a cosine down."""
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    vectors = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
+    return optimizer, OneCycleLR(
+        optimizer, args.lr, args.steps, pct_start=0.1, cycle_momentum=False
     )
-    print(f"{name}, seed {seed}: validation loss {result['validation_loss']:.4f}")
-    return model.eval(), result
 
 
-def generate(model, characters, prompt=0):
-    """``characters`` more after one, greedily, with the model's cache."""
-    start = torch.full((1, 1), prompt)
-    return model.generate(start, attention_mask=torch.ones_like(start), do_sample=False,
-                          max_new_tokens=characters)  # fmt: skip
-
-
-def speeds(names, args, texts):
-    """Processor time of steps and of generations of all attentions, which take turns: medians, and
-    median and quartiles of the ratios to the first attention."""
-    training, _validation, alphabet = texts
-    models = {name: build(name, args, len(alphabet)) for name in names}
+def train(seed, args):
+    """A training of every attention: list of dicts, the numbers of a row of docs/results/data."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    training, validation, vocabulary = read(args.text)
+    if len(validation) <= args.context:
+        raise UserError(
+            f"{args.text}: the last tenth has to be longer than --context {args.context}"
+        )
+    sizes = (vocabulary, args.context, args.layers, args.heads, args.width)
+    models = {}
+    for name, (attention, options) in ATTENTIONS.items():
+        torch.manual_seed(seed)
+        models[name] = GPT(attention, options, *sizes)
     optimizers = {name: optimizer_of(model, args) for name, model in models.items()}
-    steps: dict = {name: [] for name in names}
-    writing: dict = {name: [] for name in names}
-    for turn in range(args.timed_steps + 2):
-        starts = torch.randint(len(training) - args.context, (args.batch,))
+    seconds = {name: [] for name in models}
+    losses = {name: [] for name in models}
+    draw = torch.Generator().manual_seed(seed)
+    for step in range(args.steps):
+        starts = torch.randint(len(training) - args.context, (args.batch,), generator=draw)
+        x, y = batch_of(training, starts, args.context)
         for name, model in models.items():
-            model.train()
             started = time.process_time()
-            loss_of(model, *batch_of(training, starts, args.context)).backward()
-            optimizers[name].step()
-            optimizers[name].zero_grad(set_to_none=True)
-            if turn >= 2:  # the first two are warm-up
-                steps[name].append(time.process_time() - started)
-            if turn % 2 == 0 and turn >= 2:
-                model.eval()
-                started = time.process_time()
-                generate(model, args.context - 1)
-                writing[name].append(time.process_time() - started)
-
-    def ratios(times, name):
-        pairs = zip(times[names[0]], times[name], strict=True)
-        found = torch.tensor([mine / first for first, mine in pairs])
-        return found.quantile(torch.tensor([0.5, 0.25, 0.75])).tolist()
-
-    return {
-        name: dict(
-            seconds_per_step=statistics.median(steps[name]),
-            step_ratio=ratios(steps, name),
-            characters_per_second=(args.context - 1) / statistics.median(writing[name]),
-            generation_ratio=ratios(writing, name),
+            optimizer, schedule = optimizers[name]
+            loss = model.loss(x, y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+            seconds[name].append(time.process_time() - started)
+        if (step + 1) % 100 == 0:
+            means = [f"{name} {statistics.mean(losses[name][-100:]):.3f}" for name in models]
+            print(f"seed {seed}, step {step + 1}: {'; '.join(means)}", flush=True)
+    characters = args.steps * args.batch * args.context
+    return [
+        dict(
+            name=name,
+            command=f"{args.command} --seeds {seed}",
+            commit=commit[:7],
+            data=args.text.stem,
+            images=len(training),  # characters
+            epochs=characters / len(training),
+            seed=seed,
+            val=validation_loss(model.eval(), validation, args.context),
+            test=None,  # nothing was chosen by the validation text
+            core_seconds=sum(seconds[name]),
+            train=statistics.mean(losses[name][-100:]),
+            parameters=count_parameters(model),
+            step_seconds=statistics.median(seconds[name]),
+            step_bytes=kept_for_backward(model.train(), x, y),
         )
-        for name in names
-    }
-
-
-def table(results, speed):
-    """Markdown. The training loss is that of the last 200 steps. The difference is to standard
-    attention with the same seed; a ratio of times has its quartiles in brackets."""
-    print("| attention | parameters | training loss | validation loss | difference | ms / step "
-          "| ratio | characters / s | ratio of times |")  # fmt: skip
-    print("|---" * 9 + "|")
-    standard = {run["seed"]: run["validation_loss"] for run in results.get("standard", [])}
-    for name, runs in results.items():
-        losses = [run["validation_loss"] for run in runs]
-        training = [statistics.mean(run["training_loss"][-200:]) for run in runs]
-        paired = [run for run in runs if run["seed"] in standard and name != "standard"]
-        differences = [run["validation_loss"] - standard[run["seed"]] for run in paired]
-        steps, writing = ("{:.2f} [{:.2f}, {:.2f}]".format(*speed[name][key])
-                          for key in ("step_ratio", "generation_ratio"))  # fmt: skip
-        print(
-            f"| {name} | {runs[0]['parameters']:,} | {statistics.mean(training):.3f} "
-            f"| {mean_and_spread(losses)} | {mean_and_spread(differences)} "
-            f"| {1000 * speed[name]['seconds_per_step']:.0f} | {steps} "
-            f"| {speed[name]['characters_per_second']:.0f} | {writing} |"
-        )
+        for name, model in models.items()
+    ]
 
 
 @in_one_line()
 def main():
-    args = arguments()
-    logging.set_verbosity_error()
-    torch.set_num_threads(args.threads)
-    texts = read(args.text, args.validation)
-    names = list(ATTENTIONS) if args.sweep else args.attention
-    other = {"attention", "sweep", "seeds", "sample", "threads", "timed_steps"}
-    other |= {"text", "validation", "out"}
-    settings = {key: value for key, value in vars(args).items() if key not in other}
-    settings["texts"] = [hashlib.sha256(part.numpy()).hexdigest() for part in texts[:2]]
-
-    results: dict = {name: [] for name in names}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", type=Path, help="a text file")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/language"))
+    numbers = dict(layers=4, heads=4, width=64, context=64, batch=16, steps=800)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    settings = {name: getattr(args, name) for name in (*numbers, "lr")}
+    changed = [
+        f" --{name} {settings[name]}"
+        for name in settings
+        if settings[name] != parser.get_default(name)
+    ]
+    args.command = f"python examples/language_model.py {args.text.name}{''.join(changed)}"
+    settings["sha256"] = hashlib.sha256(args.text.read_bytes()).hexdigest()
+    trainings = []
     for seed in args.seeds:
-        for name in names:
-
-            def work(name=name, seed=seed):
-                model, result = train(name, seed, args, texts)
-                if args.sample:
-                    written = generate(model, min(args.sample, args.context - 1))[0]
-                    print("".join(texts[2][i] for i in written))
-                return result
-
-            path = args.out / f"{name}-{seed}.json"
-            results[name].append(kept(path, settings, work))
-    speed = kept(
-        args.out / f"speed-{'-'.join(names)}.json", settings, lambda: speeds(names, args, texts)
-    )
-    table(results, speed)
+        trainings += kept(args.out / f"{seed}.json", settings, lambda seed=seed: train(seed, args))
+    write_json(args.out / "trainings.json", trainings)
+    print(f"{args.out / 'trainings.json'}: {len(trainings)} trainings")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.machine import available_memory, free_disk
 from gaupipe.training.student import build_student, check_baseline
+from stages.phase_a import local
 from stages.runs.directory import settled
 from stages.runs.resources import (
     SMALLER,
@@ -97,13 +98,17 @@ def plan_phases(
     """Both phases and the export, and the number of per-image parameters."""
     buckets = settings.data.buckets or world_size
     check_buckets(images, buckets, settings.data.batch_size, world_size)
+    train = settings.student_training
+    student = of_student(settings, data, "distilled", train, world_size)
+    if settings.phase_a.is_local:
+        local.check(settings, data)
+        return {"phase_b": student}, {"per_image_parameters": 0}
     teacher = build_teacher(settings, data)
     grid = MapShape.of(teacher).grid
     export = planned_export(settings, teacher, grid)
     needs = make_plan(settings, teacher, data, images, world_size)
     stored = store_bytes(settings, teacher, export, images, data.num_classes)
-    memory, train = {"memory_bytes": needs.memory_bytes}, settings.student_training
-    student = of_student(settings, data, "distilled", train, world_size)
+    memory = {"memory_bytes": needs.memory_bytes}
     student["memory_bytes"] += stored if stored <= PRELOAD_BYTES else 0
     stages = {
         "phase_a": {

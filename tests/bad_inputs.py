@@ -205,7 +205,7 @@ COMMAND_LINE = [
         ("--out pictures/train/cat/0.png/maps.zarr", "0.png"),
         ("--out ftp://x/y", "ftp://x/y"),
         ("--out ~nosuchuser/x", "~nosuchuser/x: there is no such user"),
-        ("--run-dir ~nosuchuser/x", "there is no such user"),
+        ("--run-dir ~nosuchuser/x", "~nosuchuser/x is not a run directory"),
         ("--out s3://", "s3://"),
         ("--out absent.zarr --repair", "no attention-map store"),
         ("--out pictures --repair", "pictures: is not empty"),
@@ -352,6 +352,9 @@ SETTINGS = [
         ("phase_a.optim.name=adamx", "optim.name"),
         ("phase_a.optim.name=lbfgs", "optim"),
         ("phase_a.optim.schedule=plateau", "optim.schedule"),
+        ("phase_a.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("phase_b.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr, 0.004"),
+        ("baseline.optim.min_lr=1", "optim.min_lr: 1 is above optim.lr"),
         ("phase_a.optim.schedule_args={nonsense: 1}", "nonsense"),
         (
             "phase_a.optim.schedule_args={decay_epochs: 0} & phase_a.optim.schedule=step "
@@ -367,6 +370,7 @@ SETTINGS = [
         ("model.attention_options={prior: 1}", "prior"),
         ("model.attention_options={nonsense: 1}", "nonsense"),
         ("model.attention=attentionx & model.attention_options={gamma: null}", "gamma"),
+        ("model.attention=attentionx & model.attention_options={gamma: .nan}", "finite number"),
         ("model.attention=attentionx & model.attention_options={mask_diagonal: 7}", "diagonal"),
         ("model.student_args={depth: 2} & phase_b.layer_map=[0]", "layer_map"),
         ("model.args={qkv_bias: maybe}", "qkv_bias"),

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -374,6 +375,28 @@ def test_a_cache_that_cannot_be_written_stops_nothing(root, owner, name, monkeyp
     assert not list((root.parent / "cache").rglob(".*"))
     said = capsys.readouterr().err
     assert "No space left on device" in said and "GAUPIPE_CACHE names another folder" in said
+
+
+@pytest.fixture
+def nobody():
+    """Not root, who may search every folder."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(user)
+
+
+def test_a_cache_in_a_folder_that_may_not_be_searched_stops_nothing(monkeypatch, nobody, capsys):
+    locked = Path(tempfile.mkdtemp())
+    locked.chmod(0)
+    monkeypatch.setenv("GAUPIPE_CACHE", str(locked / "cache"))
+    images = cache.ImageCache("name", bytes(32), (2, 3, 4, 4))
+    assert not images.open() and images.bytes == 96
+    images.keep(lambda number: torch.zeros(3, 4, 4, dtype=torch.uint8))
+    assert images.gather(np.array([0])) is None and images.bytes == 0
+    assert "cannot be kept" in capsys.readouterr().err
+    locked.rmdir()
 
 
 def test_images_that_nobody_reads_any_more_are_removed(root):

@@ -1,71 +1,180 @@
-"""examples/language_model.py, on a text of a few words and with models of one block."""
+"""examples/language_model.py, on a text of a few words and with models of one block, and the table
+of its page."""
 
+import importlib.util
 import json
 import re
+import types
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
+import gaupipe.transformers  # noqa: F401  (transformers learns the attentions)
+
+ROOT = Path(__file__).parent.parent
 SMALL = [
     *("--layers", "1", "--width", "16", "--heads", "2", "--context", "8"),
-    *("--batch", "2", "--steps", "3", "--log-every", "3", "--timed-steps", "1"),
+    *("--batch", "2", "--steps", "3"),
 ]
+SIZES = dict(vocabulary=11, context=8, layers=2, heads=2, width=16)
 
 
 @pytest.fixture
 def language_model(tmp_path, example):
     """Runs the script in this process; the text is in ``tmp_path``."""
-    text = tmp_path / "text.txt"
+    text = tmp_path / "foxes.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 12)
     module, run = example("language_model")
 
     def train(*more):
         run(*SMALL, text, "--out", tmp_path / "runs", *more)
+        return json.loads((tmp_path / "runs" / "trainings.json").read_text())
 
     train.module = module
     return train
 
 
-def test_every_attention_is_trained_at_equal_parameters_and_not_again(
-    language_model, tmp_path, capsys
-):
-    language_model("--sweep", "--seeds", "0", "1")
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if "|" in line]
-    table = {row[0].strip(): row for row in rows[2:]}
-    assert list(table) == list(language_model.module.ATTENTIONS)
-    assert len({row[1] for row in table.values()}) == 1  # parameters
-    files = [tmp_path / "runs" / f"{name}-1.json" for name in table]
-    losses = [json.loads(path.read_text())["result"]["training_loss"] for path in files]
-    assert {len(steps) for steps in losses} == {3}
-    assert len({steps[0] for steps in losses}) == len(table)  # the options reach the model
+def test_every_attention_is_trained_at_equal_parameters_and_not_again(language_model, capsys):
+    trainings = language_model("--seeds", "0", "1")
+    names = list(language_model.module.ATTENTIONS)
+    assert [training["name"] for training in trainings] == 2 * names
+    assert [training["seed"] for training in trainings] == [0] * len(names) + [1] * len(names)
+    sizes = [training["parameters"] for training in trainings]
+    assert max(sizes) - min(sizes) <= 2 * 16 + 1  # a unit of the only FFN
+    assert len({training["val"] for training in trainings}) == len(trainings)  # options arrive
+    assert trainings[0]["command"].startswith(
+        "python examples/language_model.py foxes.txt --layers"
+    )
+    assert trainings[0]["epochs"] == 3 * 2 * 8 / 486 and trainings[0]["images"] == 486
 
-    language_model("--attention", "belief", "--seeds", "1")
-    assert "step 3:" not in capsys.readouterr().out
+    assert language_model("--seeds", "1") == trainings[len(names) :]  # also their times
     with pytest.raises(SystemExit, match="2"):
-        language_model("--attention", "belief", "--lr", "1")
+        language_model("--seeds", "1", "--lr", "1")
     message = capsys.readouterr().err
     assert re.fullmatch(
-        "language_model.py: .*other settings .lr was 0.003, now it is 1.0.*\n", message
+        "language_model.py: .*other settings .lr was 0.003, now .* 1.0.*\n", message
     )
 
 
 def test_the_same_seed_gives_the_same_training(language_model, tmp_path):
-    language_model("--attention", "belief", "--model", "llama", "--sample", "3")
-    path = tmp_path / "runs" / "belief-0.json"
-    before = json.loads(path.read_text())["result"]["training_loss"]
-    path.unlink()
-    language_model("--attention", "belief", "--model", "llama")
-    assert json.loads(path.read_text())["result"]["training_loss"] == before
-    assert len(set(before)) == 3
+    before = [training["val"] for training in language_model()]
+    (tmp_path / "runs" / "0.json").unlink()
+    assert [training["val"] for training in language_model()] == before
 
 
-def test_another_text_may_be_held_out(language_model, tmp_path, capsys):
-    """Its characters count into the alphabet, its loss into the table; the models are others."""
-    language_model()
-    held_out = tmp_path / "held_out.txt"
-    held_out.write_text("SPHINX OF BLACK QUARTZ, JUDGE MY VOW. " * 3)
+def test_a_text_that_is_too_short_is_said_in_one_line(language_model, tmp_path, capsys):
+    (tmp_path / "foxes.txt").write_text("a fox " * 10)
     with pytest.raises(SystemExit, match="2"):
-        language_model("--validation", held_out)
-    assert "other settings" in capsys.readouterr().err
-    data, validation, alphabet = language_model.module.read(tmp_path / "text.txt", held_out)
-    assert "".join(alphabet[i] for i in data) == (tmp_path / "text.txt").read_text()
-    assert "".join(alphabet[i] for i in validation) == held_out.read_text()
+        language_model()
+    assert re.fullmatch(
+        "language_model.py: .*foxes.txt: the last tenth has to be longer than --context 8\n",
+        capsys.readouterr().err,
+    )
+
+
+def built(module, name):
+    torch.manual_seed(0)
+    attention, options = module.ATTENTIONS[name]
+    model = module.GPT(attention, options, **SIZES).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@torch.no_grad()
+def test_no_attention_sees_a_later_character(example):
+    module, _run = example("language_model")
+    text = torch.arange(8)[None] % 11
+    later = text.clone()
+    later[:, 5:] = 9
+    for name in module.ATTENTIONS:
+        model = built(module, name)
+        same, other = model(text), model(later)
+        torch.testing.assert_close(same[:, :5], other[:, :5])
+        assert not torch.allclose(same[:, 5:], other[:, 5:])
+
+
+@pytest.mark.parametrize(
+    "name, implementation, options",
+    [
+        ("standard", "sdpa", None),
+        ("belief", "gau_belief", None),
+        ("xsa", "gau_xsa", None),
+        ("attentionx, gamma 3", "gau_attentionx", {"gamma": 3.0, "mask_diagonal": False}),
+        ("attentionx, masked diagonal", "gau_attentionx", {"gamma": 1.0, "mask_diagonal": True}),
+    ],
+)
+@torch.no_grad()
+def test_gpt2_of_transformers_has_the_same_outputs_with_the_same_weights(
+    example, name, implementation, options
+):
+    module, _run = example("language_model")
+    ours = built(module, name)
+    config = GPT2Config(
+        vocab_size=11,
+        n_positions=8,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        activation_function="gelu_new",
+        layer_norm_epsilon=1e-6,  # timm's
+        gau_options=options,
+    )
+    config._attn_implementation = implementation
+    theirs = GPT2LMHeadModel(config).eval()
+    theirs.set_attn_implementation(implementation)
+    body = theirs.transformer
+    body.wte.weight.copy_(ours.tokens.weight)
+    body.wpe.weight.copy_(ours.positions.weight)
+    pairs = [(body.ln_f, ours.norm)]
+    for block, mine in zip(body.h, ours.blocks, strict=True):
+        pairs += [(block.ln_1, mine.norm1), (block.ln_2, mine.norm2)]
+        pairs += [(block.attn.c_attn, mine.attn.qkv), (block.attn.c_proj, mine.attn.proj)]
+        pairs += [(block.mlp.c_fc, mine.mlp.fc1), (block.mlp.c_proj, mine.mlp.fc2)]
+    for other, mine in pairs:
+        other.weight.copy_(mine.weight.mT if mine.weight.dim() == 2 else mine.weight)
+        other.bias.copy_(mine.bias)
+    text = torch.randint(11, (3, 8))
+    torch.testing.assert_close(theirs(text).logits, ours(text), rtol=1e-4, atol=1e-4)
+
+
+def test_kept_memory_is_what_autograd_holds(example):
+    """A linear layer keeps its input, the square its result; weights do not count."""
+    module, _run = example("language_model")
+    layer = nn.Linear(3, 5)
+    model = types.SimpleNamespace(
+        parameters=layer.parameters, loss=lambda x, y: (layer(x) ** 2).sum()
+    )
+    assert module.kept_for_backward(model, torch.randn(7, 3), None) == 4 * (7 * 3 + 7 * 5)
+
+
+@pytest.fixture
+def language_table():
+    spec = importlib.util.spec_from_file_location("table", ROOT / "docs" / "language_table.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.table
+
+
+def test_the_table_pairs_losses_by_seed(language_table):
+    def training(name, seed, val, seconds):
+        numbers = dict(train=1, parameters=1000, step_seconds=seconds, step_bytes=2e6)
+        return dict(name=name, seed=seed, val=val, **numbers)
+
+    losses = {"standard": [2.0, 3.0, 4.0], "belief": [1.9, 2.8, 3.7]}
+    trainings = [
+        training(name, seed, losses[name][seed], seconds)
+        for seed in (2, 0, 1)
+        for name, seconds in (("standard", 0.01), ("belief", 0.015))
+    ]
+    gains = np.subtract(losses["belief"], losses["standard"])
+    half = 4.302653 * gains.std(ddof=1) / 3**0.5  # of t with two degrees of freedom
+    [row] = [line for line in language_table(trainings) if line.startswith("| belief ")]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[1:5] == ["1,000", "1.000 ± 0.000", "2.800 ± 0.900", "-0.200"]
+    assert cells[5] == f"{-0.2 - half:+.3f} to {-0.2 + half:+.3f}"
+    assert cells[7:] == ["15.0", "1.50", "2.0"]

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from gaupipe.system.files import flush
+from gaupipe.system.files import flush, naming
 
 
 def save(state: Any, path: Path) -> str:
     """Writes a file with ``torch.save`` and returns its digest. The bytes are on the disk then;
     :func:`flush` of the folder brings the name there."""
-    with path.open("wb") as file:  # torch's own file has other errors than OSError
+    with naming(path), path.open("wb") as file:  # torch's own file has other errors than OSError
         torch.save(state, file)
     flush(path)
     return sha256(path)

@@ -34,7 +34,10 @@ def build_student(
         student = build_vit(model, data, model.attention, device, changes, **options)
     if train.patch_drop_rate:
         if any(hasattr(module, "places") for module in student.modules()):
-            raise UserError("train.patch_drop_rate: should be 0 for a student with Gaussians")
+            raise UserError(
+                "train.patch_drop_rate: should be 0 for a student with Gaussians or rotary "
+                "positions, which have a place for every token"
+            )
         student.patch_drop = PatchDropout(train.patch_drop_rate, student.num_prefix_tokens)
     return student
 

@@ -10,7 +10,7 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import gaupipe.vit.models  # noqa: F401  (timm learns gaupipe's names)
+import gaupipe.vit.jit  # noqa: F401  (timm learns gaupipe's names)
 from gaupipe.settings import ModelSettings
 from gaupipe.system.errors import UserError, one_line
 from gaupipe.vit.initialisation import start_weights
@@ -39,6 +39,8 @@ def build_vit(
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
         placed: dict[str, Any] = {"device": device} if device else {}
+        if model.stem != "patch":
+            options["stem"] = model.stem
         vit = timm.create_model(
             model.name, attention=attention, **{**sizes, **args}, **options, **placed
         )

@@ -28,6 +28,7 @@ from gaupipe.attention import ATTENTION
 from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
+from gaupipe.vit.stem import FIRST_CONV, STEMS
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -36,16 +37,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class AttentionLayers(dict):
-    """timm's attentions and ours, by the names of ``attn_layer``."""
-
-    def get(self, name: str, _default: Any = None) -> Any:
-        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
-        return self[choice("attn_layer", name, self)]
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
@@ -93,9 +85,11 @@ class GauViT(VisionTransformer):
 
     ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword
     arguments of its class; ``rezero``: blocks without normalisation, behind scalars that start at
-    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one.
-    ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class. ``gaupipe_args`` holds
-    the keywords that rebuild the model. Raises UserError for an unknown attention or option.
+    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one; ``stem``:
+    ``conv`` puts convolutions in place of the patch embedding
+    (:class:`~gaupipe.vit.stem.ConvPatchEmbed`). ``mlp_ratio=0`` leaves the FFN out. Everything else
+    goes to timm's class. ``gaupipe_args`` holds the keywords that rebuild the model. Raises
+    UserError for an unknown attention, option or stem.
     """
 
     def __init__(
@@ -104,6 +98,7 @@ class GauViT(VisionTransformer):
         attention_options: dict | None = None,
         rezero: bool = False,
         match_params: bool = False,
+        stem: str = "patch",
         **kwargs,
     ) -> None:
         options = dict(attention_options or {})
@@ -121,13 +116,16 @@ class GauViT(VisionTransformer):
             )
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
-        super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
+        layers: dict[str, Any] = {"attn_layer": attn_layer, "block_fn": block_fn}
+        if choice("stem", stem, STEMS) != "patch":
+            layers["embed_layer"] = STEMS[stem]
+        super().__init__(**{**kwargs, **layers})
         if self.num_prefix_tokens and self.priors():
             raise UserError(
                 f"attention {attention!r}: a class or register token has no place on the grid that "
                 "Gaussians lie on: take class_token and reg_tokens out"
             )
-        ours = dict(attention=attention, attention_options=options, rezero=rezero)
+        ours = dict(attention=attention, attention_options=options, rezero=rezero, stem=stem)
         self.gaupipe_args = {**kwargs, **ours}
         for placement in ("device", "dtype"):
             self.gaupipe_args.pop(placement, None)
@@ -189,7 +187,8 @@ def matching_mlp_ratio(attn_layer: type[nn.Module], arguments: dict) -> float:
     return (nearest + 0.5) / dim if nearest else 0
 
 
-def _cfg(size: int, num_classes: int) -> dict:
+def config_of(size: int, num_classes: int) -> dict:
+    """timm's configuration of a model without trained weights."""
     return dict(
         input_size=(3, size, size),
         num_classes=num_classes,
@@ -206,44 +205,54 @@ def _cfg(size: int, num_classes: int) -> dict:
 
 default_cfgs = generate_default_cfgs(
     {
-        "gauvit_atto_patch4_32": _cfg(32, 10),
-        "gauvit_tiny_patch16_224": _cfg(224, 1000),
-        "gauvit_pico_patch2_8": _cfg(8, 10),
+        "gauvit_atto_patch4_32": config_of(32, 10),
+        "gauvit_tiny_patch16_224": config_of(224, 1000),
+        "gauvit_pico_patch2_8": config_of(8, 10),
     }
 )
 
 
-def _create_gauvit(variant: str, pretrained: bool, preset: dict, given: dict) -> GauViT:
+def create_gauvit(
+    variant: str,
+    pretrained: bool,
+    preset: dict,
+    given: dict,
+    model_class: type[GauViT] = GauViT,
+) -> Any:
+    """A model of timm's registry: its ``preset`` keywords, those ``given`` in their place."""
     common = dict(class_token=False, global_pool="avg", qkv_bias=True)
-    return build_model_with_cfg(
-        GauViT,
+    model: Any = build_model_with_cfg(  # timm declares no pretrained_cfg
+        model_class,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=3, feature_cls="getter"),
         **{**common, **preset, **given},
     )
+    if given.get("stem") == "conv":  # timm adapts this layer to other channels than three
+        model.pretrained_cfg = dict(model.pretrained_cfg, first_conv=FIRST_CONV)
+    return model
 
 
 @register_model
 def gauvit_atto_patch4_32(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Atto (*GauTransformer, table 1*): 6.3 M parameters, 64 tokens, CIFAR sizes."""
     preset = dict(img_size=32, patch_size=4, embed_dim=384, depth=7, num_heads=12, mlp_ratio=1)
-    return _create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
+    return create_gauvit("gauvit_atto_patch4_32", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_tiny_patch16_224(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Tiny (*GauTransformer, table 1*): 29.9 M parameters, 196 tokens, ImageNet sizes."""
     preset = dict(img_size=224, patch_size=16, embed_dim=768, depth=8, num_heads=12, mlp_ratio=1)
-    return _create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
+    return create_gauvit("gauvit_tiny_patch16_224", pretrained, preset, kwargs)
 
 
 @register_model
 def gauvit_pico_patch2_8(pretrained: bool = False, **kwargs) -> GauViT:
     """GauViT-Pico (ours): under 0.3 M parameters, 16 tokens, for the 8 x 8 digits."""
     preset = dict(img_size=8, patch_size=2, embed_dim=64, depth=4, num_heads=4, mlp_ratio=2)
-    return _create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
+    return create_gauvit("gauvit_pico_patch2_8", pretrained, preset, kwargs)
 
 
 @register_model
