@@ -246,27 +246,26 @@ def export(job: TeacherJob, place: Place, options: dict[str, Any]) -> str:
     ranks.check_same(job.settings, job.data)
     height, width = job.shape.grid
 
-    def request() -> ExportSettings:
-        return chosen(
-            job.settings, None if place.overwrite else stored_export(url), options, height * width
-        )
+    sha256 = job.common_sha256()
 
-    sha256, asked = job.common_sha256(), distributed.main_first(request)
-    schema = distributed.main_first(lambda: make_schema(job, asked, sha256))
+    def request() -> store.Schema:
+        stored = None if place.overwrite else stored_export(url)
+        return make_schema(job, chosen(job.settings, stored, options, height * width), sha256)
+
+    schema = distributed.main_first(request)
 
     def opened() -> store.Writer:
-        return place.create(job, schema) if distributed.is_main() else store.join(url)
-
-    def hold() -> None:
+        if not distributed.is_main():
+            return store.join(url)
         place.check_resources(job, schema)
         if folder is not None and not place.repair:
             with contextlib.suppress(OSError):  # the store says what is in its place
                 folder.mkdir(parents=True, exist_ok=True)
         if folder is not None and folder.is_dir():
             held.enter_context(alone_in(folder, BUSY))
+        return place.create(job, schema)
 
     with contextlib.ExitStack() as held:
-        distributed.on_main(hold)
         write(job, distributed.main_first(opened))
     return url
 
@@ -283,14 +282,13 @@ def ensure(
     ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
-    if distributed.main_first(directory.settings).phase_a.is_local:
-        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
-    if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
-        run(run_dir, out=out, data=data, augment=augment, **options)
-        return url
 
-    def check() -> None:
+    def is_there() -> bool:
+        if directory.settings().phase_a.is_local:
+            return True
+        if not is_complete(url, directory.teacher_digest()):
+            return False
         stored = stored_export(url)
         for name, value in options.items():
             if stored is not None and getattr(stored, name) != value:
@@ -298,8 +296,10 @@ def ensure(
                     f"{url} already holds a complete store with {name} {getattr(stored, name)}, "
                     f"asked {value}: 'gaupipe export-maps --overwrite' replaces it"
                 )
+        return True
 
-    distributed.on_main(check)
+    if not distributed.broadcast(distributed.on_main(is_there)):
+        run(run_dir, out=out, data=data, augment=augment, **options)
     return url
 
 

@@ -36,9 +36,10 @@ def train_into(
     A training that is refused leaves the settings of an earlier one as they were.
     """
     run = RunDirectory(folder.parent.parent)
-    distributed.on_main(lambda: say_if_afresh(folder, resume))
 
     def start() -> Training:
+        if distributed.is_main():
+            say_if_afresh(folder, resume)
         images = data or load_data(settings.data, settings.download)
         images.check_split(run.split)
         check_training(settings, images)

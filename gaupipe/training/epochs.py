@@ -49,8 +49,9 @@ class Loop:
         """
         state, pauses = self.update.state, self.update.pauses
         checkpoint, metrics = self.folder / "checkpoint", self.folder / "metrics.jsonl"
-        distributed.on_main(lambda: write_metrics(metrics, state.metrics))
-        distributed.on_main(lambda: state.remove_superseded(checkpoint))
+        if distributed.is_main():
+            write_metrics(metrics, state.metrics)
+            state.remove_superseded(checkpoint)
         with pauses:
             while not state.finished:
                 epoch = Epoch(self)

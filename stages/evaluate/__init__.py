@@ -96,10 +96,10 @@ def run(
     names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores |= by_class(rows, names)
-    if out is not None:
-        distributed.on_main(lambda: predict.write(rows, out))
-    if confusion is not None:
-        distributed.on_main(lambda: figure.draw(scores["confusion"], names, confusion))
+    if out is not None and distributed.is_main():
+        predict.write(rows, out)
+    if confusion is not None and distributed.is_main():
+        figure.draw(scores["confusion"], names, confusion)
     return scores
 
 

@@ -20,15 +20,20 @@ def started(
 ) -> Iterator[None]:
     """Holds a run directory while its teacher is trained: writes the settings and loads the last
     checkpoint."""
+
+    def begin() -> None:
+        if distributed.is_main():
+            say_if_afresh(run.phase_a, resume)
+            run.start(settings, data, resume)
+        state.load(run.phase_a / "checkpoint")
+
     with run.locked():
-        distributed.on_main(lambda: say_if_afresh(run.phase_a, resume))
-        distributed.on_main(lambda: run.start(settings, data, resume))
-        distributed.main_first(lambda: state.load(run.phase_a / "checkpoint"))
+        distributed.main_first(begin)
         yield
 
 
 def write_digest(run: RunDirectory, job: TeacherJob) -> None:
     """Writes the digest of a finished teacher. Collective."""
     if not distributed.broadcast(run.teacher_sha256.is_file()):
-        sha256 = job.sha256
+        sha256 = job.sha256  # of all ranks' images
         distributed.on_main(lambda: write_whole(run.teacher_sha256, sha256 + "\n"))
