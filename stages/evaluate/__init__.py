@@ -24,12 +24,12 @@ from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
-from gaupipe.system import digests, distributed
+from gaupipe.system import distributed
 from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
-from gaupipe.vit.saving import class_names
+from gaupipe.vit.saving import class_names, saved_sha256
 from stages import phase_a, predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import by_class, labelled
@@ -79,8 +79,7 @@ def run(
     student, data, maps = distributed.main_first(load)
     ranks.check_same(student.settings, data)
     images = getattr(data, split)
-    weights = (digests.read(student.folder / "student") or {}).get("model.safetensors")
-    same = {f"{student.folder / 'student'}, sha256": weights}
+    same = {f"{student.folder / 'student'}, sha256": saved_sha256(student.folder / "student")}
     distributed.check_same(same, "should be the same student everywhere")
     logits, labels = predictions(student.model, images, data, student.settings)
     scores: dict[str, Any] = {
@@ -97,10 +96,10 @@ def run(
     names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores |= by_class(rows, names)
-    if out is not None:
-        distributed.on_main(lambda: predict.write(rows, out))
-    if confusion is not None:
-        distributed.on_main(lambda: figure.draw(scores["confusion"], names, confusion))
+    if out is not None and distributed.is_main():
+        predict.write(rows, out)
+    if confusion is not None and distributed.is_main():
+        figure.draw(scores["confusion"], names, confusion)
     return scores
 
 
