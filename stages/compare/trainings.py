@@ -17,8 +17,11 @@ from stages.compare.rows import Row
 from stages.runs import kept_epochs
 from stages.runs.directory import RunDirectory
 
-COSTS_FILE, TEST_FILE = "costs.json", "test.json"
-"""Files beside a student: the costs of its training, and its score on the test split."""
+COSTS_FILE = "costs.json"
+"""Beside a student: what its training cost."""
+
+TEST_FILE = "test.json"
+"""Beside a student: its score on the test split."""
 
 CURVES = ("val_acc", "val_loss", "loss_hard", "seconds")
 """Metrics of which the results have the value after each epoch."""
@@ -96,15 +99,21 @@ class Training:
     def test_scores(self) -> dict[str, Any] | None:
         """The content of :data:`TEST_FILE`; None where there is none of these test images."""
         path = self.folder / TEST_FILE
-        scores = json.loads(path.read_bytes()) if path.is_file() else {}
-        return scores if scores.get("test_sha256") == self.test_sha256 else None
+        scores: dict[str, Any] = {}
+        if path.is_file():
+            scores = json.loads(path.read_bytes())
+        if scores.get("test_sha256") != self.test_sha256:
+            return None
+        return scores
 
     def read(self) -> dict[str, Any]:
         """The finished training from its files, as JSON values: the :data:`CURVES`, and what it has
         cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
-        phase_a = [] if self.row.plain else read_metrics(self.folder / "phase_a.jsonl")
+        phase_a: list[dict[str, Any]] = []
+        if not self.row.plain:
+            phase_a = read_metrics(self.folder / "phase_a.jsonl")
         costs = json.loads((self.folder / COSTS_FILE).read_text())
         scores = self.test_scores() or {}
         return {
