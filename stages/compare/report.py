@@ -52,11 +52,10 @@ def report(
             values = _above(row, baselines)
             if None not in values:
                 above_front[row["row"]] = values
-    over_reference = differences(over_reference)
-    above_front = differences(above_front)
-    for row in rows:
-        row["difference"] = over_reference.get(row["row"])
-        row["above_front"] = above_front.get(row["row"])
+    for key, table in ("difference", over_reference), ("above_front", above_front):
+        tested = differences(table)
+        for row in rows:
+            row[key] = tested.get(row["row"])
     return {"reference": BASELINE, "rows": rows}
 
 
@@ -98,7 +97,7 @@ def final_values(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _above(row: dict[str, Any], baselines: Sequence[dict[str, Any]]) -> list[Any]:
     """For each seed the final accuracy of a row minus what the baselines reach for as many
     multiply-adds; None where the row is cheaper than all of them."""
-    values = []
+    values: list[float | None] = []
     for number, run in enumerate(row["runs"]):
         others = [other["runs"][number] for other in baselines]
         points = [(_cost(other, "multiply_adds"), _accuracy(other)) for other in others]

@@ -253,9 +253,9 @@ def teacher_agreement(
             if layers[block] is None:
                 continue
             log_map = patch_map(log_map, student.num_prefix_tokens)
-            hidden: Tensor | None = torch.isneginf(log_map)  # keys that no query may see
-            if not hidden.any():
-                hidden = None
+            hidden = None
+            if torch.isneginf(log_map).any():  # the attention hides some keys from a query
+                hidden = torch.isneginf(log_map)
             kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
             divergence[block] += kl * len(batch) / count
     kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
