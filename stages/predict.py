@@ -31,7 +31,7 @@ Classes = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The most probable classes of an image, the first of them first.
+    """An image with its most probable classes, the best first.
 
     path     the image file; the image id where a data set has no files
     classes  (name of the class, probability), at most as many as were asked for; empty where the
@@ -54,8 +54,8 @@ def run(
     batch_size: int = 64,
     download: bool = False,
 ) -> list[Prediction]:
-    """The predictions of a model for images, with progress on stderr. An image that cannot be read
-    has a ``problem`` in place of classes.
+    """Predicts the classes of images with a model, with progress on stderr. An image that cannot be
+    read has a ``problem`` in place of classes.
 
     source    a student's folder or the training folder around it, ``local-dir:FOLDER``, or a timm
               name such as ``vit_tiny_patch16_224.augreg_in21k``

@@ -88,7 +88,7 @@ def against_teacher(url: str, run_dir: Path | None = None, sample: int = 256) ->
 
 
 def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
-    """The teacher of a store: the run's, or a trained ViT that the export was given."""
+    """Loads the teacher of a store: the run's, or a trained ViT that the export was given."""
     schema = store.open(url).schema
     if "files" in schema.extra:
         files = [Path(path) for path in schema.extra["files"]]
@@ -109,7 +109,7 @@ def load_teacher(url: str, run_dir: Path | None) -> TeacherJob:
 
 
 def differing_decoder(maps: store.Store, job: TeacherJob) -> Iterator[str]:
-    """The arrays of a store's decoder that are not the teacher's, in words."""
+    """Names the arrays of a store's decoder that are not the teacher's."""
     stored = maps.decoder()
     teachers = decoder(job, maps.schema.kind) or {}
     for name in sorted(stored.keys() | teachers.keys()):

@@ -1,4 +1,4 @@
-"""The numbers of an array as they lie on disk: one class for each sort of numbers.
+"""Encodes the numbers of an array for the disk: one class for each sort of numbers.
 
 float16: values are clipped to the finite range, with a relative error of at most 2^-11; a standard
 deviation of 0 becomes the smallest normal number, so that a reader may divide by it.
@@ -52,8 +52,8 @@ class Numbers:
     fill: float = math.nan
 
     def encode(self, values: np.ndarray, coded: bool) -> np.ndarray:
-        """The stored form of ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers of
-        another sort."""
+        """Returns what is stored for ``values`` [n, ...]. Raises BadNumbers for NaN and for numbers
+        of another sort."""
         return to_half(values)
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
@@ -164,7 +164,7 @@ _OUT_OF_RANGE = "has weights out of range; attention is from 0 to 1"
 
 
 def to_half(values: np.ndarray, copied: bool = False) -> np.ndarray:
-    """The numbers as float16, clipped to the finite ones. Without ``copied`` it is ``values``
+    """Rounds numbers to float16, clipped to the finite ones. Without ``copied`` it is ``values``
     itself where that is so already."""
     with np.errstate(over="ignore"):
         half = np.array(values, np.float16, copy=copied or None)

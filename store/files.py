@@ -131,7 +131,7 @@ class Files:
         self._flushed |= new
 
     def wait(self, future):
-        """The result of reading or writing."""
+        """Waits for a read or a write, and returns its result."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
@@ -217,5 +217,5 @@ def damage(error: Exception) -> str | None:
 
 
 def _one_line(error: Exception) -> str:
-    """The readable part of tensorstore's message, without its list of source lines."""
+    """Cuts tensorstore's message to its readable part, without its list of source lines."""
     return re.sub(r"\s*\[[a-z_ ]+='.*", "", " ".join(str(error).split()))

@@ -1,4 +1,4 @@
-"""The kinds of stores: which arrays each kind has for an image, and what numbers are in them.
+"""Kinds of stores: which arrays each kind has for an image, and what numbers are in them.
 
 A new kind is a class here and an entry of :data:`KINDS`. Everything else asks the class: schema and
 files, settings and command line, sizes, and the page of ``gaupipe view``. What a teacher puts into

@@ -1,4 +1,4 @@
-"""The manifest of a store: the sha256 of each of its files.
+"""Manifest of a store: the sha256 of each of its files.
 
 It is the zarr group `manifest`, without arrays. Its attributes are
 

@@ -172,7 +172,7 @@ class Store:
         return sum(file.bytes for shard in shards for file in shard.values())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
-        """The ids as int64 [n]; those of finished shards."""
+        """Returns the ids as int64 [n]. Raises StoreError for ids that are not stored."""
         refuse_after_fork()
         ids = np.asarray(image_ids)
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
@@ -210,7 +210,7 @@ class Store:
                 self._in_memory[name] = self._wait(name, np.arange(len(self)), whole)
 
     def _wait(self, name: str, ids: np.ndarray, future: Any) -> np.ndarray:
-        """The result of reading these images of an array."""
+        """Waits for a read of these images of an array."""
         try:
             return future.result()
         except ValueError as error:
@@ -240,7 +240,7 @@ class Store:
             raise self._corrupt(name, int(ids[absent.argmax()]), "it is not there")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
-        """The error of a batched read, with the image that made it fail."""
+        """Reads image by image after a batched read failed; the error names the image."""
         ids = np.unique(ids)
         if self._layout.is_column(name):
             # a shard's images are one chunk: the first of them tells

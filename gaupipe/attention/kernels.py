@@ -1,4 +1,4 @@
-"""The orthogonal projection, and fused attention that also gives its log-normaliser.
+"""Orthogonal projection, and fused attention that also gives its log-normaliser.
 
 Axis letters: B images, H heads, T tokens, d model width, d_m = d / H head width.
 """

@@ -28,7 +28,7 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The folders that hold a folder of images for each class; None where there is none."""
+    """Folders that hold a folder of images for each class; None where there is none."""
 
     train: Path
     val: Path | None

@@ -1,4 +1,4 @@
-"""The data sets that ``data.name`` can name: where their images come from.
+"""Data sets that ``data.name`` can name: where their images come from.
 
 Labels are known without decoding an image. Images in files are decoded when they are asked for.
 """

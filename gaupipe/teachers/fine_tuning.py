@@ -103,7 +103,7 @@ def untrained(name: str, arguments: dict[str, Any], device: str | None) -> Visio
 
 
 def checked(name: str, model: Any) -> VisionTransformer:
-    """The ``model``, if it can be a student."""
+    """Returns the ``model`` if it can be a student; else raises UserError."""
     if isinstance(model, VisionTransformer):
         return model
     raise UserError(f"model.name: {name} is a {type(model).__name__}, no VisionTransformer of timm")

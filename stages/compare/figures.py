@@ -1,4 +1,4 @@
-"""The figure of a comparison: learning curves."""
+"""Learning curves, and accuracy over cost: the figure of a comparison."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def curves(results: dict[str, Any]) -> Figure:
 
 
 def draw_final(panel: Axes, row: dict[str, Any], colour: Any) -> None:
-    """The final accuracy of a row over what its training cost: mean, lowest and highest seed."""
+    """Marks the final accuracy of a row over what its training cost: mean, lowest, highest seed."""
     final = [run["val_acc"][-1] for run in row["runs"]]
     mean = np.mean(final)
     below = mean - min(final)
@@ -82,7 +82,7 @@ def draw_final(panel: Axes, row: dict[str, Any], colour: Any) -> None:
 
 
 def draw_curves(panel: Axes, rows: list[dict[str, Any]], name: str, colours: dict) -> None:
-    """The metric ``name`` of every row after each epoch."""
+    """Draws the metric ``name`` of every row after each epoch."""
     distilled = not all(row["plain"] for row in rows)
     drawn = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""The arithmetic of a comparison, without files: means over seeds, epochs to an accuracy, which
+"""Arithmetic of a comparison, without files: means over seeds, epochs to an accuracy, which
 differences the seeds decide, and fronts of accuracy over cost.
 
 A run is a finished training as :meth:`stages.compare.trainings.Training.read` returns it. A curve
@@ -30,7 +30,7 @@ def spread(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def epochs_to(curve: Sequence[float], accuracy: float) -> int | None:
-    """The first epoch, counted from 1, after which a curve is at least as high; None if there is
+    """Counts from 1 the first epoch after which a curve is at least as high; None if there is
     no such epoch."""
     epochs = (epoch for epoch, reached in enumerate(curve, 1) if reached >= accuracy)
     return next(epochs, None)

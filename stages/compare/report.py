@@ -1,4 +1,4 @@
-"""The results of a comparison as JSON values."""
+"""Results of a comparison as JSON values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of a comparison, and the settings of each.
+"""Rows of a comparison, and the settings of each.
 
 A row is one way to train. It is run with every seed and is one line of every table.
 """
@@ -39,7 +39,7 @@ class Row(Section):
 
 
 def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
-    """The rows of every comparison: baselines, distilled students, and up to three controls.
+    """Rows that every comparison has: baselines, distilled students, and up to three controls.
 
     ``students`` are attentions. The controls belong to the first of them.
     """
@@ -111,7 +111,7 @@ def sweep_rows(entries: Any, where: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> Row:
-    """The row of one entry of a sweep. ``by_name`` holds the rows before it."""
+    """Reads the row of one entry of a sweep. ``by_name`` holds the rows before it."""
     fields = {key: entry[key] for key in ("name", "plain", "like") if key in entry}
     changes = {key: value for key, value in entry.items() if key not in fields}
     described = (f"{str(name).split('.')[-1]} {value}" for name, value in changes.items())
@@ -136,7 +136,7 @@ def _parse(entry: dict, where: str, by_name: dict[str, Row], distilled: str) -> 
 
 
 def select_rows(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
-    """The plain ViT and the rows of these names. Raises UserError for a name that no row has."""
+    """Keeps the plain ViT and the rows of these names. Raises UserError for an unknown name."""
     known = [row.name for row in rows]
     for name in names:
         if name not in known:

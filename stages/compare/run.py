@@ -1,4 +1,4 @@
-"""The loop of a comparison: every row with every seed."""
+"""Trains every row of a comparison with every seed, and writes its results."""
 
 from __future__ import annotations
 

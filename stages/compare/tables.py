@@ -1,4 +1,4 @@
-"""The results of a comparison as tables for a terminal of 80 columns."""
+"""Results of a comparison as tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 

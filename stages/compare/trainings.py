@@ -1,4 +1,4 @@
-"""The trainings of a comparison: the settings of each, where it lies, and what it has reached."""
+"""Trainings of a comparison: the settings of each, where it lies, and what it has reached."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _sha256(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training of a row with one seed. The names of its folders in ``root`` are made of its
+    """One row trained with one seed. The names of its folders in ``root`` are made of its
     settings, so that the same training is found again, whichever comparison asks for it."""
 
     row: Row
@@ -107,8 +107,8 @@ class Training:
         return scores
 
     def read(self) -> dict[str, Any]:
-        """The finished training from its files, as JSON values: the :data:`CURVES`, and what it has
-        cost. Raises UserError where the files are not of one training."""
+        """Reads the finished training from its files, as JSON values: the :data:`CURVES`, and what it
+        has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
         phase_a: list[dict[str, Any]] = []

@@ -92,7 +92,7 @@ def _pool(jobs: int) -> Iterator[Callable[[Job, list], Iterator[tuple[list, Call
 
 
 def _by_teacher(trainings: list[Training]) -> list[list[Training]]:
-    """The trainings that learn from a teacher, those of one teacher together."""
+    """Groups the trainings that learn from a teacher by their teacher."""
     groups: dict[Path, list[Training]] = {}
     for training in trainings:
         if not training.row.plain:
@@ -180,7 +180,7 @@ def _logged(log: Path) -> Iterator[None]:
 
 
 def score_test_split(training: Training) -> dict[str, float]:
-    """The metrics of a finished student on the test split."""
+    """Scores a finished student on the test split."""
     data = load_data(training.settings.data)
     student = timm.create_model(f"local-dir:{training.folder / 'student'}", pretrained=True).eval()
     assert data.test is not None  # a comparison asks for it before it trains

@@ -1,4 +1,4 @@
-"""The predictions of labelled images: how good they are for each class, and where they fail."""
+"""Predictions of labelled images: how good they are for each class, and where they fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The confusion matrix of a classifier as a picture."""
+"""Draws the confusion matrix of a classifier."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def choose(facts: FolderFacts, root: str, gpu: bool, given: dict[str, Any]) -> C
 
 
 def _choose_images(choices: Choices, facts: FolderFacts) -> int:
-    """The share of validation images. Returns the number of training images."""
+    """Chooses the share of validation images. Returns the number of training images."""
     images = facts.images
     if facts.val is None:
         share = 0.2 if images < 1000 else 0.1
@@ -109,7 +109,7 @@ def _choose_images(choices: Choices, facts: FolderFacts) -> int:
 
 
 def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int, int]:
-    """Pixels of an image, and its tokens."""
+    """Chooses the sizes of images and patches. Returns pixels of a side, and tokens."""
     size = next(row[1] for row in table if facts.shorter >= row[0])
     if size is None:
         size = max(8, facts.shorter // 4 * 4)
@@ -132,7 +132,7 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
 
 
 def _choose_model(choices: Choices, dim: int, depth: int) -> int:
-    """The ViT. Returns the number of its attention maps, those of DeiT-B if the user named it."""
+    """Chooses the ViT. Returns how many attention maps it has; as many as DeiT-B if it is given."""
     if choices.given("model.name") is not None:
         return 144
     choices.choose("model.name", "gauvit_pico_patch2_8")
@@ -145,7 +145,7 @@ def _choose_model(choices: Choices, dim: int, depth: int) -> int:
 
 
 def _choose_fine_tuning(choices: Choices, images: int, classes: Iterable[str]) -> None:
-    """A training from published weights, whose images get the size that the weights expect."""
+    """Chooses a training from published weights, with images of the size that they expect."""
     choices.choose("model.name", "", "its weights, a new head, and the images that it expects")
     choices.choose("train.epochs", FINE_TUNING_EPOCHS, "of the training")
     _choose_batch(choices, images)
@@ -170,7 +170,7 @@ def _choose_flip(choices: Choices, classes: Iterable[str]) -> None:
 
 
 def _choose_training(choices: Choices, images: int, epochs: int) -> None:
-    """A teacher, a student with twice its epochs, and a baseline with the epochs of both."""
+    """Chooses a teacher, a student with twice its epochs, and a baseline with those of both."""
     reason = "trained on these images; published weights may know more: --teacher NAME --download"
     teacher = choices.choose("phase_a.teacher", "vit", reason)
     choices.choose("phase_a.stop_accuracy", 1.0)
@@ -216,7 +216,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
 def _choose_augmentation(
     choices: Choices, classes: Iterable[str], size: int, view_bytes: int
 ) -> None:
-    """Flips and shifts, and the maps of the views where shifts would move those of the images."""
+    """Chooses flips and shifts, and stored maps of views where shifts would move those of images."""
     _choose_flip(choices, classes)
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
