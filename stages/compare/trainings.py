@@ -107,8 +107,8 @@ class Training:
         return scores
 
     def read(self) -> dict[str, Any]:
-        """Reads the finished training from its files, as JSON values: the :data:`CURVES`, and what it
-        has cost. Raises UserError where the files are not of one training."""
+        """Reads the finished training from its files, as JSON values: the :data:`CURVES`, and what
+        it has cost. Raises UserError where the files are not of one training."""
         metrics = read_metrics(self.folder / "metrics.jsonl")
         kept_epochs.entry(self.folder, len(metrics))
         phase_a: list[dict[str, Any]] = []

@@ -216,7 +216,7 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
 def _choose_augmentation(
     choices: Choices, classes: Iterable[str], size: int, view_bytes: int
 ) -> None:
-    """Chooses flips and shifts, and stored maps of views where shifts would move those of images."""
+    """Chooses flips and shifts, and maps of views where shifts would move those of the images."""
     _choose_flip(choices, classes)
     reason = "pixels by which an image is shifted at most"
     choices.choose("augment.crop_padding", size // 8, reason)
