@@ -6,6 +6,7 @@ Axis letters: N images, C classes.
 from __future__ import annotations
 
 import math
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +110,15 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
     if not folder.is_dir():
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
-    config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, classes = class_names(model, model.num_classes), find_classes(folder)
-    if unknown := sorted(classes.keys() - {*names}):
-        known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    config = model.pretrained_cfg
+    size = model.patch_embed.img_size[0]
+    names = class_names(model, model.num_classes)
+    classes = find_classes(folder)
+    unknown = sorted(classes.keys() - {*names})
+    if unknown:
+        known = ", ".join(names[:10])
+        if len(names) > 10:
+            known += ", ..."
         raise UserError(
             f"--data {folder}: the student has no class {unknown[0]!r}; its classes are {known}"
         )
@@ -174,17 +180,18 @@ def predictions(
 ) -> tuple[Tensor, Tensor]:
     """Logits [N, C] float32 and labels [N] of a split, on the CPU, in canonical order. The device
     is that of the settings. Ranks share the work, and every one gets all of it."""
-    device, sizes = select_device(settings.device, settings.threads), settings.data
+    device = select_device(settings.device, settings.threads)
     model = model.to(device)
+    sizes = settings.data
     world = distributed.world_size()
     batches = Batches(images, data, device, sizes.eval_batch_size, sizes.workers, world)
     mine = [
         (batch.ids, model(batch.images).float().cpu(), batch.labels.cpu())
         for batch in batches.of_rank()
     ]
-    parts = [part for of_rank in distributed.all_gather_object(mine) for part in of_rank]
+    parts = chain.from_iterable(distributed.all_gather_object(mine))
     ids, logits, labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    order = ids.argsort()
+    order = ids.argsort()  # the ranks took the batches in turn
     return logits[order], labels[order]
 
 
@@ -202,14 +209,15 @@ def metrics(logits: Tensor, labels: Tensor, bins: int = 15) -> dict[str, Any]:
     # the mean of a bin times its share of the images is the bin's sum over their number
     gaps = torch.zeros(bins + 1).double().index_add(0, which, right.double() - confidence.double())
     top1 = right.double().mean().item()
-    top5 = {"top5": best.any(-1).double().mean().item()} if logits.shape[-1] > 10 else {}
-    return {
+    scores: dict[str, Any] = {
         "top1": top1,
         "top1_interval": wilson_interval(top1, len(labels)),
-        **top5,
-        "loss": cross_entropy(logits, labels, reduction="sum").item() / len(labels),
-        "calibration_error": gaps.abs().sum().item() / len(labels),
     }
+    if logits.shape[-1] > 10:
+        scores["top5"] = best.any(-1).double().mean().item()
+    scores["loss"] = cross_entropy(logits, labels, reduction="sum").item() / len(labels)
+    scores["calibration_error"] = gaps.abs().sum().item() / len(labels)
+    return scores
 
 
 @torch.inference_mode()
@@ -231,24 +239,32 @@ def teacher_agreement(
     if maps.schema.extra.get("views") is None:
         loaded = batches.in_order(image_ids)
     else:  # the first view of each image, as its maps were made
-        views, augment = maps.schema.views, Augment(settings.augment, settings.seed)
+        views = maps.schema.views
+        augment = Augment(settings.augment, settings.seed)
         loaded = batches.views(image_ids * views, augment, views)
     for batch in loaded:
         batch.stored = maps.gather(batch.ids.numpy())
         logits, log_maps = forward_with_maps(student, batch.images)
-        same += (logits.argmax(-1).cpu().numpy() == batch.stored["logits"].argmax(-1)).sum()
+        predicted = logits.argmax(-1).cpu().numpy()
+        same += (predicted == batch.stored["logits"].argmax(-1)).sum()
         teacher = job.teacher_maps(batch)
         for block, log_map in enumerate(log_maps):
-            if layers[block] is not None:
-                log_map = patch_map(log_map, student.num_prefix_tokens)
-                hidden = torch.isneginf(log_map) if torch.isneginf(log_map).any() else None
-                kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
-                divergence[block] += kl * len(batch) / count
-    kls = distributed.all_reduce_sum(divergence).tolist()
+            if layers[block] is None:
+                continue
+            log_map = patch_map(log_map, student.num_prefix_tokens)
+            hidden = None
+            if torch.isneginf(log_map).any():  # the attention hides some keys from a query
+                hidden = torch.isneginf(log_map)
+            kl = feature_loss(log_map, teacher.map(block), hidden=hidden).item()
+            divergence[block] += kl * len(batch) / count
+    kls: list[float | None] = distributed.all_reduce_sum(divergence).tolist()
+    for block, layer in enumerate(layers):
+        if layer is None:
+            kls[block] = None
     return {
         "teacher_images": count,
         "teacher_agreement": int(distributed.all_reduce_sum(same)) / count,
-        "map_kl": [None if layer is None else kl for layer, kl in zip(layers, kls, strict=True)],
+        "map_kl": kls,
     }
 
 
