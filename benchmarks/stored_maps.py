@@ -4,7 +4,6 @@ they are.
     python benchmarks/stored_maps.py               every kind, for CIFAR-10 Atto
     python benchmarks/stored_maps.py --kinds gaussian --rounds 20 --megabytes 1000
     python benchmarks/stored_maps.py --encoding    only what the encodings do to the maps
-    python benchmarks/stored_maps.py --checksums   only what it costs to compare checksums
     python benchmarks/stored_maps.py --gather      only how long a batch of 128 images takes, for
                                                    maps of trained ViTs: every kind and encoding,
                                                    two sizes of models
@@ -73,7 +72,6 @@ def main() -> None:
         "--megabytes", type=int, default=400, help="numbers in each store before compression"
     )
     parser.add_argument("--encoding", action="store_true", help="only the error of the encodings")
-    parser.add_argument("--checksums", action="store_true", help="only the cost of the checksums")
     parser.add_argument("--gather", action="store_true", help="only the time of a batch")
     arguments = parser.parse_args()
     if arguments.gather:
@@ -81,11 +79,6 @@ def main() -> None:
         return
     if arguments.encoding:
         print_encodings()
-        return
-    if arguments.checksums:
-        for name in arguments.kinds.split(","):
-            with tempfile.TemporaryDirectory() as folder:
-                print_checksums(name, Path(folder), arguments.rounds, arguments.megabytes * 10**6)
         return
     for name in arguments.kinds.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -157,37 +150,8 @@ def open_array(path: Path, pipeline: str) -> Callable:
         return zarr.open_array(path, mode="r").oindex.__getitem__
 
 
-def print_checksums(name: str, folder: Path, rounds: int, num_bytes: int) -> None:
-    """Processor time of gathers by a reader that compares every image, over that of one that
-    compares none, as every reader does from the second epoch on."""
-    schema = make_schema(num_images=BATCH, **KINDS[name])
-    num_images = max(BATCH * BATCHES, num_bytes // schema.bytes_per_image)
-    schema = make_schema(num_images=num_images, **KINDS[name])
-    write(folder / "maps.zarr", folder / "raw", schema, next(iter(schema.arrays())))
-    readers = {compares: store.open(folder / "maps.zarr") for compares in (True, False)}
-    rng = np.random.default_rng(0)
-    ratios, seconds = [], []
-    for round_ in range(rounds + 1):
-        ids, times = rng.permutation(schema.num_images)[: BATCH * BATCHES], {}
-        for compares in rng.permutation([True, False]).tolist():
-            readers[compares]._checked[:] = not compares
-            started = time.process_time()
-            for start in range(0, len(ids), BATCH):
-                readers[compares].gather(ids[start : start + BATCH])
-            times[compares] = time.process_time() - started
-        if round_:  # the first round warms the cache and reads what is held in memory
-            ratios.append(times[True] / times[False])
-            seconds.append(1e6 * times[False] / len(ids))
-    print(
-        f"{name:<10} {schema.bytes_per_image:>7,} bytes an image, "
-        f"{spread(seconds, '.1f')} us an image without, with / without {spread(ratios, '.3f')}",
-        flush=True,
-    )
-
-
 def print_gathers(rounds: int) -> None:
-    """Milliseconds of a clock and of processor time to gather 128 images whose checksums were
-    compared before, the page cache warm."""
+    """Milliseconds of a clock and of processor time to gather 128 images, the page cache warm."""
     for size, sizes in SIZES.items():
         print(
             f"{size}: bytes an image as numbers and on the disk, {GATHERED} images: ms, ms of CPU"

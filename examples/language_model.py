@@ -178,7 +178,6 @@ def train(seed, args):
             epochs=characters / len(training),
             seed=seed,
             val=validation_loss(model.eval(), validation, args.context),
-            test=None,  # nothing was chosen by the validation text
             core_seconds=sum(seconds[name]),
             train=statistics.mean(losses[name][-100:]),
             parameters=count_parameters(model),

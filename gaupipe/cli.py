@@ -3,13 +3,14 @@ imports wait for a command."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -21,6 +22,7 @@ from gaupipe import __version__
 from gaupipe.attention import STUDENTS
 from gaupipe.system import distributed
 from gaupipe.system.errors import Stopped, UserError, mistake_of
+from stages.begin import check_paths, importing
 
 # typer brings its own copy of click or uses the installed one
 UsageError: Any = typer.BadParameter.__base__
@@ -80,6 +82,13 @@ def _argument(metavar: str, help: str, default: str | bool = True, **more: Any) 
     return typer.Argument(metavar=metavar, help=help, show_default=default, **more)
 
 
+def _path(text: str) -> Path:
+    """A path of the command line, which an unset variable of a script may have left empty."""
+    if not text:
+        raise typer.BadParameter("is empty; the current folder is '.'")
+    return Path(text)
+
+
 def complete_config() -> list[str]:
     """For the shell's completion: the shipped configurations. The shell adds files by itself."""
     from gaupipe.settings.load import shipped
@@ -101,15 +110,21 @@ DataFolder = Annotated[
     _option(
         "--data FOLDER",
         "A folder of your images in place of CONFIG; the settings are chosen from the images.",
+        parser=_path,
     ),
 ]
 RunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "the run used last"),
+    _option("--run-dir FOLDER", "The run's folder.", "the run used last", parser=_path),
 ]
 NewRunDir = Annotated[
     Path | None,
-    _option("--run-dir FOLDER", "The run's folder.", "runs/ and the name of CONFIG or FOLDER"),
+    _option(
+        "--run-dir FOLDER",
+        "The run's folder.",
+        "runs/ and the name of CONFIG or FOLDER",
+        parser=_path,
+    ),
 ]
 STUDENT = {
     "help": "The student: its attention, or the --name it was trained under.",
@@ -119,7 +134,12 @@ StudentName = Annotated[str | None, _option("--student NAME", **STUDENT)]
 StudentArgument = Annotated[str | None, _argument("STUDENT", **STUDENT)]
 Attention = Annotated[
     Student | None,
-    _option("--student ATTENTION", f"One of {', '.join(STUDENTS)}.", "model.attention"),
+    _option(
+        "--student ATTENTION",
+        f"One of {', '.join(STUDENTS)}.",
+        "model.attention",
+        case_sensitive=False,
+    ),
 ]
 Plain = Annotated[bool, _option("--plain", "The ViT trained without a teacher.")]
 Overrides = Annotated[list[str] | None, _option("--set A.B=C", "Change one setting; repeatable.")]
@@ -143,7 +163,7 @@ Teacher = Annotated[
     str | None,
     _option(
         "--teacher NAME",
-        "gaussian, vit, local-dir:FOLDER, or a timm name with published weights.",
+        "gaussian, vit, local, local-dir:FOLDER, or a timm name with published weights.",
         "phase_a.teacher",
     ),
 ]
@@ -159,7 +179,11 @@ AnyModel = Annotated[
 ]
 ImagePaths = Annotated[
     list[Path] | None,
-    _option("--images PATH", "Images for --model: files, or folders of images; repeatable."),
+    _option(
+        "--images PATH",
+        "Images for --model: files, or folders of images; repeatable.",
+        parser=_path,
+    ),
 ]
 ImageSize = Annotated[
     int | None,
@@ -214,8 +238,9 @@ def run(
     overrides = _with_options(overrides, "train", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data, student)
-    _say_start("all stages", settings, folder, student)
-    from stages import run as stage
+    check_paths(new_run=folder)
+    with _starts("all stages", settings, folder, student):
+        from stages import run as stage
 
     lines = stage.run(settings, folder, student)
     _print_rich(stage.table(lines, f"{settings.data.name}: {folder}"))
@@ -244,11 +269,13 @@ def phase_a(
     overrides = _with_options(overrides, "phase_a", epochs, lr, batch_size, seed)
     overrides = _with_model(overrides, "phase_a.teacher", teacher, download)
     settings, folder = _settings(config, overrides, run_dir, data)
-    _say_start("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}")
-    from stages import phase_a as stage
+    check_paths(new_run=folder)
+    with _starts("phase A", settings, folder, model=f"teacher {settings.phase_a.teacher}"):
+        from stages import phase_a as stage
 
     stage.run(settings, folder, resume=resume, force=force)
-    _say_next(["export-maps", "--run-dir", folder])
+    following = "phase-b" if settings.phase_a.is_local else "export-maps"
+    _say_next([following, "--run-dir", folder])
     print(folder)
 
 
@@ -305,18 +332,21 @@ def export_maps(
     if not _names_model(model, files, image_size) or model is None:
         options |= {"views": views, "teacher": teacher, "overrides": overrides or []}
         run_dir = _run(run_dir)
-        _say(f"export: the teacher of {run_dir} ...")
-        from stages import export as stage
+        check_paths(model=teacher if out else None)
+        with _begins(f"export: the teacher of {run_dir}"):
+            from stages import export as stage
 
-        print(stage.run(run_dir, kind, out=out, **options))
+        if (url := stage.run(run_dir, kind, out=out, **options)) is not None:
+            print(url)
         return
     of_run = {"run-dir": run_dir, "views": views, "teacher": teacher, "set": overrides}
     for name in (name for name, value in of_run.items() if value):
         raise UserError(f"--{name}: belongs to a run: leave it out with --model")
     if out is None:
         raise UserError(f"--model {model}: name the store with --out PATH-OR-URL")
-    _say(f"export: {model}, into {out} ...")
-    from stages import export as stage
+    check_paths(images=files, model=model)
+    with _begins(f"export: {model}, into {out}"):
+        from stages import export as stage
 
     print(stage.run_model(model, files or (), out, kind, image_size=image_size, **options))
 
@@ -351,9 +381,10 @@ def phase_b(
     from stages.runs import students
 
     options: dict[str, Any] = {"maps_url": maps, "resume": resume, "distilled": distill}
+    check_paths(maps=maps if distill and maps else None)
     request = students.begin(run_dir, student, name=name, overrides=overrides, **options)
-    _say_start("phase B", request.settings, request.folder)
-    from stages import phase_b as stage
+    with _starts("phase B", request.settings, request.folder):
+        from stages import phase_b as stage
 
     stage.run_request(request)
     named = ["--run-dir", run_dir, "--student", request.name]
@@ -397,8 +428,9 @@ def train(
 
     attention = student or settings.model.attention
     trained = RunDirectory(folder).student(attention, distilled=False)
-    _say_start("training", settings, trained, attention)
-    from stages import train as stage
+    check_paths(new_run=folder)
+    with _starts("training", settings, trained, attention):
+        from stages import train as stage
 
     stage.run(settings, folder, attention, resume=resume)
     named = ["--run-dir", folder, "--student", attention]
@@ -413,7 +445,8 @@ def evaluate(
     student: StudentName = None,
     test: Annotated[bool, _option("--test", "The test images, not the validation images.")] = False,
     data: Annotated[
-        Path | None, _option("--data FOLDER", "Images in a folder for each class.", "validation")
+        Path | None,
+        _option("--data FOLDER", "Images in a folder for each class.", "validation", parser=_path),
     ] = None,
     plain: Plain = False,
     out: Predictions = None,
@@ -429,8 +462,10 @@ def evaluate(
     if test and data is not None:
         raise UserError(f"--test and --data {data}: choose one")
     run_dir = _run(run_dir)
-    from stages import evaluate as stage
-    from stages.evaluate.by_class import summary, tables
+    check_paths(data=data, files=[("--out", out), ("--confusion", confusion, ".png")])
+    with _begins(f"evaluate: {student or 'the student trained last'} of {run_dir}"):
+        from stages import evaluate as stage
+        from stages.evaluate.by_class import summary, tables
 
     split, distilled = "test" if test else "val", False if plain else None
     options: dict[str, Any] = {"folder": data, "out": out, "confusion": confusion}
@@ -451,7 +486,9 @@ def predict(
         str,
         _argument("SOURCE", "A student's folder, local-dir:FOLDER, or a timm name with weights."),
     ],
-    paths: Annotated[list[Path], _argument("PATHS", "Images, and folders of images.")],
+    paths: Annotated[
+        list[Path], _argument("PATHS", "Images, and folders of images.", parser=_path)
+    ],
     top: Annotated[int, _option("--top N", "Classes for each image.", min=1)] = 1,
     out: Predictions = None,
     download: Download = False,
@@ -462,11 +499,10 @@ def predict(
 
     Example: `gaupipe predict runs/digits/phase_b/belief2/student photos --out classes.csv`
     """
-    from gaupipe.system.files import check_file
-    from stages import predict as stage
+    check_paths(images=paths, model=source, files=[("--out", out)])
+    with _begins(f"predict: {source}"):
+        from stages import predict as stage
 
-    if out is not None:
-        check_file("--out", out)
     predictions = stage.run(source, paths, top=top, download=download)
     if out is not None:
         stage.write(predictions, out)
@@ -525,7 +561,9 @@ def export_student(
     Example: `gaupipe export-student --student belief2 --out belief2.onnx`
     """
     run_dir = _run(run_dir)
-    from stages.publish import export_student as stage
+    check_paths(files=[("--out", out)])
+    with _begins(f"export: {student or 'the student trained last'} of {run_dir}, as {format}"):
+        from stages.publish import export_student as stage
 
     path, difference = stage.run(
         run_dir, student, format=format, out=out, distilled=False if plain else None
@@ -549,7 +587,8 @@ def publish(
     Example: `gaupipe publish belief2 --out my-student`
     """
     run_dir = _run(run_dir)
-    from stages.publish import folder as stage
+    with _begins(f"publish: {student or 'the student trained last'} of {run_dir}, into {out}"):
+        from stages.publish import folder as stage
 
     print(stage.run(run_dir, student, out=out, distilled=False if plain else None))
 
@@ -602,13 +641,15 @@ def compare(
     settings, _ = _settings(config, overrides, folder, data)
     from pydantic import Field
 
+    from gaupipe.settings import StudentKey
+
     students = settings.model.attention if students is None else students
-    attentions = _listed("--students", students, Student)
+    attentions = _listed("--students", students, StudentKey)
     seed, share = Annotated[int, Field(ge=0, lt=2**31)], Annotated[float, Field(gt=0, le=1)]
     numbers = _listed("--seeds", seeds, seed)
     goals = [] if targets is None else _listed("--targets", targets, share)
-    _say_start("comparison", settings, folder, ", ".join(attentions))
-    from stages import compare as stage
+    with _starts("comparison", settings, folder, ", ".join(attentions)):
+        from stages import compare as stage
 
     options: dict[str, Any] = {"sweep": sweep, "only": rows or [], "jobs": jobs, "test": test}
     options |= {"students": attentions, "seeds": numbers, "targets": goals}
@@ -636,7 +677,7 @@ def inspect(
         ),
     ] = None,
     view: Annotated[int | None, _option("--view V", "Stored view, from 0.", "0")] = None,
-    png: Annotated[str | None, _option("--png FILE", "Draw the map over the image.")] = None,
+    png: Annotated[Path | None, _option("--png FILE", "Draw the map over the image.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The contents of a store: a summary, or the map of one image.
@@ -646,7 +687,9 @@ def inspect(
     if student is not None and maps is not None:
         raise UserError("inspect: give a STORE or a --student (of --run-dir), not both")
     run_dir = _run(run_dir) if maps is None else run_dir
-    from stages.look import inspect as stage
+    check_paths(maps=maps, files=[("--png", png, ".png")] if image is not None else [])
+    with _begins(f"inspect: {maps or run_dir}"):
+        from stages.look import inspect as stage
 
     shown = {"layer": layer, "head": head, "query": query, "view": view, "png": png}
     options: dict[str, Any] = {key: value for key, value in shown.items() if value is not None}
@@ -688,6 +731,9 @@ def view(
             "those of the store, else val",
         ),
     ] = None,
+    random_weights: Annotated[
+        bool, _option("--random-weights", "Do without the weights of the --model: initialise it.")
+    ] = False,
     image_size: ImageSize = None,
     port: Annotated[int | None, _option("--port N", "Port.", "8642", min=1, max=65535)] = None,
     open_browser: Annotated[bool, _option("--open/--no-open", "Open a browser.")] = True,
@@ -699,12 +745,18 @@ def view(
     Example: `gaupipe view --model vit_small_patch14_dinov2.lvd142m --images photos --download`
     """
     if not _names_model(model, files, image_size):
+        if random_weights:
+            raise UserError("--random-weights: belongs to --model NAME")
         run_dir = _run(run_dir) if maps is None else run_dir
-    from stages import view as stage
+    pages = [("--html", html, ".html", ".htm")]
+    check_paths(maps=maps, images=files, model=model, files=pages)
+    with _begins(f"view: {model or maps or run_dir}"):
+        from stages import view as stage
 
     options: dict[str, Any] = {"students": students, "split": split, "images": images, "html": html}
     options |= {"model": model, "files": files or (), "image_size": image_size}
-    options |= {"download": download, "port": port, "open_browser": open_browser}
+    options |= {"download": download, "random_weights": random_weights}
+    options |= {"port": port, "open_browser": open_browser}
     stage.run(maps, run_dir, **options)
 
 
@@ -727,8 +779,10 @@ def verify(
     """
     if maps is None:
         run_dir = _run(run_dir)
-        maps = str(run_dir / "maps.zarr")
-    from stages import verify as stage
+        maps = _stored(run_dir)
+    check_paths(maps=maps, run_dir=run_dir if teacher else None)
+    with _begins(f"verify: {maps}"):
+        from stages import verify as stage
 
     problems: Sequence[object] = stage.run(maps)
     if teacher and not problems:
@@ -750,7 +804,6 @@ def plan(
     data: DataFolder = None,
     run_dir: NewRunDir = None,
     overrides: Overrides = None,
-    steps: Annotated[int, _option("--steps N", "Training steps to time, or 0.", min=0)] = 4,
     images: Annotated[
         int | None, _option("--images N", "Training images of a set that is not here.", min=1)
     ] = None,
@@ -761,19 +814,18 @@ def plan(
     plain: Annotated[bool, _option("--train", "Plan 'gaupipe train' alone.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Parameters, memory, disk and time of a run, before it starts.
-
-    The times come from a few training steps.
+    """Parameters, steps, memory and disk of a run, before it starts.
 
     Example: `gaupipe plan --data photos`
     """
     settings, folder = _settings(config, overrides, run_dir, data)
     if plain and world_size > 1:
         raise UserError("--train plans for one process: leave --world-size out")
-    from stages import plan as stage
+    with _starts("plan", settings, folder):
+        from stages import plan as stage
 
     described: dict[str, Any] = {"images": images, "classes": classes, "world_size": world_size}
-    planned = stage.run(settings, folder, plain=plain, steps=steps, **described)
+    planned = stage.run(settings, folder, plain=plain, **described)
     _show(planned, as_json, stage.tables)
     if planned["problem"] and not as_json:
         print(f"does not fit: {planned['problem']}")
@@ -826,8 +878,6 @@ def main() -> None:
 
 def _how_to_go_on(stopped: Stopped, in_a_world: bool) -> str:
     """The line about a training that was stopped: how far it is, and the command that continues."""
-    if sys.argv[1] == "plan":  # whose few steps are in a folder that is gone
-        return "gaupipe: interrupted"
     launched = " (with torchrun, as before)" if in_a_world else ""
     return (
         f"gaupipe: stopped by {stopped.number.name} {stopped.where}, where the checkpoint is; "
@@ -871,7 +921,15 @@ def _run(run_dir: Path | None) -> Path:
 
         run_dir = distributed.broadcast(distributed.on_main(lambda: last_used().path))
         _say(f"{run_dir} (the run used last; --run-dir names another)")
+    check_paths(run_dir=run_dir)
     return run_dir
+
+
+def _stored(run_dir: Path) -> str:
+    """The store of a run. Raises UserError for one whose teacher has none."""
+    from stages.runs.directory import RunDirectory
+
+    return str(RunDirectory(run_dir).stored())
 
 
 def _names_model(model: str | None, files: list[Path] | None, image_size: int | None) -> bool:
@@ -888,13 +946,21 @@ def _say(line: str) -> None:
         print(f"gaupipe: {line}", file=sys.stderr)
 
 
-def _say_start(
+@contextlib.contextmanager
+def _begins(what: str) -> Iterator[None]:
+    """Says what a command is about to do, and then imports torch, which takes seconds."""
+    _say(f"{what} ...")
+    with importing():
+        yield
+
+
+def _starts(
     what: str, settings: Any, folder: Path, attention: str | None = None, model: str = ""
-) -> None:
-    """Says what a command is about to do, before it imports torch, which takes seconds."""
+) -> contextlib.AbstractContextManager[None]:
+    """:func:`_begins`, of a job with these settings."""
     attention, data = attention or settings.model.attention, settings.data
     model = model or f"{settings.model.name}, attention {attention}"
-    _say(f"{what}: {data.root or data.name}, {model}, into {folder} ...")
+    return _begins(f"{what}: {data.root or data.name}, {model}, into {folder}")
 
 
 def _say_next(*commands: list[Any]) -> None:
@@ -906,6 +972,7 @@ def _with_model(
     overrides: list[str] | None, setting: str, name: str | None, download: bool
 ) -> list[str]:
     """An option that names a model and --download as settings."""
+    check_paths(model=name)
     named = [] if name is None else [f"{setting}={json.dumps(name)}"]
     return [*(overrides or []), *named, *(["download=true"] if download else [])]
 
@@ -954,21 +1021,24 @@ def _settings(
     plain: bool = False,
 ) -> tuple[Any, Path]:
     """The settings of a configuration, or those chosen for a folder of images, which are then
-    said, with ``plain`` without those of a teacher; and the folder of the run. The attention
-    ``student`` counts in these choices alone."""
+    said, with ``plain`` without those of a teacher; and the folder of the run. ``student`` is the
+    attention that is to be trained, None that of the settings. A run on a folder of images that
+    has begun has its own."""
     if data is None:
         from gaupipe.settings.load import load
 
         config = "digits" if config is None else config
-        settings = distributed.main_first(lambda: load(config, overrides or []))
+        named = [] if student is None else [f"model.attention={student}"]
+        settings = distributed.main_first(lambda: load(config, [*(overrides or []), *named]))
         return settings, run_dir or Path("runs") / Path(config).stem
     if config is not None:
         raise UserError(
             f"--data {data}: takes the place of a configuration: leave {config} out, or keep "
             f"it and name the folder with --set data.name=folder --set data.root={data}"
         )
-    _say(f"looks at the images in {data} ...")
-    from stages.runs.chosen_settings import settings_for
+    check_paths(data=data)
+    with _begins(f"looks at the images in {data}"):
+        from stages.runs.chosen_settings import settings_for
 
     folder = run_dir or Path("runs") / (os.path.basename(os.path.abspath(data)) or "images")
     choose = partial(settings_for, data, overrides or [], folder, student, plain=plain)

@@ -11,6 +11,7 @@ width.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from typing import Any
 
@@ -48,10 +49,12 @@ def attentionx(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, No
     """V - gamma MH [B, T, H, d_m] (*AttentionX, eq. 10*). ``gau_options`` of the model's
     configuration may hold ``gamma`` and ``mask_diagonal``."""
     options = getattr(module.config, "gau_options", None) or {}
-    if not options.keys() <= {"gamma", "mask_diagonal"}:
-        check_options(ATTENTION["attentionx"], options)
+    gamma = options.get("gamma", 1.0)
+    known = options.keys() <= {"gamma", "mask_diagonal"}
+    if not (known and isinstance(gamma, int | float) and math.isfinite(gamma)):
+        check_options(ATTENTION["attentionx"], options)  # too slow for every call
     mh, v = attend(module, *args, hide_own=options.get("mask_diagonal", True), **kwargs)
-    return torch.sub(v, mh, alpha=options.get("gamma", 1.0)), None
+    return torch.sub(v, mh, alpha=gamma), None
 
 
 def visible_and_own(
@@ -128,7 +131,7 @@ def attend(
         visible = hide(itself, visible, causal)
     key, value, v = (repeat_heads(x, query.shape[1]) for x in (key, value, v))
     future_hidden = causal and visible is None and T > 1
-    mh = fused_attention(query, key, value, visible, future_hidden, scaling, dropout)
+    mh = fused_attention(query, key, value, visible, dropout, future_hidden, scaling)
     return mh.transpose(1, 2), v.transpose(1, 2)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from gaupipe.distillation.export import (
 )
 from gaupipe.distillation.files import FilesJob, open_model
 from gaupipe.distillation.kinds import KINDS
+from gaupipe.distillation.local import described
 from gaupipe.distillation.store_choice import chosen
 from gaupipe.distillation.teacher import TeacherJob
 from gaupipe.distillation.vit_teacher import other_teacher
@@ -39,6 +41,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.system.files import alone_in
 from gaupipe.system.progress import EpochProgress
 from stages import phase_a
+from stages.phase_a.trained_vit import say_if_others_are_predicted
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
 from stages.runs.resources import check_disk, check_memory, make_plan
@@ -69,8 +72,9 @@ def run(
     download: bool = False,
     data: ImageData | None = None,
     augment: AugmentSettings | None = None,
-) -> str:
-    """Writes the store of a run whose phase A has finished and returns its path or URL.
+) -> str | None:
+    """Writes the store of a run whose phase A has finished and returns its path or URL; None for
+    the teacher local, which has none.
 
     kind, encoding, k, views
                as in :class:`gaupipe.settings.ExportSettings`; None is what the store that is there
@@ -108,19 +112,40 @@ def run(
         return run.settings()  # a folder that is no run is left alone
 
     def load() -> TeacherJob:
+        job: TeacherJob
         if teacher is None:
             job = phase_a.load(run, data, download=download)
         else:
             tree = config.with_overrides({"phase_a": {"teacher_args": {}}}, overrides)
-            job = other_teacher(settings, teacher, **tree["phase_a"], download=download, data=data)
+            images = data or run.load_data(settings.model_copy(update={"download": download}))
+            job = other_teacher(settings, images, teacher, **tree["phase_a"], download=download)
         if augment is not None:
             job.settings = job.settings.model_copy(update={"augment": augment})
         return job
 
     settings = distributed.main_first(read_settings)
+    if settings.phase_a.is_local and teacher is None:
+        distributed.on_main(lambda: say_nothing_to_export(settings, out))
+        return None
     with run.locked():
-        options = {"kind": kind, "encoding": encoding, "k": k, "views": views}
-        return export(distributed.main_first(load), place, options)
+        job = distributed.main_first(load)
+        if teacher is not None:
+            say_if_others_are_predicted(job)
+        return export(job, place, {"kind": kind, "encoding": encoding, "k": k, "views": views})
+
+
+def say_nothing_to_export(settings: Settings, out: str | None) -> None:
+    """Says that the teacher local has no store. Raises UserError for a place that is to get it."""
+    if out is not None:
+        raise UserError(
+            f"--out {out}: the maps of the teacher local are stored nowhere, phase B makes them: "
+            "leave it out"
+        )
+    maps = described(settings.phase_a)
+    print(
+        f"gaupipe: export: nothing to store: the teacher local has {maps}; phase B makes its maps",
+        file=sys.stderr,
+    )
 
 
 def run_model(
@@ -254,10 +279,12 @@ def ensure(
     augment: AugmentSettings | None = None,
     data: ImageData | None = None,
 ) -> str:
-    """The store of a run: as it is if it is complete, else written. ``export`` says what is
-    stored; None leaves that to :func:`run`, as for ``augment``."""
+    """The store of a run: as it is if it is complete, else written; of the teacher local none.
+    ``export`` says what is stored; None leaves that to :func:`run`, as for ``augment``."""
     directory = RunDirectory(run_dir)
     url = out or str(directory.maps)
+    if distributed.main_first(directory.settings).phase_a.is_local:
+        return url
     options = {} if export is None else export.model_dump(exclude_none=True)
     if not distributed.broadcast(is_complete(url, directory.teacher_digest())):
         run(run_dir, out=out, data=data, augment=augment, **options)

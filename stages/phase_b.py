@@ -8,6 +8,7 @@ from typing import Any
 
 import store
 from gaupipe.data.splits import ImageData
+from gaupipe.distillation import local
 from gaupipe.distillation.job import PRELOAD_BYTES, PhaseB, check_targets
 from gaupipe.distillation.student import check_fit
 from gaupipe.distillation.warm_start import WARM_STARTS
@@ -58,10 +59,13 @@ def train_student(
     """Trains a student into ``folder``, or goes on with one, and returns its metrics.
 
     teacher     the run whose phase A it learns from; None for the baseline
-    maps_url    the teacher's store; None is the run's own, which must then be of that teacher
+    maps_url    the teacher's store; None is the run's own, which must then be of that teacher, or
+                the maps that the teacher local has without a store
     """
     if teacher is None:
         return train_plain(settings, folder, data=data, resume=resume)
+    if settings.phase_a.is_local and maps_url is None:
+        settings = local.without_predictions(settings)
 
     def start(images: ImageData, afresh: bool) -> Training:
         job = build(settings, images, teacher, maps_url, afresh)
@@ -88,6 +92,8 @@ def build(
     device = select_device(settings.device, settings.threads)
     train = settings.student_training
     student = build_student(settings, data, train, trained=afresh).to(device)
+    if settings.phase_a.is_local and maps_url is None:
+        return local.build(settings, data, device, student)
     url = maps_url or str(teacher.maps)
     maps = store.open(
         url,

@@ -18,7 +18,6 @@ import functools
 import math
 
 import numpy as np
-from google_crc32c import value as crc32c
 
 MEAN_STEP = 2 / 127
 LARGEST_MEAN = 127 * MEAN_STEP
@@ -186,13 +185,6 @@ def _refuse(bad: np.ndarray, what: str) -> None:
     if bad.any():
         image = int(np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))[0])
         raise BadNumbers(image, what)
-
-
-def image_crc32c(stored: np.ndarray) -> np.ndarray:
-    """crc32c [n] uint32 of every image's stored numbers [n, ...]: their bytes on a little-endian
-    machine."""
-    images = np.ascontiguousarray(stored).reshape(len(stored), math.prod(stored.shape[1:]))
-    return np.fromiter((crc32c(image) for image in images), np.uint32, len(images))
 
 
 @functools.cache

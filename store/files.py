@@ -56,8 +56,18 @@ class Files:
 
     def read(self, key: str) -> bytes | None:
         """The file's bytes; None when it is not there."""
-        result = self.wait(self._kvstore.read(key))
-        return result.value if result.state == "value" else None
+        return self.read_all([key])[key]
+
+    def read_all(self, keys: Iterable[str]) -> dict[str, bytes | None]:
+        """Reads several files at once."""
+        keys = list(keys)
+        if self.folder is not None:
+            for path in map(self.folder.joinpath, keys):
+                if path.exists() and not path.is_file():  # nobody may ever write to a pipe
+                    raise StoreError(f"{path}: is no regular file, as a store's files are")
+        reads = {key: self._kvstore.read(key) for key in keys}
+        results = {key: self.wait(read) for key, read in reads.items()}
+        return {key: each.value if each.state == "value" else None for key, each in results.items()}
 
     def write(self, key: str, data: bytes) -> None:
         self.write_all({key: data})
@@ -83,8 +93,10 @@ class Files:
         names = (name for _, _, files in os.walk(self.folder) for name in files)
         return not all(name.endswith(".__lock") for name in names)
 
-    def delete(self, key: str) -> None:
-        self.wait(self._kvstore.write(key, None))
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Deletes several files at once; one that is not there is no error."""
+        for write in [self._kvstore.write(key, None) for key in keys]:
+            self.wait(write)
 
     def open_array(self, name: str, cache_bytes: int = 0) -> ts.TensorStore:
         """The zarr array called `name`."""
@@ -176,6 +188,8 @@ _NO_ACCESS = {
 def explain(error: Exception, url: str) -> str:
     """tensorstore's error as one line a user can act on."""
     text = _one_line(error)
+    if "Too many open files" in text:  # of which tensorstore says the same as of a full disk
+        return f"{url}: too many open files: raise the limit with ulimit -n ({text})"
     usual = "the storage reports an error; check the bucket and the path"
     return f"{url}: {_NO_ACCESS.get(text.split(':')[0], usual)} ({text})"
 

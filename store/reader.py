@@ -6,19 +6,18 @@ from __future__ import annotations
 import collections
 import functools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from store.encoding import image_crc32c
-from store.errors import CorruptChunk, StoreError, UnfinishedStore, damaged
-from store.files import Files, damage, explain, refuse_after_fork
-from store.layout import FINISHED, ROOT, Layout, Shard, read_decoder, read_metadata
+from store.errors import CorruptChunk, StoreError, damaged
+from store.files import Files, damage, explain, local_folder, refuse_after_fork
+from store.layout import ROOT, Layout, Shard, incomplete, open_layout, read_decoder, read_metadata
+from store.manifest import Manifest
 
 INDEX_CACHE_BYTES = 64 * 2**20
-CHECKSUMS = "image_crc32c"
 
 
 def open(
@@ -37,11 +36,9 @@ def open(
     it was written.
     """
     files = Files(url)
-    layout = Layout.from_root_file(files.read(ROOT), files.url)
+    layout, manifest = open_layout(files)
     if not layout.complete and not allow_incomplete:
-        raise UnfinishedStore(
-            f"{files.url}: the store is incomplete; continue with gaupipe export-maps"
-        )
+        raise incomplete(files.url)
     for what, stored, expected in (
         ("data set", layout.schema.dataset_sha256, dataset_sha256),
         ("teacher", layout.schema.teacher_sha256, teacher_sha256),
@@ -51,7 +48,16 @@ def open(
                 f"{files.url}: holds maps of another {what} ({stored[:12]}) than asked for "
                 f"({expected[:12]}); export the maps of this run"
             )
-    return Store(files, layout, preload_bytes)
+    return Store(files, layout, manifest, preload_bytes)
+
+
+def check_exists(url: str | os.PathLike) -> None:
+    """Raises UnfinishedStore for a folder without a store. Nothing is opened, and an object store,
+    which may take long to answer, is not asked."""
+    folder = local_folder(url)
+    if folder is None or (folder / ROOT).is_file() or (folder / "manifest").is_dir():
+        return
+    Layout.from_root_file(None, None, str(url))
 
 
 class Store:
@@ -60,88 +66,71 @@ class Store:
     Attributes: `schema`, `complete`, `url`. Thread-safe. Not usable in a forked process; give a
     spawned one the URL.
 
-    An image's numbers are compared with the checksum that was taken when they were written, the
-    first time that this reader reads them. The checksum is bound to the store, the array and the
-    shard.
+    zarr's checksum finds every flipped bit of an image's numbers when they are read. Files in each
+    other's place are found by `verify`.
     """
 
-    def __init__(self, files: Files, layout: Layout, preload_bytes: int = 0):
+    def __init__(self, files: Files, layout: Layout, manifest: Manifest, preload_bytes: int = 0):
         self.url, self.schema, self.complete = files.url, layout.schema, layout.complete
-        self._files, self._layout = files, layout
-        for name in (*layout.names, *layout.records):
-            read_metadata(files, layout, name)
-        last_file = layout.shard_file(FINISHED, layout.num_shards - 1)
-        if layout.complete and files.read(last_file) is None:
-            last = f"the last of its {layout.num_shards} shards was never finished"
-            raise damaged(self.url, f"is complete, but {last}")
-        self._arrays = {
-            name: files.open_array(name, INDEX_CACHE_BYTES) for name in (*layout.names, CHECKSUMS)
-        }
+        self._files, self._layout, self._manifest = files, layout, manifest
+        for name in layout.names:
+            read_metadata(files, manifest, name)
+        named = len(manifest.shards)
+        if layout.complete and named != layout.num_shards:
+            what = f"its manifest names {named} of {layout.num_shards} shards"
+            raise damaged(self.url, f"is complete, but {what}")
+        self._arrays = {name: files.open_array(name, INDEX_CACHE_BYTES) for name in layout.names}
         self._in_memory: dict[str, np.ndarray] = {}
-        self._checked = np.zeros(len(self), bool)
-        """Images whose numbers were compared with their checksums."""
         if layout.complete and layout.schema.total_bytes <= preload_bytes:
             self._preload(layout.names)
-            for name, stored in self._in_memory.items():
-                ids = np.flatnonzero(~self._is_missing(name, stored))
-                whole = len(ids) == len(self)  # then nothing is copied
-                self._check(name, ids, stored if whole else stored[ids], self._checksums[ids])
-            self._checked[:] = True
 
     def __len__(self) -> int:
         return self.schema.num_images
 
     def gather(
-        self, image_ids: np.ndarray, names: Sequence[str] | None = None
+        self, image_ids: np.ndarray, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of these images: {name: [len(image_ids), ...]}, rows
         in the order asked.
 
         float16, labels int64, keys uint8 or uint16. Raises StoreError for an id out of range and
-        CorruptChunk, with the image id, when what is stored for one of them is damaged, missing or
-        another image's.
+        CorruptChunk, with the image id, when what is stored for one of them is damaged or missing.
         """
         ids = self._check_ids(image_ids)
-        names = self._layout.names if names is None else names
+        names = self._check_names(names)
         self._preload(filter(self._layout.is_column, names))
         reads = {
             name: self._arrays[name][ids].read() for name in names if name not in self._in_memory
         }
-        rows, new = {}, np.flatnonzero(~self._checked[ids])
-        unchecked: slice | np.ndarray = slice(None) if len(new) == len(ids) else new
+        rows = {}
         for name in names:
             if name in reads:
                 stored = self._wait(name, ids, reads[name])
             else:
                 stored = self._in_memory[name][ids]
-            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
-            if len(new):
-                checksums = self._checksums[ids[new]]
-                self._check(name, ids[new], stored[unchecked], checksums)
+            self._refuse_missing(name, ids, stored)
             rows[name] = self.schema.decode(name, stored)
-        if len(rows) == len(self._layout.names):
-            self._checked[ids] = True
         return rows
 
     def read(
-        self, start: int, stop: int, names: Sequence[str] | None = None
+        self, start: int, stop: int, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray]:
         """The arrays `names`, by default all, of the images start <= id < stop, as `gather` returns
         them.
 
-        Nothing else is read and nothing is kept, where `gather` holds labels and checksums of all
-        images in memory: a look into a store of any size costs what is looked at. Raises what
+        Nothing else is read and nothing is kept, where `gather` holds the labels of all images in
+        memory: a look into a store of any size costs what is looked at. Raises what
         `gather` raises.
         """
+        if start > stop:
+            raise StoreError(f"{self.url}: images {start} to {stop}: the first comes first")
         ids = self._check_ids(np.arange(start, stop))
-        names = self._layout.names if names is None else names
+        names = self._check_names(names)
         reads = {name: self._arrays[name][start:stop].read() for name in names}
-        checksums = self._read_checksums(start, stop)
         rows = {}
         for name, future in reads.items():
             stored = self._wait(name, ids, future)
-            self._refuse(name, ids, self._is_missing(name, stored), "it is not there")
-            self._check(name, ids, stored, checksums)
+            self._refuse_missing(name, ids, stored)
             rows[name] = self.schema.decode(name, stored)
         return rows
 
@@ -151,10 +140,11 @@ class Store:
         return self._layout.shards
 
     def prefetch(
-        self, batches: Iterable[np.ndarray], depth: int = 2, names: Sequence[str] | None = None
+        self, batches: Iterable[np.ndarray], depth: int = 2, names: Iterable[str] | None = None
     ) -> Iterator[dict[str, np.ndarray]]:
         """`gather` of every batch of image ids, in order, up to `depth` of them read ahead on a
         thread."""
+        names = None if names is None else [*names]
         waiting: collections.deque = collections.deque()
         with ThreadPoolExecutor(1, "gaupipe-store") as pool:
             try:
@@ -169,13 +159,12 @@ class Store:
 
     def decoder(self) -> dict[str, np.ndarray]:
         """The decoder's arrays of a store of kind 'embedding' or 'prior'; empty for other kinds."""
-        return read_decoder(self._files, self._layout)
+        return read_decoder(self._files, self._manifest)
 
     def size_on_disk(self) -> int:
         """Bytes of the finished shards' files in all arrays."""
-        finished = self._layout.finished(self._files)
-        nbytes = self._files.open_array("shard_nbytes")
-        return int(self._files.wait(nbytes[finished].read()).sum())
+        shards = self._layout.finished(self._files).values()
+        return sum(file.bytes for shard in shards for file in shard.values())
 
     def _check_ids(self, image_ids: np.ndarray) -> np.ndarray:
         """The ids as int64 [n]; those of finished shards."""
@@ -193,8 +182,21 @@ class Store:
                 f"the store has images 0 to {len(self) - 1}"
             )
         if not self.complete:
-            self._refuse(self._layout.names[0], ids, ~self._finished[ids], "it is not there")
+            self._refuse_absent(self._layout.names[0], ids, ~self._finished[ids])
         return ids
+
+    def _check_names(self, names: Iterable[str] | None) -> list[str]:
+        """The names of arrays that were asked for, by default those of all."""
+        if names is None:
+            return self._layout.names
+        if isinstance(names, str):
+            raise StoreError(f"{self.url}: names should be a list, such as [{names!r}]")
+        names = list(names)
+        for name in names:
+            if name not in self._layout.names:
+                known = ", ".join(self._layout.names)
+                raise StoreError(f"{self.url}: no array {name!r}; there are {known}")
+        return names
 
     def _preload(self, names: Iterable[str]) -> None:
         for name in names:
@@ -213,41 +215,24 @@ class Store:
     def _finished(self) -> np.ndarray:
         """True for images of finished shards: [N] bool."""
         finished = np.zeros(self._layout.num_shards, bool)
-        finished[self._layout.finished(self._files)] = True
+        finished[list(self._layout.finished(self._files))] = True
         return finished.repeat(self._layout.images_per_shard)[: len(self)]
 
-    @functools.cached_property
-    def _checksums(self) -> np.ndarray:
-        return self._read_checksums(0, len(self))
-
-    def _read_checksums(self, start: int, stop: int) -> np.ndarray:
-        """The crc32c of these images' stored numbers: [stop - start, A] uint32."""
-        ids, names = np.arange(start, stop), self._layout.names
-        stored = self._wait(CHECKSUMS, ids, self._arrays[CHECKSUMS][start:stop].read())
-        shards, rows = np.unique(ids // self._layout.images_per_shard, return_inverse=True)
-        masks = [[self._layout.image_mask(name, shard) for name in names] for shard in shards]
-        return stored ^ np.array(masks, np.uint32).reshape(-1, len(names))[rows]
-
-    def _check(self, name: str, ids: np.ndarray, stored: np.ndarray, checksums: np.ndarray) -> None:
-        """Raises CorruptChunk if these are not the numbers [len(ids), ...] that were written for
-        these images. ``checksums`` [len(ids), A] were written."""
-        wrong = image_crc32c(stored) != checksums[:, self._layout.names.index(name)]
-        self._refuse(name, ids, wrong, "it is not what was written for this image")
-
-    def _is_missing(self, name: str, stored: np.ndarray) -> np.ndarray:
-        """True for images without a chunk, of which all numbers are the fill value: [n] bool."""
+    def _refuse_missing(self, name: str, ids: np.ndarray, stored: np.ndarray) -> None:
+        """Raises CorruptChunk for an image without a chunk. zarr gives the fill value in place of
+        all its numbers, in silence."""
         fill = self.schema.fill_value(name)
         first = stored.reshape(len(stored), -1)[:, 0] if len(stored) else np.zeros(0)
-        return np.isnan(first) if np.isnan(fill) else first == fill
+        self._refuse_absent(name, ids, np.isnan(first) if np.isnan(fill) else first == fill)
 
-    def _refuse(self, name: str, ids: np.ndarray, wrong: np.ndarray, what: str) -> None:
-        if wrong.any():
-            raise self._corrupt(name, int(ids[wrong.argmax()]), what)
+    def _refuse_absent(self, name: str, ids: np.ndarray, absent: np.ndarray) -> None:
+        if absent.any():
+            raise self._corrupt(name, int(ids[absent.argmax()]), "it is not there")
 
     def _find_damage(self, name: str, ids: np.ndarray, error: ValueError) -> StoreError:
         """The error of a batched read, with the image that made it fail."""
         ids = np.unique(ids)
-        if name == CHECKSUMS or self._layout.is_column(name):
+        if self._layout.is_column(name):
             # a shard's images are one chunk: the first of them tells
             ids = ids[np.unique(ids // self._layout.images_per_shard, return_index=True)[1]]
         for image_id in ids:

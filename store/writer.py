@@ -6,39 +6,44 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
-from store.encoding import image_crc32c
 from store.errors import DamagedStore, OtherVersion, StoreError
 from store.files import Files
 from store.layout import (
-    FINISHED,
     ROOT,
     SHARD_BYTES,
     Layout,
     Shard,
+    open_layout,
     plan,
     read_decoder,
     read_metadata,
-    shard_key,
+)
+from store.manifest import (
+    FINISHED,
+    MANIFEST,
+    Manifest,
+    Shards,
+    read_manifest,
+    write_entry,
 )
 from store.schema import Schema
-from store.shards import encode_shard
 
 
 class Writer:
     """Writes shards of one store; made by `create`, `join` or `repair`.
 
-    A shard is finished once its files are safely on the disk and its row in `shard_sha256` says so.
-    What a killed process had begun is pending again, and is replaced whole.
+    A shard is finished once its files are safely on the disk and its entry of the manifest is as
+    well. What a killed process had begun is pending again, and is replaced whole.
     """
 
-    def __init__(self, files: Files, layout: Layout):
-        self._files, self._layout = files, layout
-        self._metadata = {
-            name: read_metadata(files, layout, name) for name in (*layout.names, *layout.records)
-        }
+    def __init__(self, files: Files, layout: Layout, manifest: Manifest):
+        self._files, self._layout, self._manifest = files, layout, manifest
+        self._metadata = {name: read_metadata(files, manifest, name) for name in layout.names}
 
     @property
     def url(self) -> str:
@@ -56,7 +61,7 @@ class Writer:
     def pending(self) -> list[Shard]:
         """The shards that are not finished, whoever writes them; read from the store at every
         call."""
-        finished = set(self._layout.finished(self._files))
+        finished = self._layout.finished(self._files)
         return [shard for shard in self.shards if shard.index not in finished]
 
     def write(self, shard: Shard, arrays: Mapping[str, np.ndarray]) -> None:
@@ -73,64 +78,60 @@ class Writer:
                 f"a shard of this store has the arrays {', '.join(specs)}; "
                 f"given: {', '.join(arrays)}"
             )
-        files, checksums = {}, []
+        files = {}
         for name, spec in specs.items():
-            values, shape = np.asarray(arrays[name]), (shard.stop - shard.start, *spec.shape[1:])
+            values = np.asarray(arrays[name])
+            shape = (shard.stop - shard.start, *spec.shape[1:])
             if values.shape != shape:
                 raise StoreError(
                     f"{name} of shard {shard.index} has shape {values.shape}; {shape} is right"
                 )
             stored = self.schema.encode(name, values, shard.start)
-            files[name] = self._encode(name, shard, stored)
-            checksums.append(
-                image_crc32c(stored) ^ np.uint32(self._layout.image_mask(name, shard.index))
-            )
-        self._write(shard, files)
-        digests = [
-            list(self._layout.shard_digest(name, shard.index, data)) for name, data in files.items()
-        ]
-        records = {
-            "shard_nbytes": np.array([[len(data) for data in files.values()]], np.uint64),
-            "image_crc32c": np.stack(checksums, axis=1),
-            "shard_sha256": np.array([digests], np.uint8),
-        }
-        encoded = {
-            name: self._encode(name, self._layout.record_rows(name, shard), records[name])
-            for name in self._layout.records
-        }
-        finished = {"shard_sha256": encoded.pop("shard_sha256")}
-        self._write(shard, encoded)
-        self._write(shard, finished)
+            key = self._layout.shard_key(name, shard.index)
+            files[name] = encode_shard(self._metadata[name], key, shard, stored)
+        self._files.write_all(
+            {self._layout.shard_file(name, shard.index): data for name, data in files.items()}
+        )
+        write_entry(self._files, shard.index, files)  # last: from now on the shard is finished
 
     def reopen(self, shards: Iterable[int]) -> None:
         """Makes finished shards (by index) pending again; the store counts as incomplete from
         now on."""
+        left_out = set(shards)
+        kept = self._layout.finished(self._files)
         self._set_complete(False)
-        for index in set(shards):
-            self._files.delete(self._layout.shard_file(FINISHED, index))
+        self._write_manifest({i: shard for i, shard in kept.items() if i not in left_out})
 
     def finish(self) -> None:
         """Declares the store complete. Raises StoreError while a shard is pending."""
-        pending = self.pending()
+        finished = self._layout.finished(self._files)
+        pending = [shard for shard in self.shards if shard.index not in finished]
         if pending:
             raise StoreError(
                 f"{self.url}: {len(pending)} of {len(self.shards)} shards are not written yet, "
                 f"first images {pending[0].start} to {pending[0].stop - 1}; continue the export"
             )
+        self._write_manifest(finished)
         self._set_complete(True)
 
-    def _encode(self, name: str, rows: Shard, values: np.ndarray) -> bytes:
-        return encode_shard(self._metadata[name], shard_key(rows.index, values.ndim), rows, values)
-
-    def _write(self, shard: Shard, files: Mapping[str, bytes]) -> None:
-        """Writes the shard's file of several arrays; returns when they are safe."""
-        self._files.write_all(
-            {self._layout.shard_file(name, shard.index): data for name, data in files.items()}
-        )
+    def _write_manifest(self, shards: Shards) -> None:
+        """Puts these shards into the manifest, in place of all entries."""
+        manifest = dataclasses.replace(self._manifest, shards=shards)
+        self._files.write(MANIFEST, manifest.to_file())
+        self._files.delete_all(self._files.list(FINISHED))
 
     def _set_complete(self, complete: bool) -> None:
         self._layout = dataclasses.replace(self._layout, complete=complete)
         self._files.write(ROOT, self._layout.root_file())
+
+
+def encode_shard(metadata: dict, key: str, shard: Shard, values: np.ndarray) -> bytes:
+    """The bytes of a shard's file, made in memory so that they can be hashed. `metadata` is the
+    array's zarr.json, `key` the file's name within the array."""
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}
+    array: Any = ts.open(spec, create=True, context=ts.Context()).result()
+    array[shard.start : shard.stop].write(values).result()
+    return array.kvstore.read(key).result().value
 
 
 def create(
@@ -154,13 +155,20 @@ def create(
     if root is not None and not overwrite and not resume:
         raise StoreError(f"{files.url}: there is a store already; --overwrite replaces it")
     if root is not None and resume:
-        return _resume(files, Layout.from_root_file(root, files.url), schema, decoder)
-    layout, metadata = plan(schema, shard_bytes, decoder)
+        return _resume(files, root, schema, decoder)
     if root is not None:
         _clear(files, root)
+    layout, metadata, manifest = plan(schema, shard_bytes, decoder)
     files.write(ROOT, layout.root_file())
+    return _begin(files, layout, metadata, manifest)
+
+
+def _begin(
+    files: Files, layout: Layout, metadata: Mapping[str, bytes], manifest: Manifest
+) -> Writer:
     files.write_all(metadata)
-    return Writer(files, layout)
+    files.write(MANIFEST, manifest.to_file())  # last: from now on shards can be written
+    return Writer(files, layout, manifest)
 
 
 def check_place(url: str | os.PathLike) -> None:
@@ -181,24 +189,24 @@ def read_root(files: Files) -> bytes | None:
 def join(url: str | os.PathLike) -> Writer:
     """A writer for a store that another process created, to write other shards of it."""
     files = Files(url)
-    return Writer(files, Layout.from_root_file(files.read(ROOT), files.url))
+    return Writer(files, *open_layout(files))
 
 
 def _resume(
-    files: Files, layout: Layout, schema: Schema, decoder: Mapping[str, np.ndarray] | None
+    files: Files, root: bytes, schema: Schema, decoder: Mapping[str, np.ndarray] | None
 ) -> Writer:
+    manifest = read_manifest(files)
+    layout = Layout.from_root_file(root, manifest, files.url)
     refuse_another(files.url, schema, layout.schema)
-    missing = layout.files_sha256.keys() - set(files.list())
-    if missing:  # the process was killed while it created the store
-        _, metadata = plan(schema, 0, decoder, layout.images_per_shard)
-        files.write_all({key: metadata[key] for key in missing})
-    stored = read_decoder(files, layout) if decoder else {}
+    if manifest is None:  # the process was killed while it created the store
+        return _begin(files, *plan(schema, 0, decoder, layout.images_per_shard))
+    stored = read_decoder(files, manifest) if decoder else {}
     if decoder and not (
         decoder.keys() == stored.keys()
         and all(np.array_equal(decoder[name], stored[name]) for name in stored)
     ):
         raise _another(files.url, "another decoder")
-    return Writer(files, layout)
+    return Writer(files, layout, manifest)
 
 
 def refuse_another(url: str, schema: Schema, stored: Schema) -> None:
@@ -214,10 +222,10 @@ def _another(url: str, difference: str) -> StoreError:
 
 def _clear(files: Files, root: bytes) -> None:
     try:
-        layout = Layout.from_root_file(root, files.url)
+        layout = Layout.from_root_file(root, read_manifest(files), files.url)
         files.write(ROOT, dataclasses.replace(layout, complete=False).root_file())
     except (DamagedStore, OtherVersion):
         pass  # no reader takes it for whole
-    for key in files.list():
-        if key != ROOT:
-            files.delete(key)
+    # the manifest first: it must not name shards that are gone
+    files.delete_all(files.list("manifest/"))
+    files.delete_all(key for key in files.list() if key != ROOT)

@@ -183,10 +183,13 @@ def test_autocast_stays_close_to_float32(key):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype):
-    """Token 0 sees itself alone, and token 4, padding, nothing: both read nothing."""
+@pytest.mark.parametrize("key", STUDENTS)
+def test_no_attention_reads_what_a_mask_of_lowest_numbers_hides(key, dtype):
+    """Token 4, padding, sees nothing, and in attentionx token 0 sees itself alone: they read
+    nothing."""
     torch.manual_seed(0)
-    module = ATTENTION["attentionx"](8, 2, qkv_bias=True).to(dtype)
+    module = ATTENTION[key](8, 2, qkv_bias=True).to(dtype)
+    readers_of_nothing = [0, 4] if key == "attentionx" else [4]
     x = torch.randn(2, 5, 8, dtype=dtype)
     visible = torch.ones(5, 5, dtype=torch.bool).tril()
     visible[:, 4] = visible[4] = False
@@ -196,7 +199,9 @@ def test_attentionx_does_not_read_what_a_mask_of_lowest_numbers_hides(dtype):
         torch.testing.assert_close(module(x, attn_mask=mask), module(x, attn_mask=visible))
         update, rows = module.forward_with_map(x, attn_mask=mask)
         torch.testing.assert_close(update, module.forward_with_map(x, attn_mask=visible)[0])
-        assert (rows[..., [0, 4], :] == -torch.inf).all()
+        assert (rows[..., readers_of_nothing, :] == -torch.inf).all()
+        assert (rows[:, :, ~visible] == -torch.inf).all()
+        assert rows[..., 1:4, 0].isfinite().all()
 
 
 class LargestTensor(TorchDispatchMode):

@@ -1,10 +1,15 @@
 """Maps that are captured beside fused attention, against the eager attention of the same model."""
 
+import copy
+
 import pytest
 import timm
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import gaupipe
+from gaupipe.attention import comparing
+from gaupipe.system.errors import UserError
 
 SIZES = {"depth": 2, "embed_dim": 48, "num_heads": 3, "num_classes": 5}
 
@@ -104,6 +109,243 @@ def test_maps_of_transformers_are_its_own(name, implementation):
         torch.testing.assert_close(maps[block], expected[block], atol=1e-5, rtol=0)
 
 
+IDS = torch.randint(1, 61, (2, 7), generator=torch.Generator().manual_seed(0))
+PADDED = torch.ones_like(IDS)
+PADDED[0, :3] = 0  # on the left of the first sequence
+
+
+def language_model(name: str, implementation: str, **changes) -> torch.nn.Module:
+    """A tiny decoder with grouped keys."""
+    transformers = pytest.importorskip("transformers")
+    import gaupipe.transformers  # noqa: F401  (transformers learns the names)
+
+    sizes = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        pad_token_id=0,
+        initializer_range=0.4,
+    )
+    config = getattr(transformers, f"{name}Config")(**sizes, **changes)
+    torch.manual_seed(0)
+    load = transformers.AutoModelForCausalLM.from_config
+    return load(config, attn_implementation=implementation).eval()
+
+
+def captured_text(model: torch.nn.Module, **how) -> dict[int, torch.Tensor]:
+    """The maps of a pass over ``IDS``, which changes nothing of its logits."""
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=PADDED).logits
+        with gaupipe.capture(model, **how) as maps:
+            logits = model(IDS, attention_mask=PADDED).logits
+    assert torch.equal(logits, plain)
+    return maps
+
+
+DECODERS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 3},
+    "Gemma2": {"sliding_window": 3, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0},
+    "GptOss": {"sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_maps_of_a_padded_decoder_are_its_eager_attention(name):
+    """With sliding windows, scores that are capped (Gemma2), and sinks (GptOss)."""
+    model = language_model(name, "eager", **DECODERS[name])
+    maps = captured_text(model)
+    with torch.no_grad():
+        own = model(IDS, attention_mask=PADDED, output_attentions=True).attentions
+    assert list(maps) == [0, 1] and len(own) == 2
+    for block, weights in enumerate(own):
+        torch.testing.assert_close(maps[block], weights, atol=1e-6, rtol=0)
+        assert maps[block][:, :, 3:].triu(4).eq(0).all() and maps[block][0, :, 3:, :3].eq(0).all()
+    sums = maps[0][1].sum(-1)
+    if name == "GptOss":
+        assert sums.min() < 0.9, "a sink takes its part"
+    else:
+        torch.testing.assert_close(sums, torch.ones(4, 7))
+    rows = captured_text(model, blocks=[-1], queries=[0, -1])
+    assert torch.equal(rows[1], maps[1][:, :, [0, 6]])
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "flex_attention", "gau_belief", "gau_xsa"])
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_maps_of_every_implementation_are_those_of_eager_attention(name, implementation):
+    """The first block's, whose queries and keys do not depend on the attention; a padded query has
+    no key and a row of zeros."""
+    maps = captured_text(language_model(name, implementation, **DECODERS[name]))
+    eager = captured_text(language_model(name, "eager", **DECODERS[name]))
+    assert list(maps) == [0, 1]
+    torch.testing.assert_close(maps[0][1], eager[0][1], atol=1e-6, rtol=0)
+    torch.testing.assert_close(maps[0][0, :, 3:], eager[0][0, :, 3:], atol=1e-6, rtol=0)
+    for block in maps.values():
+        assert block[0, :, :3].eq(0).all() and block[0, :, :, :3].eq(0).all()
+        assert torch.allclose(block[1].sum(-1), torch.ones(4, 7))
+
+
+def test_maps_of_attentionx_are_without_the_diagonal_that_it_hides():
+    """Each row of a softmax over the other keys is that over all keys, divided by what the others
+    have of it."""
+    maps = captured_text(language_model("Llama", "gau_attentionx"))
+    eager = captured_text(language_model("Llama", "eager"))[0].double()
+    others = eager - eager.diagonal(dim1=-2, dim2=-1).diag_embed()
+    expected = others / others.sum(-1, keepdim=True)
+    for sequence, first in ((0, 4), (1, 1)):  # with another token before it
+        got = maps[0][sequence, :, first:].double()
+        torch.testing.assert_close(got, expected[sequence, :, first:], atol=1e-4, rtol=0)
+        assert maps[0][sequence, :, :first].eq(0).all()
+    assert maps[1].diagonal(dim1=-2, dim2=-1).eq(0).all()
+    open_diagonal = language_model("Llama", "gau_attentionx", gau_options={"mask_diagonal": False})
+    torch.testing.assert_close(
+        captured_text(open_diagonal)[0][1].double(), eager[1], atol=1e-6, rtol=0
+    )
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", "gau_belief"])
+def test_maps_of_a_decoding_step_are_the_last_rows(implementation):
+    """A pass for one token whose keys are in a cache, with grouped heads."""
+    model = language_model("Llama", implementation)
+    whole = captured_text(model)
+    with torch.no_grad():
+        cache = model(IDS[:, :-1], attention_mask=PADDED[:, :-1]).past_key_values
+        for queries in (None, [-1]):
+            past = copy.deepcopy(cache)
+            with gaupipe.capture(model, queries=queries) as maps:
+                model(IDS[:, -1:], attention_mask=PADDED, past_key_values=past)
+            for block in maps:
+                torch.testing.assert_close(maps[block], whole[block][:, :, -1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bias_of", ["encoder", "decoder"])
+def test_maps_with_a_position_bias_are_those_of_eager_attention(bias_of):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=61, d_model=32, d_kv=8, d_ff=40, num_layers=2, num_heads=4)
+    maps = {}
+    for implementation in ("eager", "sdpa"):
+        torch.manual_seed(0)
+        config = transformers.T5Config(**sizes)
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+        ids = dict(input_ids=IDS, attention_mask=PADDED, decoder_input_ids=IDS)
+        part = getattr(model.eval(), bias_of)
+        with torch.no_grad(), gaupipe.capture(part) as maps[implementation]:
+            own = model(**ids, output_attentions=implementation == "eager")
+        if implementation == "eager" and bias_of == "encoder":
+            assert torch.equal(maps["eager"][1], own.encoder_attentions[1])
+    assert list(maps["sdpa"]) == list(range(2 if bias_of == "encoder" else 4))
+    for block, weights in maps["eager"].items():
+        torch.testing.assert_close(maps["sdpa"][block], weights, atol=1e-5, rtol=0)
+
+
+def test_maps_that_cannot_be_told_are_refused():
+    transformers = pytest.importorskip("transformers")
+    capped = language_model("Gemma2", "flex_attention", **DECODERS["Gemma2"])
+    with pytest.raises(UserError, match="caps its scores .* attn_implementation='eager'") as error:
+        captured_text(capped)
+    assert "\n" not in str(error.value)
+
+    def hidden(module, query, key, value, mask, **_kwargs):
+        """As a kernel of flash attention: nothing is seen of its weights."""
+        return value.repeat_interleave(2, 1).transpose(1, 2), None
+
+    def fused(module, query, key, value, mask, **_kwargs):
+        heads = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return heads.transpose(1, 2), None
+
+    transformers.AttentionInterface.register("hidden", hidden)
+    transformers.AttentionInterface.register("fused", fused)
+    with pytest.raises(UserError, match="does not show the weights of its attention 'hidden'"):
+        captured_text(language_model("Llama", "hidden"))
+    maps = captured_text(language_model("Llama", "fused"))
+    eager = captured_text(language_model("Llama", "eager"))
+    torch.testing.assert_close(maps[0][1], eager[0][1], atol=1e-6, rtol=0)
+
+    model = language_model("Llama", "eager", attention_dropout=0.5).train()
+    refusal = pytest.raises(UserError, match=r"after dropout: call model.eval\(\)")
+    with refusal, gaupipe.capture(model):
+        model(IDS)
+
+
+def test_other_models_called_meanwhile_add_nothing():
+    torch.manual_seed(0)
+    model, other = (
+        randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, **SIZES))
+        for _ in range(2)
+    )
+    images = pictures(64)
+    expected = eager_maps(model, images)
+    decoder = language_model("Llama", "eager")
+    with torch.no_grad(), gaupipe.capture(model) as maps:
+        other(-images)
+        decoder(IDS)
+        model(images)
+        other(-images)
+        decoder(IDS)
+    assert list(maps) == [0, 1]
+    for block, weights in enumerate(expected):
+        torch.testing.assert_close(maps[block], weights, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "captured inside", "compile()", "a function"])
+def test_blocks_of_a_compiled_model_are_numbered_in_their_order(way):
+    torch._dynamo.reset()
+    model = randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, **SIZES))
+    images = pictures(64)
+    expected = eager_maps(model, images)
+    run = captured = torch.compile(model, backend="eager")
+    if way == "captured inside":
+        captured = model
+    if way == "compile()":
+        model.compile(backend="eager")
+        run = captured = model
+    if way == "a function":
+        run, captured = torch.compile(lambda x: model(x), backend="eager"), model
+    with torch.no_grad():
+        run(images)
+        for _ in range(2):
+            with gaupipe.capture(captured) as maps:
+                run(images)
+            assert list(maps) == [0, 1]
+            for block, weights in enumerate(expected):
+                torch.testing.assert_close(maps[block], weights, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", comparing())
+def test_maps_of_gaupipes_attentions_are_those_that_the_logits_come_from(attention):
+    """Also with the diagonal that attentionx hides, and queries wider than values (belief2)."""
+    from gaupipe.models import forward_with_maps
+
+    torch.manual_seed(0)
+    name, sizes = "gauvit_pico_patch2_8", dict(depth=2, embed_dim=32, num_heads=2)
+    model = randomised(timm.create_model(name, attention=attention, **sizes))
+    with torch.no_grad():
+        plain = model(pictures(8))
+        with gaupipe.capture(model) as maps:
+            logits = model(pictures(8))
+        expected = forward_with_maps(model, pictures(8))[1]
+    torch.testing.assert_close(logits, plain)
+    assert list(maps) == [0, 1]
+    for block, log_map in enumerate(expected):
+        torch.testing.assert_close(maps[block], log_map.exp(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("number", [-torch.inf, torch.finfo(torch.float32).min])
+def test_the_map_of_a_row_that_a_mask_hides_is_zero(number):
+    torch.manual_seed(0)
+    attention = gaupipe.attention.ATTENTION["belief"](8, 2)
+    mask = torch.zeros(4, 4)
+    mask[2] = number
+    with gaupipe.capture(attention) as maps:
+        attention(torch.randn(1, 4, 8), attn_mask=mask)
+    assert maps[0][:, :, 2].eq(0).all()
+    torch.testing.assert_close(maps[0][:, :, [0, 1, 3]].sum(-1), torch.ones(1, 2, 3))
+
+
 def test_chosen_blocks_and_queries_are_rows_of_the_whole_maps():
     model = randomised(timm.create_model("vit_tiny_patch16_224", img_size=64, **SIZES))
     images = pictures(64)
@@ -147,7 +389,7 @@ def test_refusals_say_why():
     with pytest.raises(ValueError, match="queries"), gaupipe.capture(model, queries=[99]):
         model(pictures(64))
     with pytest.raises(ValueError, match="was the model called"), gaupipe.capture(model):
-        pass
+        model.forward_features(pictures(64))
     model.blocks[0].attn.fused_attn = False
     with pytest.raises(ValueError, match=r"blocks\.0\.attn"), gaupipe.capture(model):
         model(pictures(64))

@@ -38,6 +38,14 @@ def test_digits_are_split_class_by_class_and_always_the_same_way(tmp_path):
     assert written["val"] == data.val.positions.tolist()
 
 
+def test_scaling_in_whole_numbers_scales_as_fractions_do():
+    scaled = [
+        digits(scaling={"mean": [zero] * 3, "std": [one]}) for zero, one in ((0, 1), (0.0, 1.0))
+    ]
+    images = [next(Batches(data.train, data, CPU, 4).in_order()).images for data in scaled]
+    assert images[0].dtype == torch.float32 and torch.equal(*images)
+
+
 def test_other_images_than_those_of_the_split_are_refused(tmp_path):
     path = tmp_path / "split.json"
     data = digits()
@@ -50,6 +58,11 @@ def test_other_images_than_those_of_the_split_are_refused(tmp_path):
         data.check_split(path)
     data.sha256 = "c"
     with pytest.raises(UserError, match="the training images of data set digits were others"):
+        data.check_split(path)
+    data.train.source.class_names = ("nought", *map(str, range(1, 10)))
+    data.write_split(path)
+    data.train.source.class_names = tuple(map(str, range(10)))
+    with pytest.raises(UserError, match=r"\('nought' has gone, '0' is new\)"):
         data.check_split(path)
     path.write_text("[1]")
     with pytest.raises(UserError, match=r"split.json is damaged: restore it from a copy"):

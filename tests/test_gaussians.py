@@ -64,6 +64,24 @@ def test_sampled_attention_equals_grid_sample(grid):
         torch.testing.assert_close(update, attention.proj(heads), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("wide", ["tokens", "points", "both"])
+def test_points_are_read_in_float64_too(wide):
+    torch.manual_seed(0)
+    attention, tokens, points = (
+        GaussianAttention(8, 2),
+        torch.randn(1, 6, 8),
+        torch.randn(1, 2, 6, 2),
+    )
+    expected = attention.at_points(tokens, points, (2, 3))
+    if wide != "points":
+        attention, tokens = attention.double(), tokens.double()
+    if wide != "tokens":
+        points = points.double()
+    update = attention.at_points(tokens, points, (2, 3))
+    assert update.dtype == tokens.dtype
+    torch.testing.assert_close(update.float(), expected)
+
+
 def test_parametrisations_start_at_mean_0_std_1_and_mean_what_the_paper_says():
     for name in ("loc_scale", "paper"):
         start = from_raw(initial_raw(name), name)

@@ -8,7 +8,7 @@ import pytest
 import timm
 import torch
 from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU, SwiGLUPacked
-from timm.models import create_feature_extractor
+from timm.models import create_feature_extractor, vision_transformer
 
 import gaupipe  # noqa: F401
 from gaupipe.attention import ATTENTION, comparing
@@ -105,8 +105,13 @@ def test_mistakes_are_named(attention, kwargs, message):
     kwargs = kwargs if "match_params" in kwargs else {"attention_options": kwargs}
     with pytest.raises(UserError, match=message):
         timm.create_model(PICO, attention=attention, **kwargs)
-    with pytest.raises(UserError, match="unknown attn_layer 'gau_beleif'; did you mean 'gau_belie"):
-        timm.create_model("vit_tiny_patch16_224", attn_layer="gau_beleif")
+
+
+def test_timm_keeps_its_own_table_of_attentions():
+    """Other code in the process reads the table too, and expects a dictionary."""
+    assert type(vision_transformer.ATTN_LAYERS) is dict
+    assert vision_transformer.ATTN_LAYERS.get("gau_beleif", 7) == 7
+    assert vision_transformer.ATTN_LAYERS["gau_belief"] is ATTENTION["belief"]
 
 
 GRAPHS = [dict(attention=key) for key in ATTENTION] + [
@@ -114,6 +119,7 @@ GRAPHS = [dict(attention=key) for key in ATTENTION] + [
     dict(attention="attentionx", attention_options={"mask_diagonal": False}),
     dict(attention="belief_star", attention_options={"signal": "projected"}, rezero=True),
     dict(attention="belief2", class_token=True, reg_tokens=2, qk_norm=True, mlp_ratio=0),
+    dict(stem="conv", embed_norm_layer=torch.nn.LayerNorm),
 ]
 
 
@@ -128,6 +134,7 @@ def test_models_are_traced_by_timms_feature_extractor_copied_and_pickled(kwargs)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         torch.testing.assert_close(twin(x), model(x))
+        assert str(twin) == str(model)
 
 
 def test_standard_attention_without_a_prior_is_timms_own_and_becomes_torchscript():
@@ -159,6 +166,7 @@ SMALL = dict(img_size=32, depth=2)
         (PICO, dict(attention_options={"prior": True})),
         (PICO, dict(rezero=True)),
         (PICO, dict(mlp_ratio=0)),
+        *((PICO, dict(attention=key, stem="conv", patch_size=4)) for key in ATTENTION),
         ("vit_tiny_patch16_224", SMALL),
         ("deit_tiny_distilled_patch16_224", SMALL),
         ("deit3_small_patch16_224", SMALL),
@@ -189,6 +197,8 @@ SAVED = [dict(attention=key) for key in ATTENTION] + [
     dict(rezero=True),
     dict(mlp_ratio=0, attention="belief2"),
     dict(in_chans=1, img_size=12, num_classes=7, qk_norm=True, init_values=0.1, depth=1),
+    dict(stem="conv", attention="xsa", in_chans=1, img_size=16, patch_size=8),
+    dict(stem="conv"),
 ]
 
 

@@ -163,11 +163,25 @@ def test_maps_are_those_of_views_that_shifts_move(given, views):
 
 def test_published_weights_are_taken_for_their_maps_alone():
     of_run = settings(["phase_a.teacher=deit_tiny_patch16_224.fb_in1k"])
-    assert of_run.phase_a.teacher_args == {"num_classes": 0, "img_size": 64}
+    assert of_run.phase_a.teacher_args == {"img_size": 64}
     assert of_run.phase_b.head_map == "mean"
     assert not of_run.phase_b.alpha
     assert of_run.baseline_epochs == of_run.student_training.epochs
     assert settings(["phase_a.teacher=local-dir:mine"]).phase_a.teacher_args == {}
+
+
+def test_a_teacher_that_costs_nothing_fits_the_heads_and_leaves_the_student_all_epochs():
+    of_run = config.parse(chosen(["phase_a.teacher=local"]).tree, "--set")
+    assert len(of_run.phase_a.local.std) == of_run.model.args["num_heads"] == 2
+    epochs = of_run.student_training.epochs
+    assert epochs == of_run.baseline_training.epochs
+    assert epochs > config.parse(chosen().tree, "--set").student_training.epochs
+
+
+def test_patches_of_a_convolutional_stem_are_powers_of_two():
+    for size in (36, 40, 64, 96, 100, 224):
+        given = ["model.stem=conv", f"data.image_size={size}"]
+        assert chosen(given).given("model.args.patch_size") in (2, 4, 8, 16)
 
 
 def test_the_student_has_belief_attention_unless_options_are_for_another():
@@ -268,6 +282,7 @@ def test_run_on_a_folder_and_again_and_from_its_file(in_process, tmp_path):
         path = f"{part}/belief/metrics.jsonl"
         assert metrics(tmp_path / "other" / path) == metrics(first / path)
 
+    (tmp_path / "elsewhere").mkdir()
     for command, message in (
         (("run", "--data", "mine", "--set", "data.image_size=16"), "image_size is 8, asked 16"),
         (("run", "digits", "--data", "mine"), "leave digits out"),
@@ -315,7 +330,7 @@ def test_the_student_that_is_asked_for_is_the_one_that_is_chosen(in_process, tmp
 
 def test_train_and_plan_on_a_folder(in_process, tmp_path):
     photos(tmp_path / "mine" / "train", mode="L")
-    code, out, err = in_process("plan", "--data", "mine", "--steps", "0", "--json", cwd=tmp_path)
+    code, out, err = in_process("plan", "--data", "mine", "--json", cwd=tmp_path)
     assert code == 0, err
     assert json.loads(out)["images"] == 19
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -50,7 +50,7 @@ TEACHER = [
 
 
 def make(run_dir: Path, *overrides: str, kind: str = "gaussian") -> Path:
-    phase_a.run(config.load("digits", [*TEACHER, *overrides]), run_dir)
+    phase_a.run(config.load("digits_expected", [*TEACHER, *overrides]), run_dir)
     export.run(run_dir, kind)
     return run_dir
 
@@ -124,6 +124,22 @@ def test_patches_are_dropped_in_the_first_half_where_no_maps_are_compared(
     teacher = RunDirectory(run_dir) if distilled else None
     phase_b.train_student(settings, tmp_path / "run/plain/standard", teacher=teacher)
     assert trained == [{16} if distilled else {4}, {4}, {16}, {16}, {16}] and scored == {16}
+
+
+@pytest.mark.parametrize(
+    "changes,drops",
+    [
+        (["phase_b.gamma_schedule=constant"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=2"], False),
+        (["phase_b.gamma_schedule=stop_after", "phase_b.gamma_epochs=1"], True),
+    ],
+)
+def test_a_rate_that_drops_no_patches_is_said(run_dir, tmp_path, capsys, changes, drops):
+    changes = [*changes, "train.patch_drop_rate=0.5", "train.epochs=4"]
+    settings = config.load(run_dir / "config.yaml", changes)
+    phase_b.train_student(settings, tmp_path / "run/student", teacher=RunDirectory(run_dir))
+    said = "patch_drop_rate=0.5 drops nothing" in "".join(capsys.readouterr())
+    assert said != drops
 
 
 @pytest.mark.parametrize("options", ["{}", "{prior: true}"])
@@ -380,7 +396,7 @@ def test_plain_training_refuses_a_setting_of_distillation(run_dir):
     assert len((run_dir / "plain/y/metrics.jsonl").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("moment", ["_say_start", "load_data", "build_student", "train"])
+@pytest.mark.parametrize("moment", ["_starts", "load_data", "build_student", "train"])
 def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_for(
     run_dir, tmp_path, monkeypatch, in_process, moment
 ):
@@ -393,7 +409,7 @@ def test_interrupted_before_its_first_step_a_student_is_resumed_as_it_was_asked_
     name = f"at_{moment}"
     command = ["phase-b", "--run-dir", run_dir, "--name", name]
     with monkeypatch.context() as patch:
-        module = {"_say_start": cli, "build_student": phase_b}.get(moment, student_training)
+        module = {"_starts": cli, "build_student": phase_b}.get(moment, student_training)
         patch.setattr(module, moment, interrupted)
         asked = "--set", "train.epochs=2", "--student", "belief2", "--maps", "dense.zarr"
         code, _, err = in_process(*command, *asked, cwd=tmp_path)

@@ -11,10 +11,10 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from gaupipe import __version__
+from gaupipe.data import splits
 from gaupipe.settings import load as config
 from gaupipe.vit.saving import load_folder, save_student
 from stages import evaluate, export, phase_b
-from stages.publish import folder
 from stages.publish.folder import without_folders
 from stages.runs.directory import RunDirectory
 
@@ -95,7 +95,7 @@ def test_card_and_settings_name_what_the_student_learned_from(run, tmp_path, in_
 def test_paths_of_this_machine_are_in_no_setting():
     args = "{pretrained_cfg_overlay: {file: /home/someone/weights.bin, mean: [0.5, a/b]}}"
     sets = "phase_a.teacher=local-dir:/x/vit", f"phase_a.teacher_args={args}", "data.root=/x/y"
-    settings = without_folders(config.load("digits", [*sets, "data.name=folder"]))
+    settings = without_folders(config.load("digits_expected", [*sets, "data.name=folder"]))
     assert settings.phase_a.teacher == "local-dir:vit" and settings.data.root == Path("y")
     overlay = {"file": "weights.bin", "mean": [0.5, "a/b"]}
     assert settings.phase_a.teacher_args == {"pretrained_cfg_overlay": overlay}
@@ -120,16 +120,16 @@ def test_class_names_reach_those_who_load_the_model_and_are_no_markup_in_the_car
         os.fsdecode(b"caf\xe9"),  # a folder's name that is not UTF-8
         *("digit-7", "digit-8", "digit-9"),
     ]
-    load = folder.load_data
+    load = splits.load_data
 
     def load_named(*settings):
         data = load(*settings)
         data.train.source.class_names = tuple(names)
         return data
 
-    monkeypatch.setattr(folder, "load_data", load_named)
+    monkeypatch.setattr(splits, "load_data", load_named)
     student = RunDirectory(run).student("standard") / "student"
-    described = load_named(config.load("digits").data, False).data_config
+    described = load_named(config.load("digits_expected").data, False).data_config
     save_student(load_folder(student, ""), student, **described)
     assert publish(run, in_process, "--out", tmp_path / "out")[0] == 0
     model = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True)

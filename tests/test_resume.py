@@ -24,7 +24,12 @@ TINY = [
     "threads=1",
 ]
 CASES = {
-    "memory": ["phase_a.mode=stochastic", "train.optim.ema=0.9", "phase_b.gamma=0.2"],
+    "memory": [
+        "model.stem=conv",
+        "phase_a.mode=stochastic",
+        "train.optim.ema=0.9",
+        "phase_b.gamma=0.2",
+    ],
     "files": [
         "phase_a.optim.ema=0.9",
         "phase_b.warm_start=teacher",
@@ -57,7 +62,7 @@ def results(run_dir: Path) -> dict[str, list[dict]]:
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_killed_run_ends_like_an_unbroken_one(tmp_path, case):
-    settings = config.load("digits", [*TINY, *CASES[case]])
+    settings = config.load("digits_expected", [*TINY, *CASES[case]])
     assert exit_code(work, tmp_path / "unbroken", settings) == 0
     killed = 0
     generator = random.Random(case)

@@ -1,13 +1,14 @@
 """The tables of docs/settings.md, and ``gaupipe settings``."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from pydantic import AfterValidator, TypeAdapter
 
 from gaupipe.settings import load as config
-from gaupipe.settings import page
+from gaupipe.settings import page, scope
 from gaupipe.settings.sections import Count, Fraction, Rate, Scope
 
 
@@ -26,6 +27,19 @@ def test_every_setting_is_on_the_page_with_its_default():
             key = key.replace(section, same)
         default = config.yaml.safe_load(described[key][1].strip("`"))
         assert default == value or float(default) == value, key
+
+
+def test_the_page_says_who_may_change_a_setting():
+    """Every setting of the student and of any time, by its name or that of a section around it."""
+    text = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
+    text = text.split("## Who may change")[1].split("## All")[0]
+    for words, kind in (("**the student**", Scope.STUDENT), ("**any time**", Scope.ANYTIME)):
+        said = re.findall(r"`([a-z_.]+)`", text.split(words)[1].split(";\n* ")[0])
+        for name in config.flatten(config.Settings()):
+            if scope(name) is kind and not name.startswith(("model.", "data.batch")):
+                assert name in said or name.split(".")[0] in said, name
+        for name in said:
+            assert name == "keep" or scope(name) is kind, name
 
 
 def test_every_setting_has_an_effect():

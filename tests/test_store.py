@@ -2,8 +2,11 @@
 answered in one line."""
 
 import contextlib
+import json
 import os
 import pickle
+import resource
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import store
+from store.files import Files
+from store.layout import ROOT
+from store.manifest import MANIFEST, group_file, sha256
 
 
 def make_schema(**changes) -> store.Schema:
@@ -75,6 +81,18 @@ def shard_file(url: Path, name: str, index: int) -> Path:
     return path
 
 
+def edit_root(url: Path, **changes) -> None:
+    """Changes attributes of a store, None takes one out; its manifest names what it is now."""
+    attributes = json.loads((url / ROOT).read_bytes())["attributes"] | changes
+    for name in [name for name, value in changes.items() if value is None]:
+        del attributes[name]
+    manifest = json.loads((url / MANIFEST).read_bytes())["attributes"]
+    manifest["metadata"][ROOT] = sha256(group_file(attributes | {"complete": True}))
+    for name, content in ((ROOT, attributes), (MANIFEST, manifest)):
+        (url / name).unlink()  # it may be a link to another store's
+        (url / name).write_bytes(group_file(content))
+
+
 def damaged_images(url) -> list[tuple]:
     """(shard, array, first image, end) of every problem that verify finds."""
     return [(p.shard, p.array, p.start, p.stop) for p in store.verify(url)]
@@ -130,6 +148,11 @@ def test_gather_returns_the_rows_asked_for(tmp_path, kind, preload_bytes):
     assert_stored(maps.gather([]), arrays, [])
     assert_stored(maps.read(6, 21), arrays, range(6, 21))  # parts of shards
     assert_stored(maps.read(22, 23, ["labels"]), {"labels": arrays["labels"]}, [22])
+    labels = {"labels": arrays["labels"]}
+    assert_stored(maps.gather(ids, iter(["labels"])), labels, ids)
+    assert_stored(maps.read(6, 21, iter(["labels"])), labels, range(6, 21))
+    for read in maps.prefetch([ids, ids], names=iter(["labels"])):
+        assert_stored(read, labels, ids)
     assert (maps.schema, maps.complete) == (schema, True)
     decoder = decoder_for(schema) or {}
     assert maps.decoder().keys() == decoder.keys()
@@ -173,7 +196,7 @@ def test_zarr_finds_the_contracted_group(tmp_path):
     schema = make_schema(extra={"label_passes": 4})
     write_store(tmp_path / "s", schema, make_arrays(schema))
     group = zarr.open_group(tmp_path / "s", mode="r")
-    expected = dict(format="gaupipe-maps", format_version=5, kind="gaussian", grid=[2, 3])
+    expected = dict(format="gaupipe-maps", format_version=6, kind="gaussian", grid=[2, 3])
     expected |= dict(layers=2, heads=3, num_classes=5, dataset="toy", teacher_sha256="a" * 64)
     expected |= dict(parametrisation="loc_scale", complete=True, extra={"label_passes": 4})
     assert {name: group.attrs[name] for name in expected} == expected
@@ -311,12 +334,19 @@ def test_mistakes_give_one_line(tmp_path):
         lambda: writer.write(shard, arrays),
     )
     write_store(url, schema, arrays, resume=True)
+    opened = store.open(url)
     refused("layers 3 against 2", lambda: store.create(url, make_schema(layers=3), resume=True))
     refused("another data set", lambda: store.open(url, dataset_sha256="e" * 64))
     refused("another teacher", lambda: store.open(url, teacher_sha256="e" * 64))
     refused("no image 23; the store has images 0 to 22", lambda: store.open(url).gather([1, 23]))
     refused("no image -1", lambda: store.open(url).gather([-1]))
     refused("whole numbers", lambda: store.open(url).gather([0.5]))
+    for read in (partial(opened.gather, [0]), partial(opened.read, 0, 1)):
+        unknown = "no array 'maps'; there are gaussians, logits, labels"
+        refused(unknown, partial(read, names=["maps"]))
+        refused(r"a list, such as \['labels'\]", partial(read, names="labels"))
+        assert list(read(names=iter(["labels"]))) == ["labels"]
+    refused("images 5 to 2: the first comes first", lambda: opened.read(5, 2))
     refused(
         "a store of kind 'gaussian' has no decoder",
         lambda: store.create(tmp_path / "d", schema, decoder={"w": np.ones(1)}),
@@ -324,6 +354,27 @@ def test_mistakes_give_one_line(tmp_path):
     refused("needs its decoder", lambda: store.create(tmp_path / "d", make_schema(kind="prior")))
     zarr.create_group(tmp_path / "foreign")
     refused("not a store of attention maps", lambda: store.open(tmp_path / "foreign"))
+    (url / "zarr.json").unlink()
+    os.mkfifo(url / "zarr.json")
+    refused("zarr.json: is no regular file", lambda: store.open(url))
+
+
+def test_too_many_open_files_are_no_full_disk(tmp_path):
+    files, opened = Files(tmp_path), []
+    files.write("first", b"")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        with pytest.raises(store.StoreError, match="too many open files: raise the limit") as error:
+            files.write_all({f"{number}": b"0" for number in range(10)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in opened:
+            os.close(descriptor)
+    assert "disk" not in str(error.value)
 
 
 def test_overwrite_replaces_everything(tmp_path):

@@ -85,6 +85,43 @@ def test_a_loss_that_is_not_finite_stops_with_one_line(step):
     assert all(map(torch.equal, before, state.modules.parameters()))
 
 
+@pytest.mark.parametrize("attention", ["belief2", "gaussian", "standard"])
+@pytest.mark.parametrize(
+    "args", [{}, {"layer_decay": 0.75}, {"fallback_list": ["head.*", "patch_embed.proj.*"]}]
+)
+def test_muon_orthogonalises_matrices_and_no_gaussians(attention, args):
+    """The first step of Adam moves every number by the same amount. That of Muon has singular
+    values which are nearly alike."""
+    torch.manual_seed(0)
+    options = {"prior": True} if attention == "standard" else {}
+    sizes = dict(depth=2, embed_dim=16, num_heads=2)
+    model = timm.create_model(
+        "gauvit_pico_patch2_8", attention=attention, attention_options=options, **sizes
+    )
+    optim = OptimSettings(name="muon", weight_decay=0, warmup_epochs=0, args=args)
+    optimizer, _ = build_optimizer(model, optim, 1, 1)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    by_muon = set()
+    for name, parameter in model.named_parameters():
+        step = parameter.detach() - before[name]
+        if step.abs().min() > 0.99 * step.abs().max():
+            continue
+        singular = torch.linalg.svdvals(step.flatten(1))
+        assert singular.max() < 3 * singular.min(), name
+        by_muon.add(name)
+    matrices = {
+        name for name, p in model.named_parameters() if name.endswith(".weight") and p.ndim > 1
+    }
+    outer = {"head.weight", "patch_embed.proj.weight"}
+    assert by_muon == (matrices - outer if "fallback_list" in args else matrices)
+    assert outer < matrices and "blocks.1.mlp.fc1.weight" in by_muon
+    gaussians = {name for name in before if name.endswith((".prior", ".predictor"))}
+    assert len(gaussians) == {"belief2": 0, "gaussian": 4, "standard": 2}[attention]
+
+
 @pytest.mark.parametrize(
     "name,refusal",
     [

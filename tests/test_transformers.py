@@ -229,6 +229,8 @@ def test_what_the_functions_cannot_do_is_refused():
         attend(nn.Linear(1, 1), q, k, k, None, is_causal=False)
     with pytest.raises(UserError, match="did you mean 'gamma'"):
         model_of("gpt2", "gau_attentionx", gau_options={"gama": 3.0})(torch.ones(1, 2).long())
+    with pytest.raises(UserError, match="a finite number fits"):
+        model_of("gpt2", "gau_attentionx", gau_options={"gamma": np.nan})(torch.ones(1, 2).long())
 
 
 SMALL = dict(vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)

@@ -37,7 +37,7 @@ OF_DIGITS = {
 TRAINING = (
     "data.image_size=96",
     "model.args={patch_size: 8, embed_dim: 96, depth: 4, num_heads: 4}",
-    "baseline.epochs=8",
+    "train.epochs=8",
     "data.batch_size=32",
 )
 

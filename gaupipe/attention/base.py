@@ -15,7 +15,7 @@ import torch.fx
 import torch.nn.functional as F
 from timm.layers import Attention
 from torch import Tensor, nn
-from torch.overrides import has_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 from gaupipe.attention.kernels import at_least_float32, pad_to, perpendicular
 from gaupipe.system.errors import UserError
@@ -43,11 +43,39 @@ class StudentAttention(Attention):
     """Options that stand in for the defaults where trained weights are taken over."""
 
     def __init__(self, dim: int, num_heads: int = 8, **arguments: Any) -> None:
-        super().__init__(dim, num_heads, **arguments)
-        if not self.compares:
-            bias, weight = self.qkv.bias is not None, self.qkv.weight
-            self.v = nn.Linear(dim, self.attn_dim, bias, weight.device, weight.dtype)
-            del self.qkv, self.q_norm, self.k_norm
+        if self.compares:
+            super().__init__(dim, num_heads, **arguments)
+        else:
+            self.init_without_queries(dim, num_heads, **arguments)
+
+    def init_without_queries(
+        self,
+        dim: int,
+        num_heads: int,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        scale_norm: bool = False,
+        gated: bool = False,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_layer: type[nn.Module] | None = None,
+        device=None,
+        dtype=None,
+        **_of_queries: Any,
+    ) -> None:
+        """As timm's ``__init__``, which always makes matrices for queries and keys, with ``v`` in
+        the place of ``qkv``. Arguments for queries and keys are ignored."""
+        nn.Module.__init__(self)
+        assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
+        self.num_heads, self.head_dim, self.attn_dim = num_heads, dim // num_heads, dim
+        self.scale = self.head_dim**-0.5
+        placed = {"device": device, "dtype": dtype}
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **placed)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.norm = norm_layer(dim, **placed) if scale_norm and norm_layer else nn.Identity()
+        self.gate = nn.Linear(dim, dim, bias=qkv_bias, **placed) if gated else None
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **placed)
+        self.proj_drop = nn.Dropout(proj_drop)
 
     def linear(self) -> nn.Linear:
         """A further matrix beside ``proj``, as large."""
@@ -106,8 +134,8 @@ class StudentAttention(Attention):
     ) -> Tensor:
         """softmax(q k' / sqrt(d_m)) v [B, H, T, d_m] by a fused kernel, for queries and keys at
         least as wide as v. A query without a key gets zeros."""
-        dropout = self.attn_drop.p if self.training else 0.0
-        return fused_attention(q, k, v, attn_mask, is_causal, self.scale, dropout)
+        dropout = self.attn_drop.p if self.attn_drop.training else 0.0
+        return fused_attention(q, k, v, attn_mask, dropout, is_causal, self.scale)
 
     def log_map(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
         """The attention map that :meth:`attend` uses, as log-probabilities [B, H, T, T], float32.
@@ -121,10 +149,9 @@ class StudentAttention(Attention):
             attn_mask = causal_mask(attn_mask, q.shape[-2], q.device)
         if attn_mask is None:
             return scores.log_softmax(-1)
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, -torch.inf)
-        else:
+        if attn_mask.dtype != torch.bool:
             scores = scores + attn_mask
+        scores = scores.masked_fill(hidden_by(attn_mask), -torch.inf)
         keyless = (scores == -torch.inf).all(-1, keepdim=True)
         return scores.masked_fill(keyless, 0).log_softmax(-1).masked_fill(keyless, -torch.inf)
 
@@ -192,13 +219,20 @@ def fused_attention(
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None,
+    dropout: float,
     is_causal: bool,
     scale: float | None,
-    dropout: float,
 ) -> Tensor:
     """softmax(scale q k' + mask) v [B, H, T, d_m] by torch's fused kernels, for queries [B, H, T,
     .] and keys [B, H, S, .] at least as wide as v. The mask is boolean or additive, on top of
-    ``is_causal``. A query without a key gets zeros."""
+    ``is_causal``. A query without a key gets zeros.
+
+    Like torch's own functions it can be seen by a ``TorchFunctionMode``, as gaupipe.capture does.
+    """
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(
+            fused_attention, (q, k, v), q, k, v, attn_mask, dropout, is_causal, scale
+        )
     width, keyless = v.shape[-1], None
     if attn_mask is not None and is_causal:
         attn_mask, is_causal = causal_mask(attn_mask, q.shape[-2]), False
@@ -207,7 +241,6 @@ def fused_attention(
         keyless = hidden_by(attn_mask).all(-1, keepdim=True)
         attn_mask = attn_mask.masked_fill(keyless, attn_mask.dtype == torch.bool)
     plain = attn_mask is None and not is_causal and not dropout and v.dtype.itemsize >= 4
-    plain = plain and not has_torch_function((q,))  # as in gaupipe.capture, which sees torch's own
     if plain and v.device.type == "cpu" and width < q.shape[-1] >= k.shape[-2] / 4:
         # a map no larger than q, k, v and heads of that width is faster than padding v
         return (q * (scale or q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gaupipe.attention.base import StudentAttention
-from gaupipe.attention.kernels import pad_to
+from gaupipe.attention.kernels import at_least_float32, pad_to
 from gaupipe.maps.gaussians import expected_axes, from_raw, outer, point_axes, raw_at_tokens
 from gaupipe.system.errors import UserError
 
@@ -27,39 +27,25 @@ class GaussianAttention(StudentAttention):
     With one (h, w), as ``gauvit`` models have, a token predicts its own: raw numbers
     (``loc_scale``) ``prior`` [H, T, 4], at the start on the token with a std of one token, plus a
     linear map ``predictor`` [H * 4, d] of the token, at the start 0. Class and register tokens have
-    no place on a grid. Arguments as timm's ``Attention``; those for Q and K are ignored.
+    no place on a grid. Arguments as timm's ``Attention``.
     """
 
     compares = False
     has_map = True  # the Gaussians are
     places: Tensor
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        qkv_bias: bool = False,
-        proj_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        device=None,
-        dtype=None,
-        grid: Grid | None = None,
-        **_unused,
-    ) -> None:
-        nn.Module.__init__(self)  # timm's would make matrices for Q and K
-        assert dim % num_heads == 0, f"dim {dim} should be divisible by num_heads {num_heads}"
-        self.num_heads, self.head_dim, self.attn_dim = num_heads, dim // num_heads, dim
-        self.scale, self.grid = 1.0, grid
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.norm, self.attn_drop = nn.Identity(), nn.Dropout(attn_drop)
-        self.proj_drop = nn.Dropout(proj_drop)
+    def __init__(self, *args, grid: Grid | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = 1.0  # Q K' is log P, see project
+        self.grid = grid
         self.prior: nn.Parameter | None = None
         self.predictor: nn.Parameter | None = None
         if grid is not None:
-            self.prior = gaussian_prior(num_heads, grid, device)
-            self.predictor = nn.Parameter(torch.zeros(num_heads * 4, dim, device=device))
+            device = self.v.weight.device
+            self.prior = gaussian_prior(self.num_heads, grid, device)
+            self.predictor = nn.Parameter(
+                torch.zeros(self.num_heads * 4, self.attn_dim, device=device)
+            )
             register_places(self, grid, self.head_dim, device)
 
     def give_gaussians(self) -> None:
@@ -103,8 +89,8 @@ class GaussianAttention(StudentAttention):
             return self.through(x, point_axes(points, grid))
         v = self.values(x)
         B, H, T, d_m = v.shape
-        planes = v.float().transpose(2, 3).reshape(B * H, d_m, *grid)
-        places = points.reshape(B * H, T, 1, 2)
+        planes = at_least_float32(v).transpose(2, 3).reshape(B * H, d_m, *grid)
+        places = points.reshape(B * H, T, 1, 2).to(planes.dtype)
         values = F.grid_sample(planes, places, "bilinear", "border", True)  # [B * H, d_m, T, 1]
         return self.output(values.view(B, H, d_m, T).transpose(2, 3).to(v.dtype), v, x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 from torch import nn
@@ -31,23 +32,33 @@ def check_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
             raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; true or false fits")
         if kind is float and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise UserError(f"option {name!r} of {cls.__name__} is {value!r}; a number fits")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"option {name!r} of {cls.__name__} is {value}; a finite number fits")
 
 
 def bind_options(cls: type[StudentAttention], options: dict[str, Any], **more: Any) -> type:
-    """A class for timm's ``attn_layer`` that makes instances of ``cls`` with these options, and
-    with ``more`` arguments. Raises UserError for a wrong option.
-
-    timm takes a class, not a partial; instances are of ``cls`` itself, so models pickle as ever.
-    """
+    """A class for timm's ``attn_layer``, which may be no partial: ``cls`` with these options, and
+    with ``more`` arguments. Raises UserError for a wrong option."""
     check_options(cls, options)
     made: Any = cls.in_models(options)
     if made is not cls:
         return made
 
-    def new(_bound: type, *args: Any, **kwargs: Any) -> nn.Module:
-        return made(*args, **options, **more, **kwargs)  # type: ignore[misc]
+    class Bound(made):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **options, **more, **kwargs)
 
-    return type("Bound", (made,), {"__new__": new})
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Copies are of ``cls``: a reader of a pickle does not know this class."""
+            return without_state, (made,), self.__getstate__()
+
+    Bound.__name__ = Bound.__qualname__ = made.__name__
+    return Bound
+
+
+def without_state(cls: type[nn.Module]) -> nn.Module:
+    """An instance whose state is read next."""
+    return cls.__new__(cls)
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -88,10 +88,22 @@ class StandardAttention(StudentAttention):
 torch.fx.wrap("log_factors")
 
 
+class TimmInSteps(StandardAttention):
+    """timm's own ``Attention`` in the steps of ours: a second module around the same parts."""
+
+    def __init__(self, attention: Attention) -> None:
+        super(Attention, self).__init__()  # an empty module: the parts are there
+        for name, part in attention.named_children():
+            setattr(self, name, part)
+        self.num_heads, self.head_dim = attention.num_heads, attention.head_dim
+        self.attn_dim, self.scale = attention.attn_dim, attention.scale
+        self.prior = None
+
+
 def in_steps(attention: nn.Module) -> StudentAttention:
     """An attention with the steps of a :class:`~gaupipe.attention.base.StudentAttention`:
-    ``attention`` itself or, for timm's own ``Attention``, a :class:`StandardAttention` that shares
-    its whole state. Raises UserError for another class."""
+    ``attention`` itself or, for timm's own ``Attention``, a :class:`StandardAttention` of the same
+    modules. Raises UserError for another class."""
     if isinstance(attention, StudentAttention):
         return attention
     if type(attention) is not Attention:
@@ -99,6 +111,4 @@ def in_steps(attention: nn.Module) -> StudentAttention:
             f"cannot read the maps of a {type(attention).__name__}: only those of timm's Attention "
             "and of gaupipe's own"
         )
-    steps = StandardAttention.__new__(StandardAttention)
-    steps.__dict__ = vars(attention)
-    return steps
+    return TimmInSteps(attention)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,6 @@ class Split:
         images, _ = self.source.__getitems__([int(self.positions[image_id])])
         return images[0].permute(1, 2, 0).numpy()
 
-    def trial(self, count: int) -> Split:
-        """The first ``count`` images, on which a training is tried."""
-        positions = self.positions[:count]
-        source = self.source
-        if isinstance(source, FileImages):
-            source = source.trial(positions)
-        return Split(source, positions)
-
 
 @dataclass
 class ImageData:
@@ -98,19 +91,42 @@ class ImageData:
             return self.sha256
         return hashlib.sha256(f"{self.sha256} {self.val_sha256}".encode()).hexdigest()
 
+    @cached_property
+    def test_sha256(self) -> str | None:
+        """Names the test images, in the same way; None where there are none. All of them are read
+        when it is first asked for."""
+        return None if self.test is None else _digest(self.test)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes, empty where they have none. Bytes that are not UTF-8 become
+        ``\\xe9``."""
+        return [utf8(name) for name in self.train.source.class_names]
+
     @property
     def data_config(self) -> dict[str, Any]:
         """How images become what a model trained on these sees, and the names of the classes, as
-        timm names them. Bytes of a name that are not UTF-8 become ``\\xe9``."""
-        names = [utf8(name) for name in self.train.source.class_names]
+        timm names them."""
         return {
-            "label_names": names or None,
+            "label_names": self.class_names or None,
             "mean": self.mean,
             "std": self.std,
             "interpolation": self.interpolation,
             "crop_pct": 1.0,
             "crop_mode": "center",
         }
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """The splits that there are, by name."""
+        splits = {"train": self.train, "val": self.val, "test": self.test}
+        return {name: split for name, split in splits.items() if split is not None}
+
+    def split(self, name: str) -> Split:
+        """A split by its name. Raises UserError where there is none."""
+        if name not in self.splits:
+            raise UserError(f"data set {self.name} has no split {name!r}: {', '.join(self.splits)}")
+        return self.splits[name]
 
     def keep(self, training: bool) -> None:
         """Decodes validation images of a source of their own into the user's cache, and with
@@ -122,16 +138,21 @@ class ImageData:
             train.keep()
 
     def write_split(self, path: Path) -> None:
-        """Writes which images of the source are in each split."""
-        splits = {"train": self.train, "val": self.val, "test": self.test}
-        positions = {name: split.positions.tolist() for name, split in splits.items() if split}
-        digests = {"sha256": self.sha256, "val_sha256": self.val_sha256}
-        known = {name: digest for name, digest in digests.items() if digest}
+        """Writes which images of the source are in each split, and the names of the classes."""
+        positions = {name: split.positions.tolist() for name, split in self.splits.items()}
+        facts = {
+            "sha256": self.sha256,
+            "val_sha256": self.val_sha256,
+            "test_sha256": self.test_sha256,
+            "class_names": self.class_names,
+        }
+        known = {name: fact for name, fact in facts.items() if fact}
         write_whole(path, json.dumps({"dataset": self.name, **known, **positions}) + "\n")
 
-    def check_split(self, path: Path) -> None:
-        """Raises UserError if :meth:`write_split` wrote ``path`` for other images. A file that is
-        not there says nothing."""
+    def check_split(self, path: Path, test: bool = False) -> None:
+        """Raises UserError if :meth:`write_split` wrote ``path`` for other images or other names of
+        classes; other test images are refused with ``test`` alone, where they are about to be
+        scored. A file that is not there says nothing."""
         try:
             written = json.loads(path.read_bytes()) if path.is_file() else {}
         except (ValueError, RecursionError):
@@ -141,11 +162,24 @@ class ImageData:
                 f"{path} is damaged: restore it from a copy; or remove it, and 'gaupipe phase-a "
                 "--resume' or 'gaupipe train' writes it again, for the images that are there then"
             )
-        for what, name in (("training", "sha256"), ("validation", "val_sha256")):
+        again = "or start another run with --run-dir"
+        before = written.get("class_names", self.class_names)
+        if before != self.class_names:  # said first: an image's path has the name of its class
+            gone = [f"{name!r} has gone" for name in before if name not in self.class_names]
+            new = [f"{name!r} is new" for name in self.class_names if name not in before]
+            raise UserError(
+                f"{path}: the classes of data set {self.name} are not those that the run began "
+                f"with ({', '.join([*gone[:1], *new[:1]])}): put them back, {again}"
+            )
+        digests = {"training": "sha256", "validation": "val_sha256"}
+        if test:
+            digests["test"] = "test_sha256"
+            again = "or score others with 'gaupipe evaluate --data FOLDER'"
+        for what, name in digests.items():
             if name in written and written[name] != getattr(self, name):
                 raise UserError(
                     f"{path}: the {what} images of data set {self.name} were others when the run "
-                    "began: put them back, or start another run with --run-dir"
+                    f"began: put them back, {again}"
                 )
 
 
@@ -207,7 +241,7 @@ def _of_channels(values: Sequence[float], channels: int) -> tuple[float, ...]:
         values = [sum(values) / len(values)] * channels
     if len(values) != channels:
         raise UserError(f"data.scaling: {list(values)} should have a number for each channel")
-    return tuple(values)
+    return tuple(map(float, values))  # YAML reads 0 as a whole number
 
 
 def _digest(split: Split) -> str:

@@ -75,7 +75,7 @@ class PhaseB(Training):
     def remarks(self) -> list[str]:
         schema = self.maps.schema
         phase, augment = self.settings.phase_b, self.settings.augment
-        remarks = []
+        remarks = super().remarks()
         if len(self.student.blocks) != schema.layers:
             remarks.append(f"its blocks are compared with the stored blocks {self.layers}")
         moved = augment.geometry == "follow" and (augment.crop_padding or augment.resized_crop)

@@ -27,7 +27,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.forward import run_blocks
 
 Remade = Callable[[], tuple[Tensor, Tensor]]
-"""Makes a teacher's map [B, H or 1, T, T] and the entropy [B, H or 1, T] of its rows."""
+"""Makes a teacher's map [B or 1, H or 1, T, T] and the entropy [B or 1, H or 1, T] of its rows."""
 
 
 def soft_loss(logits: Tensor, teacher_probabilities: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def feature_loss(
     queries.
 
     student_log_map  [B, H, T, T] log-probabilities over keys
-    teacher_map      [B, H, T, T] probabilities over keys
+    teacher_map      [B or 1, H or 1, T, T] probabilities over keys
     temperature      both maps become softmax(log p / temperature) before they are compared
     direction        ``teacher_student`` is KL(teacher || student), which makes the student cover
                      the teacher's map; ``student_teacher`` is KL(student || teacher), eq. 9's order
@@ -124,7 +124,7 @@ class TeacherMaps:
     mixed: Mix | None = None
 
     def map(self, layer: int) -> Tensor:
-        """The map [B, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
+        """The map [B or 1, H or 1, T, T] float32 for a block of the student; rows sum to 1."""
         maps = mixed_map(self.stored.map(*self._stored_block(layer)), self.mixed, self.grid)
         return maps.mean(1, keepdim=True) if self.heads == "mean" else maps
 
@@ -245,12 +245,13 @@ class _MapTimesKeys(torch.autograd.Function):
         ctx.make_map = make_map
         maps, entropy = make_map()
         ctx.mark_non_differentiable(entropy)
-        return maps.to(k.dtype) @ k, entropy
+        # einsum makes no copy for each image of a map that all images share
+        return torch.einsum("bhqk,bhkd->bhqd", maps.to(k.dtype), k), entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor, _grad_entropy: Tensor) -> tuple[None, Tensor]:
-        maps = ctx.make_map()[0].to(grad.dtype)
-        return None, maps.expand(-1, grad.shape[1], -1, -1).mT @ grad  # of one head, or of all
+        maps = ctx.make_map()[0].to(grad.dtype)  # of one head, or of all
+        return None, torch.einsum("bhqk,bhqd->bhkd", maps, grad)
 
 
 SMALLEST = torch.finfo(torch.float32).tiny

@@ -81,6 +81,8 @@ def parts_in_common(student: VisionTransformer) -> dict[str, Tensor]:
     """The student's parameters by the names that they have in a teacher: of Q, K and V also the
     last alone, of the position embedding what belongs to patches."""
     parts: dict[str, Tensor] = dict(student.named_parameters())
+    statistics = student.patch_embed.named_buffers(prefix="patch_embed")  # of batch norm
+    parts |= dict(statistics)
     for name in [name for name in parts if ".attn.qkv." in name]:
         parts[name.replace(".attn.qkv.", ".attn.v.")] = parts[name].chunk(3)[2]
     if "pos_embed" in parts:

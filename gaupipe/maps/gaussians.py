@@ -11,6 +11,7 @@ Axis letters: B images, L blocks, H heads, T tokens (T = h * w), P raw numbers p
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +103,32 @@ def expected_map(gaussians: Tensor, grid: tuple[int, int]) -> Tensor:
     """The attention map that Gaussians [..., T, 4] stand for: [..., T, h * w], float32, for
     each query summing to 1 over the keys."""
     return outer(*expected_axes(gaussians, grid))
+
+
+def local_axes(grid: tuple[int, int], stds: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """The two factors ([H, T, h], [H, T, w]) of :func:`local_map`, float32, each summing to 1."""
+    h, w = grid
+    # written so that an infinite std gives 0, and a tiny one no overflow
+    scale = (1 / torch.tensor(stds, dtype=torch.float64)).view(-1, 1, 1)
+    along_y, along_x = (
+        (-0.5 * (_token_distances(n) * scale).square()).softmax(-1).float() for n in grid
+    )  # [H, h, h] and [H, w, w]
+    return along_y.repeat_interleave(w, dim=1), along_x.repeat(1, h, 1)
+
+
+def local_map(grid: tuple[int, int], stds: Sequence[float]) -> Tensor:
+    """A map [H, T, T] float32 with a Gaussian round each token, for each head of another std in
+    ``stds``, in tokens: t_ij in proportion to exp(-|x_i - x_j|^2 / (2 std^2)), renormalised over
+    the tokens of a grid (h, w). A std of infinity makes uniform rows.
+
+    Unlike :func:`expected_map` nothing beyond the border is read from the border.
+    """
+    return outer(*local_axes(grid, stds))
+
+
+def _token_distances(n: int) -> Tensor:
+    tokens = torch.arange(n, dtype=torch.float64)
+    return tokens[:, None] - tokens
 
 
 def token_stretch(grid: tuple[int, int]) -> list[float]:

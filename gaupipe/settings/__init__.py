@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -34,10 +35,16 @@ from gaupipe.settings.sections import (
     section_of,
 )
 
+
+def _as_key(name: Any) -> Any:
+    """An attention's key, for a name in any case: papers write Belief2 and AttentionX."""
+    return name.lower() if isinstance(name, str) else name
+
+
 if TYPE_CHECKING:
     StudentKey = str  # a checker does not run what lists the attentions
 else:
-    StudentKey = Literal[STUDENTS]
+    StudentKey = Annotated[Literal[STUDENTS], BeforeValidator(_as_key)]
 
 
 def _known_kind(kind: str) -> str:
@@ -60,6 +67,7 @@ MODEL_ARGS_ELSEWHERE = {
     **dict.fromkeys(("attention", "attn_layer"), "see model.attention"),
     **{name: f"see model.{name}" for name in ("attention_options", "match_params")},
     "patch_drop_rate": "see train.patch_drop_rate",
+    **dict.fromkeys(("stem", "embed_layer"), "see model.stem"),
     **dict.fromkeys(("device", "dtype"), "see the settings device and precision"),
     **dict.fromkeys(("pretrained", "checkpoint_path"), "name the weights in model.name"),
     **dict.fromkeys(
@@ -95,12 +103,16 @@ class KnownModelArgs(BaseModel):
     rezero: bool = False
 
 
-class Scaling(BaseModel):
-    """The keys of ``data.scaling``."""
+ChannelMean = Annotated[float, Field(ge=-1e3, le=1e3)]
+ChannelStd = Annotated[float, Field(ge=1e-6, le=1e3)]
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    mean: list[float] | None = None
-    std: list[Rate] | None = None
+
+class Scaling(BaseModel):
+    """The keys of ``data.scaling``: a number for each channel, as shares of 255."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    mean: Annotated[list[ChannelMean], Field(min_length=1)] | None = None
+    std: Annotated[list[ChannelStd], Field(min_length=1)] | None = None
     interpolation: Literal["bilinear", "bicubic"] | None = None
 
 
@@ -216,6 +228,11 @@ class ModelSettings(Section):
     student_args: Annotated[ModelArgs, Scope.STUDENT] = {}
     """Keywords in which the student differs from ``model.args``, and so from a teacher that phase A
     trains, e.g. ``{depth: 6}``."""
+    stem: Annotated[Literal["patch", "conv"], Scope.STUDENT] = "patch"
+    """What makes tokens of an image. ``patch`` projects each patch by itself. ``conv`` puts 3 x 3
+    convolutions of stride 2 in its place, each with batch norm and ReLU, and a 1 x 1 projection
+    (arXiv 2106.14881). The tokens are as many, so the patch size must be a power of two. A ViT that
+    is fine-tuned keeps the stem of its weights."""
     init_std: Annotated[Rate | None, Scope.STUDENT] = None
     """Standard deviation of the initialisation of every linear layer; null keeps timm's 0.02."""
     init: Annotated[Literal["normal", "mimetic"], Scope.STUDENT] = "normal"
@@ -232,7 +249,8 @@ class OptimSettings(Section):
     (``create_optimizer_v2``, ``create_scheduler_v2``)."""
 
     name: str = "muon"
-    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``."""
+    """Name of the optimizer in timm, such as ``muon``, ``adamw`` or ``sgd``. Muon updates
+    matrices, and leaves [the other weights](training.md#muon-and-adamw) to AdamW."""
     lr: Rate = 4e-3
     """Learning rate after the warm-up."""
     args: Keywords = {}
@@ -252,14 +270,15 @@ class OptimSettings(Section):
     warmup_epochs: Count = 1
     """Epochs of linear warm-up; they count among the epochs of the phase."""
     min_lr: Weight = 1e-5
-    """Learning rate at the start of the warm-up and at the end of the schedule."""
+    """Learning rate at the start of the warm-up and at the end of the schedule, at most ``lr``."""
     clip_grad: Rate | None = 1.0
     """Largest norm of the gradient, to which larger gradients are clipped; null does not clip."""
     accumulate: Positive = 1
     """Batches whose gradients are added up before a step."""
-    ema: Fraction | None = None
+    ema: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Decay of an exponential moving average of the weights. If set, the averaged weights are
-    evaluated and saved. Null makes no average."""
+    evaluated and saved. Null makes no average; with 1 the average would stay at the untrained
+    weights."""
 
 
 class RowSettings(Section):
@@ -283,15 +302,32 @@ class CompressionSettings(Section):
     """Width of the decoder's hidden layer."""
 
 
+Std = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+
+
+class LocalSettings(Section):
+    """The maps of ``phase_a.teacher: local``: a Gaussian round each token, the same for all images
+    and in all blocks of the student."""
+
+    std: Annotated[list[Std], Field(min_length=1)] = [0.7, 1.5, 3.0]
+    """Standard deviations in tokens, of which head i takes number i modulo their count. ``.inf``
+    makes uniform maps, a control."""
+    permuted: bool = False
+    """A control: each query gets the Gaussian of another place, always the same one, drawn from
+    ``seed``. The maps are as sharp as before, but at wrong places."""
+
+
 class PhaseASettings(Section):
     """Phase A: the teacher, whose attention maps the student learns from. Only ``teacher``,
     ``teacher_args``, ``max_epochs``, ``stop_accuracy``, ``augment`` and ``optim`` concern a teacher
-    that is a trained ViT."""
+    that is a trained ViT, and only ``local`` one that is ``local``."""
 
     teacher: ModelName = "gaussian"
     """``gaussian`` trains a ViT with Gaussian attention, ``vit`` an ordinary ViT.
     ``local-dir:FOLDER`` takes a trained ViT from a folder that timm reads. A timm name such as
-    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights."""
+    ``deit_tiny_patch16_224.fb_in1k`` takes a ViT with published weights. ``local`` is no network,
+    but fixed Gaussians round the tokens, which phase B makes itself."""
+    local: LocalSettings = LocalSettings()
     teacher_args: Keywords = {}
     """Keywords for a teacher that is a trained ViT. With ``vit`` they change ``model.args``. For
     any other teacher they go to ``timm.create_model``, e.g. ``{img_size: 32}``."""
@@ -321,8 +357,6 @@ class PhaseASettings(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> PhaseASettings:
-        if self.per_image != "embedding" and self.compression != CompressionSettings():
-            raise ValueError("compression is for per_image: embedding: set that too")
         if not self.learns_gaussians:
             return self._without_gaussians()
         if self.teacher_args:
@@ -334,18 +368,25 @@ class PhaseASettings(Section):
         return self
 
     def _without_gaussians(self) -> PhaseASettings:
+        if self.is_local:
+            if self.teacher_args:
+                raise ValueError("teacher_args: the teacher local is no network: see local")
+            return self
         if self.teacher == "vit":
             _usable_model_args(self.teacher_args)
         elif "pretrained" in self.teacher_args:
             raise ValueError("teacher_args: a teacher always has its trained weights")
-        if self.per_image == "embedding":
-            raise ValueError(f"per_image: a teacher {self.teacher!r} has no Gaussians to embed")
         return self
 
     @property
     def learns_gaussians(self) -> bool:
         """True if the teacher is a ViT with Gaussian attention, not a trained ViT."""
         return self.teacher == "gaussian"
+
+    @property
+    def is_local(self) -> bool:
+        """True if the teacher is no network, but fixed Gaussians without a store."""
+        return self.teacher == "local"
 
     @property
     def most_epochs(self) -> int:
@@ -362,9 +403,10 @@ class ExportSettings(Section):
     """The attention-map store: what it holds of the maps, and in which format."""
 
     kind: StoreKind | None = None
-    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is
-    ``gaussian`` for a teacher with per-image parameters, ``prior`` for a teacher with the shared
-    prior alone, and ``topk`` for a trained ViT."""
+    """What is stored for each query: one of the [kinds of a store](store.md#arrays). Null is the
+    smallest kind that loses nothing: what a Gaussian teacher learned of an image (``gaussian`` for
+    ``per_image: table``, ``embedding``, or ``prior`` for ``none``), and ``topk`` for a trained
+    ViT. With ``encoding: uint8`` it is ``gaussian`` for each Gaussian teacher."""
     encoding: Literal["float16", "uint8"] | None = None
     """``uint8`` stores numbers in 8 bits, in the kinds ``gaussian``, ``topk`` and ``dense``. Null
     is ``uint8`` for ``topk``, and ``float16`` for the other kinds."""
@@ -403,7 +445,7 @@ class TrainChanges(Section):
     """Fields of :class:`TrainSettings` in which one kind of training differs from ``train``."""
 
     epochs: Positive | None = None
-    """Epochs, where they are not ``train.epochs``."""
+    """Null is ``train.epochs``."""
     optim: Annotated[Keywords, AfterValidator(partial(_validated, model=OptimSettings))] = {}
     """Settings of ``train.optim`` that are others here, e.g. ``{lr: 0.002}``."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -598,6 +640,8 @@ class Settings(Section):
     def _consistent(self) -> Settings:
         if self.phase_b.warm_start == "exact":
             self._check_exact()
+        if self.phase_b.warm_start != "none" and self.phase_a.is_local:
+            raise ValueError("phase_b.warm_start: the teacher local has no weights: take none")
         return self
 
     def _check_exact(self) -> None:

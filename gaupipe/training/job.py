@@ -91,13 +91,16 @@ class Training:
         """The weight of L_feat in an epoch counted from 0."""
         return 0.0
 
-    def drop_patches(self, epoch: int) -> float:
-        """The share of the patches that the student drops in an epoch counted from 0, from now."""
-        drops = epoch < self.epochs // 2 and not self.gamma(epoch)
-        rate = self.train.patch_drop_rate if drops else 0.0
+    def share_of_dropped_patches(self, epoch: int) -> float:
+        """The share of the patches that the student drops in an epoch counted from 0."""
+        if epoch >= self.epochs // 2 or self.gamma(epoch):
+            return 0.0
+        return self.train.patch_drop_rate
+
+    def drop_patches(self, epoch: int) -> None:
+        """From now on the student drops the patches of an epoch counted from 0."""
         if isinstance(self.student.patch_drop, PatchDropout):
-            self.student.patch_drop.prob = rate
-        return rate
+            self.student.patch_drop.prob = self.share_of_dropped_patches(epoch)
 
     def maps_of_epoch(self, epoch: int) -> tuple[Any, int | None]:
         """The stored maps of an epoch's batches, and the view of the images that they show."""
@@ -109,6 +112,12 @@ class Training:
 
     def remarks(self) -> list[str]:
         """Lines to print before the first epoch."""
+        rate = self.train.patch_drop_rate
+        if rate and not any(map(self.share_of_dropped_patches, range(self.epochs))):
+            return [
+                f"patch_drop_rate={rate} drops nothing: patches are dropped in the first "
+                "half of the epochs, except while maps are compared (phase_b.gamma_schedule)"
+            ]
         return []
 
     def ending(self, state: TrainingState, folder: Path) -> str:

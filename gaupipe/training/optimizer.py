@@ -13,6 +13,10 @@ from timm.scheduler import create_scheduler_v2
 from gaupipe.settings import OptimSettings
 from gaupipe.system.errors import UserError
 
+GAUSSIANS = ("*.attn.prior", "*.attn.predictor")
+"""Parameters of gaupipe's attentions that have two axes or more and are no matrices but
+coordinates: timm's Muon would make their updates orthogonal."""
+
 
 def build_optimizer(
     vit: VisionTransformer,
@@ -23,9 +27,15 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Any]:
     """timm's optimizer for ``vit`` and its schedule, stepped with the update number.
 
-    ``extra_groups`` are parameter groups with rates of their own. They are no matrices: timm's Muon
-    updates them as AdamW does. Raises UserError for what timm cannot make.
+    ``extra_groups`` are parameter groups with rates of their own, which timm's Muon updates as
+    AdamW does, like :data:`GAUSSIANS`. Raises UserError for what timm cannot make, and for a rate
+    that would rise from ``lr`` to ``min_lr``.
     """
+    if optim.min_lr > optim.lr:
+        raise UserError(
+            f"optim.min_lr: {optim.min_lr:g} is above optim.lr, {optim.lr:g}: set it to "
+            f"{optim.lr:g} or less"
+        )
     try:
         optimizer = create_optimizer_v2(
             vit,
@@ -66,11 +76,13 @@ def build_optimizer(
 
 
 def _checked_args(optim: OptimSettings) -> dict[str, Any]:
-    """``optim.args`` and Adam's usual betas. Raises ValueError for an unusable optimizer."""
+    """``optim.args``, Adam's usual betas, and Muon's list of what it leaves to AdamW, which other
+    optimizers ignore, with :data:`GAUSSIANS`. Raises ValueError for an unusable optimizer."""
     info = get_optimizer_info(optim.name)
     if info.second_order:
         raise ValueError("it needs second derivatives, which a training step does not compute")
     if "kron" in optim.name:
         raise ValueError("it compiles its first step for minutes")
     usual = {"betas": (0.9, 0.999)} if info.has_betas and info.num_betas == 2 else {}
-    return usual | optim.args
+    left_to_adamw = [*GAUSSIANS, *optim.args.get("fallback_list", [])]
+    return usual | optim.args | {"fallback_list": left_to_adamw}

@@ -39,6 +39,8 @@ def build_vit(
     sizes = dict(img_size=data.image_size, in_chans=data.channels, num_classes=data.num_classes)
     try:
         placed: dict[str, Any] = {"device": device} if device else {}
+        if model.stem != "patch":
+            options["stem"] = model.stem
         vit = timm.create_model(
             model.name, attention=attention, **{**sizes, **args}, **options, **placed
         )

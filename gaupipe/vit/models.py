@@ -28,6 +28,7 @@ from gaupipe.attention import ATTENTION
 from gaupipe.attention.base import choice
 from gaupipe.attention.options import attention_class, bind_options, count_parameters
 from gaupipe.system.errors import UserError
+from gaupipe.vit.stem import FIRST_CONV, STEMS
 
 TIMM_ARGUMENTS = {
     name: parameter.default
@@ -36,16 +37,7 @@ TIMM_ARGUMENTS = {
 """Every keyword of timm's ``VisionTransformer`` with its default."""
 
 
-class AttentionLayers(dict):
-    """timm's attentions and ours, by the names of ``attn_layer``."""
-
-    def get(self, name: str, _default: Any = None) -> Any:
-        """The class of an attention. Raises UserError with the nearest name for an unknown one."""
-        return self[choice("attn_layer", name, self)]
-
-
 vision_transformer.ATTN_LAYERS.update({f"gau_{key}": cls for key, cls in ATTENTION.items()})
-vision_transformer.ATTN_LAYERS = AttentionLayers(vision_transformer.ATTN_LAYERS)
 
 
 class ReZero(nn.Module):
@@ -93,9 +85,11 @@ class GauViT(VisionTransformer):
 
     ``attention``: a key of :data:`gaupipe.attention.ATTENTION`; ``attention_options``: keyword
     arguments of its class; ``rezero``: blocks without normalisation, behind scalars that start at
-    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one.
-    ``mlp_ratio=0`` leaves the FFN out. Everything else goes to timm's class. ``gaupipe_args`` holds
-    the keywords that rebuild the model. Raises UserError for an unknown attention or option.
+    0; ``match_params``: the FFN shrinks by what the attention adds to the standard one; ``stem``:
+    ``conv`` puts convolutions in place of the patch embedding
+    (:class:`~gaupipe.vit.stem.ConvPatchEmbed`). ``mlp_ratio=0`` leaves the FFN out. Everything else
+    goes to timm's class. ``gaupipe_args`` holds the keywords that rebuild the model. Raises
+    UserError for an unknown attention, option or stem.
     """
 
     def __init__(
@@ -104,6 +98,7 @@ class GauViT(VisionTransformer):
         attention_options: dict | None = None,
         rezero: bool = False,
         match_params: bool = False,
+        stem: str = "patch",
         **kwargs,
     ) -> None:
         options = dict(attention_options or {})
@@ -121,13 +116,16 @@ class GauViT(VisionTransformer):
             )
         if kwargs.get("mlp_ratio") == 0:
             block_fn = without_ffn(block_fn)
-        super().__init__(**{**kwargs, "attn_layer": attn_layer, "block_fn": block_fn})
+        layers: dict[str, Any] = {"attn_layer": attn_layer, "block_fn": block_fn}
+        if choice("stem", stem, STEMS) != "patch":
+            layers["embed_layer"] = STEMS[stem]
+        super().__init__(**{**kwargs, **layers})
         if self.num_prefix_tokens and self.priors():
             raise UserError(
                 f"attention {attention!r}: a class or register token has no place on the grid that "
                 "Gaussians lie on: take class_token and reg_tokens out"
             )
-        ours = dict(attention=attention, attention_options=options, rezero=rezero)
+        ours = dict(attention=attention, attention_options=options, rezero=rezero, stem=stem)
         self.gaupipe_args = {**kwargs, **ours}
         for placement in ("device", "dtype"):
             self.gaupipe_args.pop(placement, None)
@@ -223,7 +221,7 @@ def create_gauvit(
 ) -> Any:
     """A model of timm's registry: its ``preset`` keywords, those ``given`` in their place."""
     common = dict(class_token=False, global_pool="avg", qkv_bias=True)
-    return build_model_with_cfg(
+    model: Any = build_model_with_cfg(  # timm declares no pretrained_cfg
         model_class,
         variant,
         pretrained,
@@ -231,6 +229,9 @@ def create_gauvit(
         feature_cfg=dict(out_indices=3, feature_cls="getter"),
         **{**common, **preset, **given},
     )
+    if given.get("stem") == "conv":  # timm adapts this layer to other channels than three
+        model.pretrained_cfg = dict(model.pretrained_cfg, first_conv=FIRST_CONV)
+    return model
 
 
 @register_model

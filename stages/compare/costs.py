@@ -47,7 +47,7 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     settings = training.settings.model_copy(update={"compile": False})
     data = load_data(settings.data)
     teacher = None if training.row.plain else training.teacher
-    job = phase_b.build(settings, data, teacher, None if teacher is None else str(training.maps))
+    job = phase_b.build(settings, data, teacher, training.maps_url)
     buckets = settings.data.num_buckets
     batches = Batches(data.train, data, job.device, settings.data.batch_size, 0, buckets)
     stored, _view = job.maps_of_epoch(0)
@@ -56,10 +56,11 @@ def of_student(training: Training, metrics: list[dict[str, Any]]) -> dict[str, A
     forwards: dict[tuple[float, float], float] = {}  # of an image
     counted = 0.0
     for epoch, entry in enumerate(metrics):
-        kind = gamma, _rate = entry["gamma"], job.drop_patches(epoch)
-        if kind not in forwards:
-            forwards[kind] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
-        counted += forwards[kind]
+        gamma, share = entry["gamma"], job.share_of_dropped_patches(epoch)
+        if (gamma, share) not in forwards:
+            job.drop_patches(epoch)
+            forwards[gamma, share] = multiply_adds(partial(losses, batch, gamma)) / len(batch)
+        counted += forwards[gamma, share]
     return {
         "parameters": count_parameters(job.student),
         "multiply_adds": round(FORWARDS * len(data.train) * counted),
@@ -73,6 +74,8 @@ def of_phase_a(
     """``multiply_adds`` and ``processor_seconds`` of the teacher's epochs, which have the entries
     ``metrics``, and of the export of its maps for this training."""
     settings = as_teacher(training.settings)
+    if settings.phase_a.is_local:
+        return {"multiply_adds": 0, "processor_seconds": 0.0}
     data = load_data(settings.data)
     job, schema = phase_a.load(training.teacher, data), store.open(str(training.maps)).schema
     exported = outputs(job, schema, job.batches(data.train), np.arange(1))

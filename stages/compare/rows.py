@@ -5,6 +5,7 @@ A row is one way to train. It is run with every seed and is one line of every ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class Row(Section):
 
 
 def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
-    """The rows of every comparison: baselines, distilled students, and three controls.
+    """The rows of every comparison: baselines, distilled students, and up to three controls.
 
     ``students`` are attentions. The controls belong to the first of them.
     """
@@ -62,9 +63,14 @@ def default_rows(base: Settings, students: Sequence[str]) -> list[Row]:
     if list(students) == ["standard"]:
         distilled = {DISTILLED: student(first)}
     controls: dict[str, dict[str, Any]] = {"shuffled maps": {"phase_b.shuffle_maps": True}}
+    if base.phase_a.is_local:  # all images have the same maps
+        controls = {
+            "wrong places": {"phase_a.local.permuted": True},
+            "uniform maps": {"phase_a.local.std": [math.inf]},
+        }
     if base.phase_a.learns_gaussians:
         controls["prior alone"] = {"phase_a.prior": True, "phase_a.per_image": "none"}
-    if phase.alpha:
+    if phase.alpha and not base.phase_a.is_local:
         labels = round(phase.beta + phase.alpha, 6)
         controls["no soft labels"] = {"phase_b.alpha": 0.0, "phase_b.beta": labels}
     for name, changes in controls.items():
@@ -154,4 +160,7 @@ def resolve(row: Row, base: Settings) -> Settings:
     phase_a = settings.phase_a
     if phase_a.learns_gaussians and phase_a.per_image == "none":  # all images have the same maps
         settings = settings.with_section("phase_b", shuffle_maps=False)
+    if phase_a.is_local:  # neither a map nor a prediction of an image, and no store
+        settings = settings.with_section("phase_b", shuffle_maps=False, alpha=0.0)
+        return settings.model_copy(update={"export": ExportSettings()})
     return settings.model_copy(update={"export": chosen(settings)})

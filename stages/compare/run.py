@@ -25,6 +25,7 @@ from stages.compare.report import report
 from stages.compare.rows import Row, default_rows, resolve, select_rows, sweep_rows
 from stages.compare.trainings import Training
 from stages.compare.workers import train
+from stages.phase_a import local
 from stages.phase_a import trained_vit as trained_teacher
 from stages.runs.directory import RunDirectory, locked, settled
 
@@ -94,7 +95,7 @@ def plan(
                 settings=settings.model_copy(update={"seed": seed}),
                 root=run_dir,
                 data_sha256=data.both_sha256,
-                test=test,
+                test_sha256=data.test_sha256 if test else None,
             )
             for seed in seeds
         ]
@@ -108,6 +109,8 @@ def check(row: Row, settings: Settings, data: ImageData) -> None:
         select_device(settings.device, settings.threads)
         if row.plain:
             check_baseline(settings, data)
+        elif settings.phase_a.is_local:
+            local.check(settings, data)
         elif settings.phase_a.learns_gaussians:
             job = phase_a.check(settings, data, RunDirectory(Path()), True, force=True)
             gaussian_teacher.training_state(job)

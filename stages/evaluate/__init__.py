@@ -20,7 +20,7 @@ from gaupipe.data.augment import Augment
 from gaupipe.data.batches import Batches
 from gaupipe.data.folder import find_classes
 from gaupipe.data.sources import labelled_images
-from gaupipe.data.splits import ImageData, Split, load_data
+from gaupipe.data.splits import ImageData, Split
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.losses import feature_loss, patch_map
 from gaupipe.settings import Settings
@@ -29,6 +29,7 @@ from gaupipe.system.device import select_device
 from gaupipe.system.errors import UserError
 from gaupipe.system.files import check_file
 from gaupipe.vit.forward import forward_with_maps
+from gaupipe.vit.saving import class_names
 from stages import phase_a, predict
 from stages.evaluate import confusion as figure
 from stages.evaluate.by_class import by_class, labelled
@@ -57,8 +58,8 @@ def run(
 
     ``name`` and ``distilled`` are those of :func:`load_student`. The predictions of all images go
     to ``out``, as ``gaupipe predict`` writes them, and a picture of the confusion matrix
-    to ``confusion``. Raises StoreError for the store of another teacher or data set, and for a
-    damaged one.
+    to ``confusion``. Raises UserError for other images or classes than those that the run began
+    with, StoreError for the store of another teacher or data set, and for a damaged one.
     """
 
     def load() -> tuple[TrainedStudent, ImageData, store.Store | None]:
@@ -69,8 +70,8 @@ def run(
         student = load_student(run_dir, name, distilled)
         if folder is not None:
             return student, folder_data(student, folder), None
-        data = load_data(student.settings.data)
-        if getattr(data, split) is None:
+        data = student.run.load_data(student.settings, test=split == "test")
+        if split not in data.splits:
             raise UserError(f"data set {data.name} has no {split} split: evaluate on val")
         check_data(student, data)
         return student, data, open_maps(student, data)
@@ -93,7 +94,7 @@ def run(
         scores |= beside_teacher(student, images, data, logits)
     if maps is not None:
         scores |= teacher_agreement(student.model, maps, data, student.settings)
-    names = predict.class_names(student.model, data.num_classes)
+    names = class_names(student.model, data.num_classes)
     rows = labelled(logits, labels, images, names)
     scores |= by_class(rows, names)
     if out is not None:
@@ -110,7 +111,7 @@ def folder_data(student: TrainedStudent, folder: Path) -> ImageData:
         raise UserError(f"--data {folder}: no such folder; it should hold CLASS/*.png")
     model: Any = student.model
     config, size = model.pretrained_cfg, model.patch_embed.img_size[0]
-    names, classes = predict.class_names(model, model.num_classes), find_classes(folder)
+    names, classes = class_names(model, model.num_classes), find_classes(folder)
     if unknown := sorted(classes.keys() - {*names}):
         known = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
         raise UserError(

@@ -21,7 +21,7 @@ from gaupipe.data.batches import Batch, Batches
 from gaupipe.data.loader import view_of
 from gaupipe.data.prepared import PreparedImages
 from gaupipe.data.splits import ImageData, load_data
-from gaupipe.distillation import files
+from gaupipe.distillation import files, local
 from gaupipe.distillation.job import PhaseB
 from gaupipe.distillation.kinds import KINDS, StoredGaussians
 from gaupipe.distillation.losses import without_keys
@@ -32,6 +32,7 @@ from gaupipe.system.errors import UserError
 from gaupipe.vit.capture import gradient_rollout
 from gaupipe.vit.forward import forward_with_maps
 from stages.runs.directory import RunDirectory
+from stages.runs.students import recorded_store
 from stages.runs.trained import load_student, open_maps
 
 CPU = torch.device("cpu")
@@ -212,7 +213,8 @@ class LiveMaps:
 
 class StudentMaps(LiveMaps):
     """A student of a run, with the ``store`` that it learned from, or its run's; None where there
-    is none that fits it. Raises UserError where the student is not there or damaged.
+    is none that fits it. ``local`` says that it learned from the teacher local instead. Raises
+    UserError where the student is not there or damaged.
 
     Its maps are whole where no stored ones are beside them; else they are from patches to patches.
     """
@@ -220,7 +222,7 @@ class StudentMaps(LiveMaps):
     def __init__(self, run: RunDirectory, name: str, data: ImageData | None = None) -> None:
         student = load_student(run.path, name)
         settings, model = student.settings, student.model
-        data = data or load_data(settings.data, settings.download)
+        data = data or run.load_data(settings)
 
         def forward(images: Tensor) -> tuple[Tensor, list[Tensor]]:
             logits, log_maps = forward_with_maps(model, images)
@@ -229,7 +231,12 @@ class StudentMaps(LiveMaps):
         super().__init__(student.name, model, data, forward)
         self.explains = settings.model.attention != "gaussian"
         self.store = open_maps(student, data)
-        if self.store is not None:
+        learned = student.distilled and recorded_store(student.folder) is None
+        self.local = settings.phase_a.is_local and learned and self.store is None
+        self._job: PhaseB
+        if self.local:
+            self._job = local.build(settings, data, CPU, model)
+        elif self.store is not None:
             self._job = PhaseB(settings, data, CPU, model, settings.student_training, self.store)
 
     def see(self, image, views=None, view=0, split="train") -> ImageMaps:
@@ -245,6 +252,8 @@ class StudentMaps(LiveMaps):
 
     def no_teacher(self, views: dict[str, Any] | None, split: str = "train") -> str | None:
         """Why the stored maps are not those of what the student sees; None where they are."""
+        if self.local:
+            return None
         if self.store is None:
             return "there is no whole store that fits the student"
         if split != "train":
@@ -259,8 +268,9 @@ class StudentMaps(LiveMaps):
     def _teacher(
         self, batch: Batch, image: int, view: int, maps: Callable[[int], Tensor]
     ) -> list[Tensor | None]:
-        entry = image * self._job.maps.schema.views + view
-        batch.stored = self._job.maps.read(entry, entry + 1)
+        if not self.local:
+            entry = image * self._job.maps.schema.views + view
+            batch.stored = self._job.maps.read(entry, entry + 1)
         stored = self._job.teacher_maps(batch)
         compared: list[Tensor | None] = []
         for layer in range(self.layers):

@@ -257,7 +257,7 @@ def _store(url: str | None, run_dir: Path | None) -> str:
     """The store that is named, else that of the run."""
     if url is None:
         assert run_dir is not None  # the command names one of the two
-        return str(RunDirectory(run_dir).maps)
+        return str(RunDirectory(run_dir).stored())
     return url
 
 

@@ -18,7 +18,7 @@ from gaupipe.settings import Settings
 from gaupipe.system import distributed
 from gaupipe.teachers.gaussian import Teacher
 from gaupipe.training import loggers
-from stages.phase_a import trained_vit
+from stages.phase_a import local, trained_vit
 from stages.phase_a.run_folder import started, write_digest
 from stages.runs import ranks
 from stages.runs.directory import RunDirectory
@@ -48,17 +48,21 @@ def run(
     """
     run = RunDirectory(run_dir)
 
-    def resolve() -> TeacherJob | TeacherTraining:
+    def resolve() -> TeacherJob | TeacherTraining | local.LocalJob:
         request = run.settled(settings)
         run.check_free(request, resume)
         loggers.check(request.log.to)
         images = data or load_data(request.data, request.download)
         check_buckets(len(images.train), request.data.num_buckets, request.data.batch_size)
+        if request.phase_a.is_local:
+            return local.check(request, images, students)
         if not request.phase_a.learns_gaussians:
             return trained_vit.check(request, images, students)
         return check(request, images, run, students, force)
 
     job = ranks.resolve(resolve)
+    if isinstance(job, local.LocalJob):
+        return local.run(job, run, resume)
     if isinstance(job, TeacherTraining):
         return trained_vit.run(job, run, resume)
     if not job.settings.phase_a.learns_gaussians:
@@ -98,7 +102,7 @@ def load(
     settings = run.settings()
     if download:
         settings = settings.model_copy(update={"download": True})
-    data = data or load_data(settings.data, settings.download)
+    data = data or run.load_data(settings)
     if not settings.phase_a.learns_gaussians:
         return trained_vit.load(run, settings, data)
     job = build(settings, run.phase_a, data, to_read=True, with_images=with_images)

@@ -22,6 +22,7 @@ from stages.runs.trained import TrainedStudent
 TEACHERS = {
     "gaussian": "a ViT with GauAttention, trained in phase A",
     "vit": "a ViT, trained in phase A",
+    "local": "a Gaussian round each token, the same for all images",
 }
 
 
@@ -73,7 +74,7 @@ def write(
         seconds=total_seconds(metrics),
         epoch=kept_epochs.entry(student.folder)["epoch"],
         settings=settings,
-        optim=train.optim,
+        train=train,
         teacher=teacher_of(student, settings) if student.distilled else None,
         code=code,
     )

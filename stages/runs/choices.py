@@ -27,6 +27,9 @@ BATCHES = ((1_000, 32), (10_000, 64), (math.inf, 128))  # (fewer training images
 FEWEST_EPOCHS, MOST_EPOCHS, FINE_TUNING_EPOCHS = 12, 90, 10
 QUERY_BYTES, MOST_BYTES = 16, 2e9  # of a query in a store of eight keys, and of all views there
 
+LOCAL_STDS = {1: [1.5], 2: [0.8, 2.0]}
+"""Stds of the teacher local for models with few heads."""
+
 WITH_A_TEACHER = ("phase_a.", "export.", "phase_b.")
 """Settings that a training without a teacher does not read."""
 
@@ -104,6 +107,8 @@ def _choose_sizes(choices: Choices, facts: FolderFacts, table: Any) -> tuple[int
     size = choices.choose("data.image_size", size, reason) or FILE_IMAGE_SIZE
     patch = 16 if size > 128 else next(row[2] for row in table if size >= row[0])
     fitting = [number for number in range(1, 2 * patch + 1) if size % number == 0]
+    if choices.given("model.stem") == "conv":  # whose convolutions halve the image
+        fitting = [number for number in fitting if number.bit_count() == 1 < number] or [patch]
     patch = min(fitting, key=lambda number: abs(number - patch))
     reason = f"{size // patch} x {size // patch} tokens; smaller patches take longer"
     patch = choices.choose("model.args.patch_size", patch, reason)
@@ -157,7 +162,8 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
     attention = "standard" if choices.given("model.attention_options") else "belief"
     choices.choose("model.attention", attention, "its attention; timm loads standard by itself")
     if choices.given("train.epochs") is None:  # else it is the student's, too
-        choices.choose("phase_b.epochs", round(epochs * 2 / 3), "of the student")
+        share = 1 if teacher == "local" else 2 / 3  # the others take their time, too
+        choices.choose("phase_b.epochs", round(epochs * share), "of the student")
     student = choices.given("phase_b.epochs") or choices.given("train.epochs")
     half = choices.choose("phase_a.max_epochs", max(1, student // 2), "of the teacher")
     together = student + half * (teacher in ("vit", "gaussian"))
@@ -170,8 +176,11 @@ def _choose_training(choices: Choices, images: int, epochs: int) -> None:
         choices.choose("phase_b.gamma_epochs", max(1, student // 3), "epochs with these maps")
     if teacher == "gaussian":
         choices.choose("phase_a.per_image", "none")
+    elif teacher == "local":
+        heads = choices.given("model.args.num_heads")
+        reason = "the width of its Gaussians in tokens, by head"
+        choices.choose("phase_a.local.std", LOCAL_STDS.get(heads, [0.7, 1.5, 3.0]), reason)
     elif teacher != "vit" and not str(teacher).startswith(LOCAL):
-        choices.choose("phase_a.teacher_args.num_classes", 0)  # it knows other classes
         choices.choose("phase_a.teacher_args.img_size", choices.given("data.image_size"))
         choices.choose("phase_b.head_map", "mean")
     _choose_batch(choices, images)

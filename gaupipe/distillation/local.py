@@ -1,0 +1,142 @@
+"""The teacher ``local``: fixed Gaussians round the tokens, which need no network and no store.
+
+Axis letters: H heads, T tokens on a grid (h, w).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from gaupipe.data.batches import Batch
+from gaupipe.data.splits import ImageData
+from gaupipe.distillation.job import PhaseB
+from gaupipe.distillation.kinds import StoredGaussians, of_heads
+from gaupipe.distillation.losses import TeacherMaps
+from gaupipe.distillation.student import MapShape, check_fit, layer_map
+from gaupipe.maps.gaussians import local_axes
+from gaupipe.settings import PhaseASettings, Settings
+from gaupipe.system.errors import UserError
+from gaupipe.training.job import Training
+
+
+class LocalMaps(StoredGaussians):
+    """The attention of every image alike, as :class:`~gaupipe.distillation.losses.TeacherMaps`
+    reads it: B is 1, and neither a view nor another block changes it."""
+
+    def __init__(
+        self, shape: MapShape, stds: Sequence[float], permutation: Tensor | None = None
+    ) -> None:
+        """``stds`` are in tokens, one for each head; ``permutation`` int64 [T] gives query i the
+        Gaussian of the token permutation[i]."""
+        self.grid, self.layers, self.heads = shape.grid, shape.layers, shape.heads
+        along_y, along_x = local_axes(self.grid, stds)
+        if permutation is not None:
+            along_y, along_x = along_y[:, permutation], along_x[:, permutation]
+        self.factors = along_y[None], along_x[None]
+
+    def to(self, device: torch.device) -> LocalMaps:
+        along_y, along_x = self.factors
+        self.factors = along_y.to(device), along_x.to(device)
+        return self
+
+    def axes(self, layer, heads=None, geometry=None, new_grid=None) -> tuple[Tensor, Tensor]:
+        """The two factors ([1, H, T, h], [1, H, T, w]) of a block's map."""
+        along_y, along_x = self.factors
+        return of_heads(along_y, heads), of_heads(along_x, heads)
+
+
+def local_maps(settings: Settings, student: VisionTransformer) -> LocalMaps:
+    """The maps of ``phase_a.teacher: local`` for a student, on the CPU. Raises UserError where the
+    settings and the student do not fit."""
+    local, shape = settings.phase_a.local, MapShape.of(student)
+    if settings.phase_b.shuffle_maps:
+        raise UserError(
+            "phase_b.shuffle_maps: the teacher local has the same maps for all images; the control "
+            "is phase_a.local.permuted=true"
+        )
+    if len(local.std) > shape.heads:
+        raise UserError(
+            f"phase_a.local.std: has {len(local.std)} numbers for the {shape.heads} heads of the "
+            f"student: give at most {shape.heads}"
+        )
+    stds = [local.std[head % len(local.std)] for head in range(shape.heads)]
+    permutation = None
+    if local.permuted:
+        generator = torch.Generator().manual_seed(settings.seed)
+        permutation = wrong_places(shape.grid[0] * shape.grid[1], generator)
+    maps = LocalMaps(shape, stds, permutation)
+    check_fit(student, maps, settings.phase_b, "the teacher local")
+    return maps
+
+
+def wrong_places(tokens: int, generator: torch.Generator) -> Tensor:
+    """A permutation int64 [tokens] that is one cycle, so that no token keeps its place."""
+    order = torch.randperm(tokens, generator=generator)
+    places = torch.empty_like(order)
+    places[order] = order.roll(1)
+    return places
+
+
+def without_predictions(settings: Settings) -> Settings:
+    """The settings of a student of the teacher local, which predicts nothing: alpha is 0. Raises
+    UserError where nothing else is left to learn from."""
+    if settings.phase_b.beta + settings.phase_b.gamma == 0:
+        raise UserError(
+            "phase_b.alpha: the teacher local predicts no classes, and beta and gamma are 0: set "
+            "phase_b.beta=1"
+        )
+    return settings.with_section("phase_b", alpha=0.0)
+
+
+def described(phase: PhaseASettings) -> str:
+    """The maps in words."""
+    local = phase.local
+    stds = ", ".join(f"{std:g}" for std in local.std)
+    places = "at a wrong place for each query" if local.permuted else "round each token"
+    return f"Gaussians of std {stds} tokens {places}, the same for all images"
+
+
+@dataclass
+class LocalPhaseB(PhaseB):
+    """A student that learns from fixed Gaussians, its ``maps``, without a store."""
+
+    maps: LocalMaps  # type: ignore[assignment]
+
+    def identity(self) -> dict[str, Any]:
+        return Training.identity(self)
+
+    def maps_of_epoch(self, epoch: int) -> tuple[None, None]:
+        return None, None
+
+    def source_of_maps(self) -> None:  # type: ignore[override]
+        return None
+
+    def remarks(self) -> list[str]:
+        maps = described(self.settings.phase_a)
+        return [f"the teacher local has {maps}; it predicts nothing, so phase_b.alpha is 0"]
+
+    def teacher_maps(self, batch: Batch) -> TeacherMaps:
+        return TeacherMaps(
+            self.maps, self.layers, self.maps.grid, heads=self.settings.phase_b.head_map
+        )
+
+    @cached_property
+    def layers(self) -> list[int | None]:
+        return layer_map(self.settings.phase_b, self.maps.layers, self.maps.layers)
+
+
+def build(
+    settings: Settings, data: ImageData, device: torch.device, student: VisionTransformer
+) -> LocalPhaseB:
+    """The training of a ``student`` that lies on the ``device``. Raises UserError as
+    :func:`local_maps` and :func:`without_predictions`."""
+    settings = without_predictions(settings)
+    maps = local_maps(settings, student).to(device)
+    return LocalPhaseB(settings, data, device, student, settings.student_training, maps)

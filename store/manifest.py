@@ -1,0 +1,121 @@
+"""The manifest of a store: the sha256 of each of its files.
+
+It is the zarr group `manifest`, without arrays. Its attributes are
+
+    metadata   {file: sha256} of the zarr.json of the root (as it is in a complete store) and of the
+               arrays, and of the decoder's files
+    shards     {shard: {array: {"sha256": ..., "bytes": ...}}} of the images' files
+
+While a store is written, several processes add to it. So each finished shard has its entry in a
+file of its own, `manifest/finished/SHARD`, which is written last and marks the shard as finished.
+`Writer.finish` gathers these files into the manifest and deletes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from store.errors import damaged
+from store.files import Files
+
+MANIFEST = "manifest/zarr.json"
+FINISHED = "manifest/finished/"
+
+
+class StoredFile(NamedTuple):
+    """A shard's file of one array."""
+
+    sha256: str
+    bytes: int
+
+
+Shards = dict[int, dict[str, StoredFile]]
+"""By index of the shard and name of the array."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    metadata: dict[str, str]
+    shards: Shards
+
+    def to_file(self) -> bytes:
+        shards = {str(index): _to_json(self.shards[index]) for index in sorted(self.shards)}
+        return group_file({"metadata": self.metadata, "shards": shards})
+
+    @classmethod
+    def from_file(cls, data: bytes, url: str) -> Manifest:
+        """Raises DamagedStore unless `to_file` writes these bytes."""
+        broken = damaged(url, f"{MANIFEST} is damaged or was edited")
+        try:
+            attributes = json.loads(data)["attributes"]
+            shards = {int(index): _from_json(of) for index, of in attributes["shards"].items()}
+            manifest = cls(dict(attributes["metadata"]), shards)
+            whole = manifest.to_file() == data
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise broken from None
+        if not whole:
+            raise broken
+        return manifest
+
+
+def read_manifest(files: Files) -> Manifest | None:
+    """None where there is no manifest. Raises DamagedStore."""
+    data = files.read(MANIFEST)
+    return None if data is None else Manifest.from_file(data, files.url)
+
+
+def read_checked(files: Files, manifest: Manifest, key: str) -> bytes:
+    """A metadata or decoder file. Raises DamagedStore when it is missing or any bit has changed."""
+    data = files.read(key)
+    if data is None:
+        raise damaged(files.url, f"{key} is missing")
+    if sha256(data) != manifest.metadata.get(key):
+        raise damaged(files.url, f"{key} is damaged or was edited")
+    return data
+
+
+def finished_shards(files: Files) -> Shards:
+    """All finished shards, also those that are not in the manifest yet; read at every call."""
+    # the manifest last: another process may write it and then delete the single entries
+    entries = read_entries(files)
+    manifest = read_manifest(files)
+    return (manifest.shards if manifest else {}) | entries
+
+
+def read_entries(files: Files) -> Shards:
+    """The finished shards that have a file of their own; a damaged file counts as none."""
+    shards: Shards = {}
+    for key, data in files.read_all(files.list(FINISHED)).items():
+        try:
+            shards[int(key.removeprefix(FINISHED))] = _from_json(json.loads(data or b""))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            continue
+    return shards
+
+
+def write_entry(files: Files, index: int, written: Mapping[str, bytes]) -> None:
+    """Marks a shard as finished, whose files, by array, are safe already."""
+    entry = {name: StoredFile(sha256(data), len(data)) for name, data in written.items()}
+    files.write(f"{FINISHED}{index}", json.dumps(_to_json(entry)).encode())
+
+
+def _to_json(shard: dict[str, StoredFile]) -> dict[str, dict]:
+    return {name: file._asdict() for name, file in shard.items()}
+
+
+def _from_json(shard: dict[str, dict]) -> dict[str, StoredFile]:
+    return {name: StoredFile(**file) for name, file in shard.items()}
+
+
+def group_file(attributes: dict) -> bytes:
+    """The zarr.json of a group with these attributes."""
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(group, indent=2, allow_nan=False).encode()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
