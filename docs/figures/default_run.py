@@ -211,8 +211,8 @@ def draw(seen: Query) -> Figure:
     note(
         before,
         "3  Decoded before training",
-        f"Gaussians of head {head} at one std: red for query {query}, blue for",
-        f"the other {h * w - 1}. All are near the middle, with std about 1.",
+        f"Gaussians of head {head}, one std: red query {query}, blue the",
+        f"other {h * w - 1}. All are near the middle, std about 1.",
     )
 
     show_gaussians(after, seen, seen.gaussians)
